@@ -21,8 +21,8 @@ from baton.request import FirstToken, SequenceSpec
 from baton.v1 import prefill_pb2
 from decode_worker.receiver import HandoffReceiver
 from decode_worker.room import RETRY_AFTER_S
-from engine.sequence import Sequence
-from engine.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
 from kvtransfer.ticket import Attempt
 from worker.fetch import Fetcher, PrefixSource, source_of
 from worker.first_token import first_of, first_token

@@ -11,8 +11,8 @@ from baton.errors import BatonError, ContextLengthExceeded, HandoffError, Ticket
 from baton.hashing import block_hashes, hash_key, last_hashes
 from baton.request import Geometry, SequenceSpec
 from decode_worker.room import Room
-from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler
 from kvtransfer.pair import Identity, check_peer
 from kvtransfer.ticket import Attempt, Ticket
 from worker.block_receiver import BlockReceiver

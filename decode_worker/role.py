@@ -32,8 +32,8 @@ from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.reserves import Reserves
 from decode_worker.sequence_spans import SequenceSpans
 from decode_worker.service import DecodeServicer
-from engine.sequence import Sequence
-from engine.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
 from kvtransfer.ticket import Attempt, Ticket
 from worker.beats import Beats
 from worker.fetch import Fetcher

@@ -9,7 +9,7 @@ from __future__ import annotations
 from baton.errors import HandoffError, NoRoom
 from baton.request import SequenceSpec
 from decode_worker.claims import Claims
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 RETRY_AFTER_S = 0.05
 """How soon a writer that found no room may ask again: about one decode step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opentelemetry.trace import Span
 
 from baton.tracing import Attribute, begin_span, fail_span, trace_id_of
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 
 
 class SequenceSpans:

@@ -13,23 +13,19 @@ from baton.cache import cache_dir
 from baton.compiled_grammars import CompiledGrammars, grammars_of
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
+from engine.checkpoint.fingerprint import Fingerprint
+from engine.checkpoint.model_config import ModelConfig, load_model_config
+from engine.checkpoint.rope_spec import LongRopeScaling
 from engine.cpu.decoder import cpu_decoder
 from engine.cpu.library import library_build
 from engine.cpu.sampler import cpu_sampler
-from engine.draft_length import MOST_IN_A_STEP
-from engine.draft_model import DraftModel
-from engine.draft_vocabulary import check_vocabulary
-from engine.drafter_heads import HEADS, EagleHead, MedusaHeads, Sampler, load_heads
-from engine.embedding import Embedder
-from engine.filled_slots import FilledSlots
-from engine.fingerprint import Fingerprint
-from engine.kv_cache import Allocate, KvCache, KvGroup, block_bytes
-from engine.kv_quantization import kv_dtype, kv_dtype_name
-from engine.model import DecoderModel
-from engine.model_config import ModelConfig, load_model_config
-from engine.model_drafter import ModelDrafter
-from engine.model_speculation import ModelSpeculation
+from engine.execution.runner import ModelRunner
+from engine.kv.kv_cache import Allocate, KvCache, KvGroup, block_bytes
+from engine.kv.kv_quantization import kv_dtype, kv_dtype_name
+from engine.model.embedding import Embedder
+from engine.model.model import DecoderModel
+from engine.model.torch_step import TorchStepModel
+from engine.model.weights import bytes_per_weight, fingerprint, load_weights
 from engine.parallel.context_exchange import ContextExchange
 from engine.parallel.context_model import ContextModel, ContextSteps
 from engine.parallel.model_share import config_of, share_of
@@ -37,24 +33,34 @@ from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
 from engine.parallel.ranks import FollowingModel, FollowingTorch, LeadingRank, LeadModel, LeadRank
 from engine.parallel.weight_slices import WeightSlices
-from engine.plan import NewSequence, PlanRow, StepPlan
 from engine.quantization.packed_cache import PackedCache
-from engine.roofline import Storage
-from engine.rope_spec import LongRopeScaling
-from engine.runner import ModelRunner
-from engine.sampling import sample
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SCORED_TOKENS, SchedulerLimits
-from engine.speculation import (
+from engine.roofline.roofline import Storage
+from engine.sampling.sampling import sample
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SCORED_TOKENS, SchedulerLimits
+from engine.speculation.draft_length import MOST_IN_A_STEP
+from engine.speculation.heads.drafter_heads import (
+    HEADS,
+    EagleHead,
+    MedusaHeads,
+    Sampler,
+    load_heads,
+)
+from engine.speculation.model.draft_model import DraftModel
+from engine.speculation.model.draft_vocabulary import check_vocabulary
+from engine.speculation.model.filled_slots import FilledSlots
+from engine.speculation.model.model_speculation import ModelSpeculation
+from engine.speculation.model_drafter import ModelDrafter
+from engine.speculation.speculation import (
     DRAFTERS,
     MOST_DRAFT_TOKENS,
     TOKEN_DRAFTERS,
     StepSpeculation,
     make_speculation,
 )
-from engine.step import StepModel
-from engine.torch_step import TorchStepModel
-from engine.weights import bytes_per_weight, fingerprint, load_weights
+from engine.step.step import StepModel
 
 if TYPE_CHECKING:
     from engine.gpu.fused_weights import GpuWeights
@@ -84,7 +90,7 @@ class EngineSettings:
     """Most tokens of a step; 0 takes 512 on the CPU and 8192 on a GPU."""
     max_sequences: int = 64
     quantization: str = "auto"
-    """As ``engine.weights.load_weights`` takes it."""
+    """As ``engine.model.weights.load_weights`` takes it."""
     hash_block_size: int = 0
     """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
     kv_dtype: str = "auto"
@@ -95,8 +101,8 @@ class EngineSettings:
     deterministic: bool = False
     """Whether what cannot keep a row's bits the same in every batch is refused."""
     drafter: str = "none"
-    """What guesses tokens: of ``engine.speculation.DRAFTERS``, or ``auto``: ``ngram`` on a CPU, and
-    ``none`` on a GPU."""
+    """What guesses tokens: of ``engine.speculation.speculation.DRAFTERS``, or ``auto``: ``ngram``
+    on a CPU, and ``none`` on a GPU."""
     divides_context: bool = False
     """Whether several ranks divide the tokens of prompts, and have all weights and KV each; else
     they divide the model."""

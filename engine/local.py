@@ -15,7 +15,7 @@ from baton.hashing import hash_key
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 from engine.engine import Engine
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from rich.table import Table
 from baton.grammar import Grammar, GrammarKind
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
-from engine.grammar_rows import GrammarRows
-from engine.plan import NewSequence, PlanRow, StepPlan
-from engine.sampling import SampleRow
+from engine.execution.grammar_rows import GrammarRows
+from engine.sampling.sampling import SampleRow
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from loadtest.bench_app import Figures, ModelFolder, bench_app, say
 from loadtest.machine import this_machine
 

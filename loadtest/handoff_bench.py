@@ -24,8 +24,8 @@ from rich.table import Table
 from baton.client import Client
 from baton.errors import Unavailable
 from baton.v1.sampling_pb2 import SamplingParameters
-from engine.kv_cache import block_bytes
-from engine.model_config import load_model_config
+from engine.checkpoint.model_config import load_model_config
+from engine.kv.kv_cache import block_bytes
 from loadtest.machine import Machine, this_machine
 from loadtest.peer_servers import LOOPBACK, SERVED_NAME, Programs, Server, free_port, serving
 from loadtest.transfer_bench import TransferSettings, measure_transfers

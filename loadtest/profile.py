@@ -18,12 +18,12 @@ from torch.profiler import ProfilerActivity, record_function
 
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from engine.ceilings import elapsed, measure_ceilings
+from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
-from engine.kv_cache import block_bytes
-from engine.model_config import load_model_config
-from engine.plan import NewSequence, PlanRow, StepPlan
-from engine.roofline import Ceilings, Roof, Storage, Work, step_work, total
+from engine.kv.kv_cache import block_bytes
+from engine.roofline.ceilings import elapsed, measure_ceilings
+from engine.roofline.roofline import Ceilings, Roof, Storage, Work, step_work, total
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from loadtest.whole_table import whole_table
 
 Say = Callable[[str], None]

@@ -23,8 +23,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.local import generate
-from engine.plan import PlanRow
-from engine.step import StepInput
+from engine.scheduling.plan import PlanRow
+from engine.step.step import StepInput
 from loadtest.whole_table import whole_table
 
 _STEP_TOKENS = 128

@@ -25,10 +25,10 @@ from baton.errors import BatonError, ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.execution.runner import Ending
 from engine.local import make_sequence
-from engine.plan import StepPlan, StepResult
-from engine.runner import Ending
-from engine.scheduler import Scheduler
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
 from loadtest.bench_app import (
     Figures,
     ModelFolder,

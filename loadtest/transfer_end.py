@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from baton.background import end_tasks
 from baton.config import MIB, Config, TlsConfig, TransportName
 from baton.metrics import WorkerMetrics
-from engine.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool
 from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
 from worker.block_receiver import BlockReceiver

@@ -20,8 +20,8 @@ from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.request import FinishReason, FirstToken, SequenceSpec
 from baton.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from engine.sequence import Sequence
-from engine.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
 from kvtransfer.transport import Peer
 from prefill_worker.handoff import Handoff
 from worker.beats import Beats

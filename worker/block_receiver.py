@@ -16,7 +16,7 @@ from typing import Protocol
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.metrics import WorkerMetrics
 from baton.request import Geometry
-from engine.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool
 from kvtransfer.layout import KvLayout
 from kvtransfer.push_fan import fail
 from kvtransfer.share_layout import ShareLayout, shares_to

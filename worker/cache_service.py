@@ -8,8 +8,8 @@ import grpc.aio
 
 from baton.grpc_errors import guarded
 from baton.v1 import cache_pb2, cache_pb2_grpc
-from engine.block_pool import BlockPool
-from engine.block_tiers import BlockTiers
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.block_tiers import BlockTiers
 
 Context = grpc.aio.ServicerContext[object, object]
 

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from worker.step_costs import Coefficients, StepCosts, fit
 
 Run = Callable[[StepPlan], StepResult]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from engine.plan import StepPlan
+from engine.scheduling.plan import StepPlan
 from worker.pace import Pace
 from worker.step_costs import StepCosts
 

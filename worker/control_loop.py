@@ -24,9 +24,9 @@ from baton.process_end import Fail
 from baton.request import LoadSnapshot
 from baton.silence import SilenceWatch
 from engine.engine import Engine
-from engine.plan import StepPlan, StepResult
-from engine.sequence import Sequence
-from engine.sequence_update import SequenceUpdate
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
 from worker.chunk_slack import ChunkSlack
 from worker.cores import CoreBoard
 from worker.device_fault import described, is_out_of_memory

@@ -18,7 +18,7 @@ import torch
 
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import Geometry
-from engine.kv_cache import KvCache
+from engine.kv.kv_cache import KvCache
 from kvtransfer import copying
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import PartByPart, SharedFile, check_part

@@ -33,7 +33,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.step import CoreShare
+from engine.step.step import CoreShare
 from worker.patience import BREAK_S, PATIENCE_S
 
 PAUSE = 1.0

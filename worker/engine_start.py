@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.engine import Engine, EngineSettings, build_engine, device_of, warm_up
-from engine.kv_cache import Allocate
+from engine.kv.kv_cache import Allocate
 from engine.parallel.ranks import LeadRank
 from worker.calibration import alone, calibrate
 from worker.cores import CoreBoard, host_cores

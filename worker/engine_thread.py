@@ -12,8 +12,8 @@ import threading
 import time
 
 from baton.process_end import Fail
-from engine.plan import StepPlan, StepResult
-from engine.runner import Ending, ModelRunner
+from engine.execution.runner import Ending, ModelRunner
+from engine.scheduling.plan import StepPlan, StepResult
 from worker.cores import CoreBoard, give_way
 from worker.device import use_device, wait_for_steps
 from worker.device_fault import described, is_device_fault, without_frames

@@ -19,7 +19,7 @@ from baton.errors import BatonError, DeadlineExceeded
 from baton.hashing import last_hashes
 from baton.request import Geometry
 from baton.v1 import prefill_pb2
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 from kvtransfer.ticket import Purpose, Ticket
 from kvtransfer.transport import Peer
 from worker.block_receiver import NO_TRANSPORT

@@ -5,8 +5,8 @@ from __future__ import annotations
 from baton import convert
 from baton.request import FirstToken, LoadSnapshot, TokenOutput
 from baton.v1 import prefill_pb2
-from engine.sequence import Sequence
-from engine.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
 
 
 def first_of(update: SequenceUpdate) -> FirstToken:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from baton.metrics import WorkerMetrics
 from baton.redis_calls import RedisCalls
-from engine.block_pool import BlockPool
-from engine.roofline import Work
-from engine.scheduler import Scheduler
+from engine.roofline.roofline import Work
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler
 
 _BLOCK_STATES = ("free", "used", "cached", "quarantined")
 

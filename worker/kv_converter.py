@@ -1,7 +1,7 @@
 """KV blocks of this worker as another worker's: of another block size, KV type or rank.
 
 The plan is ``kvtransfer.plan``'s, over tokens; what a value becomes is
-``engine.kv_quantization``'s: what the other worker's cache would hold if it had been given the
+``engine.kv.kv_quantization``'s: what the other worker's cache would hold if it had been given the
 values that this one holds.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.errors import GeometryMismatch, HandoffError
-from engine.kv_quantization import (
+from engine.kv.kv_quantization import (
     KV_DTYPES,
     PLAIN_KV_DTYPES,
     dequantize_kv,

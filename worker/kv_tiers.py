@@ -17,10 +17,10 @@ from baton.background import end_tasks
 from baton.cache import cache_dir
 from baton.config import MIB, Config
 from baton.metrics import TierSeries, WorkerMetrics
-from engine.block_tier import BlockTier
-from engine.block_tiers import BlockTiers
 from engine.engine import Engine
-from engine.sequence import Sequence
+from engine.scheduling.block_tier import BlockTier
+from engine.scheduling.block_tiers import BlockTiers
+from engine.scheduling.sequence import Sequence
 from kvtransfer.memory import BlockMemory
 from worker.step_costs import StepCosts
 from worker.tier_estimates import TierEstimates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.kv_cache import KvCache, allocate_plain
+from engine.kv.kv_cache import KvCache, allocate_plain
 from kvtransfer.host_memory import HostMemory
 from kvtransfer.memory import BlockMemory
 from kvtransfer.shared_pool import SharedPool, allocate

@@ -45,7 +45,7 @@ from baton.redis_client import redis_client
 from baton.registry import DRAINING, Registry, WorkerRecord
 from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
-from engine.roofline import Ceilings
+from engine.roofline.roofline import Ceilings
 from worker.chunk_slack import ChunkSlack
 from worker.control_loop import ENGINE_HANG_S, ControlLoop
 from worker.cores import CoreBoard

@@ -15,7 +15,7 @@ from baton.metrics import WorkerMetrics
 from baton.request import SequenceSpec
 from engine.engine import Engine
 from engine.local import make_sequence
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 from kvtransfer.memory import BlockMemory
 from worker.control_loop import ControlLoop, SequenceListener
 from worker.exchange import Exchange

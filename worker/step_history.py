@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from engine.plan import StepPlan, StepResult
+from engine.scheduling.plan import StepPlan, StepResult
 
 KEPT = 16
 """Steps that the mean is of."""

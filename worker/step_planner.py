@@ -6,8 +6,8 @@ the control loop.
 
 from __future__ import annotations
 
-from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
 from worker.chunk_slack import ChunkSlack
 from worker.step_history import MeanStep, StepHistory
 

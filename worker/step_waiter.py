@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from engine.plan import StepPlan, StepResult
-from engine.runner import Ending
+from engine.execution.runner import Ending
+from engine.scheduling.plan import StepPlan, StepResult
 from worker.device import use_device
 
 Done = Callable[[StepPlan, StepResult | Exception], None]

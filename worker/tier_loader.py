@@ -23,9 +23,9 @@ from functools import partial
 from baton.errors import ChecksumMismatch
 from baton.hashing import last_hashes
 from baton.metrics import TierSeries
-from engine import sequence as engine_sequence
-from engine.block_tiers import BlockTiers, Found
-from engine.scheduler import Scheduler
+from engine.scheduling import sequence as engine_sequence
+from engine.scheduling.block_tiers import BlockTiers, Found
+from engine.scheduling.scheduler import Scheduler
 from kvtransfer.memory import BlockMemory
 from worker.tier_estimates import TierEstimates
 from worker.tier_storage import TierStorage

@@ -1,7 +1,8 @@
 """Copies blocks down the tiers ahead of their eviction, so that no step ever waits for it.
 
 Owned by the control loop; the bytes are copied by a thread of low priority, a few blocks at a time
-and no faster than ``BYTES_PER_S``. A block is not pinned meanwhile: see ``engine.block_tiers``.
+and no faster than ``BYTES_PER_S``. A block is not pinned meanwhile: see
+``engine.scheduling.block_tiers``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 
 from baton.errors import ChecksumMismatch
 from baton.metrics import TierSeries
-from engine.block_tiers import BlockTiers, Spill
+from engine.scheduling.block_tiers import BlockTiers, Spill
 from kvtransfer import copying
 from kvtransfer.memory import BlockMemory
 from worker.tier_storage import TierStorage

@@ -59,7 +59,7 @@ from deploy.supervisor.supervisor_actor import RaySupervisor, SupervisorActor, S
 from deploy.supervisor.wanted_slots import split
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ray_worker import RayWorker, find, find_all, is_known, place, reason
-from engine.model_config import load_model_config
+from engine.checkpoint.model_config import load_model_config
 
 _WORKER_STOP_S = 5.0
 _SUPERVISOR_START_S = 60.0

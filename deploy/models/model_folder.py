@@ -8,8 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from baton.errors import ConfigError
-from engine.config_fields import ConfigFields
-from engine.families import family_of
+from engine.checkpoint.config_fields import ConfigFields
+from engine.checkpoint.families import family_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,7 +53,7 @@ def check_config(folder: Path) -> None:
 
     It needs no other file, so it can be asked before weights are downloaded.
     """
-    from engine.model_config import load_model_config  # noqa: PLC0415
+    from engine.checkpoint.model_config import load_model_config  # noqa: PLC0415
 
     load_model_config(folder)
     fields = ConfigFields.read(folder / "config.json")

@@ -1,4 +1,4 @@
-// One step of a decoder: embedding, layers, logits. The plain-torch model in engine/model.py is the
+// One step of a decoder: embedding, layers, logits. The plain-torch model in engine/model/model.py is the
 // definition; this computes the same for bf16 weights, without a trip through Python for each of the
 // thousand small operations of a step.
 //

@@ -14,14 +14,14 @@ from engine.cpu import structs
 from engine.cpu.library import cpu_library
 from engine.cpu.packing import LAYOUT_VERSION, packed_parts
 from engine.cpu.structs import address
-from engine.experts import Experts
-from engine.kv_cache import KvGroup
-from engine.linear import Linear
-from engine.mlp import GatedMlp
-from engine.model import DecoderModel
+from engine.kv.kv_cache import KvGroup
+from engine.model.experts import Experts
+from engine.model.linear import Linear
+from engine.model.mlp import GatedMlp
+from engine.model.model import DecoderModel
 from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight, dequantize
-from engine.step import CoreShare, StepInput, StepOutput
+from engine.step.step import CoreShare, StepInput, StepOutput
 
 _QK_NORMS = {"none": 0, "head": 1, "full": 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -67,7 +67,7 @@ def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
 
 
 class CpuDecoder:
-    """Implements ``engine.step.StepModel``. ``threads`` may be changed between steps."""
+    """Implements ``engine.step.step.StepModel``. ``threads`` may be changed between steps."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 // What the KV cache holds: bf16, or codes of 8 bits (int8, or fp8 as e4m3fn), whose scale is one fp32
 // for each token and KV head of keys and of values. Codes are exact in bf16, so that attention
 // multiplies them like any other keys and values, and then the scores and weights by the scales.
-// engine/kv_quantization.py is the definition.
+// engine/kv/kv_quantization.py is the definition.
 
 #pragma once
 

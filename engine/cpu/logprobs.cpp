@@ -1,4 +1,4 @@
-// Log probabilities of tokens: engine/logprobs.py is the definition.
+// Log probabilities of tokens: engine/sampling/logprobs.py is the definition.
 //
 // Two passes over a row of logits: its largest one and the likeliest tokens, then the sum of all
 // exponentials. A row's numbers depend on the row alone, bit for bit.

@@ -1,4 +1,4 @@
-"""Log probabilities on the CPU: logprobs.cpp. ``engine.logprobs`` is the definition."""
+"""Log probabilities on the CPU: logprobs.cpp. ``engine.sampling.logprobs`` is the definition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from baton.logprobs import TokenLogprobs
 from engine.cpu.library import cpu_library
 from engine.cpu.structs import address
-from engine.logprobs import Scored, Scorer
+from engine.sampling.logprobs import Scored, Scorer
 
 
 def cpu_logprobs() -> Scorer | None:
@@ -21,7 +21,8 @@ def cpu_logprobs() -> Scorer | None:
 
 
 class _CpuLogprobs:
-    """An ``engine.logprobs.Scorer`` of logits on the CPU; runs without the interpreter's lock."""
+    """An ``engine.sampling.logprobs.Scorer`` of logits on the CPU; runs without the interpreter's
+    lock."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._score = library.baton_logprobs

@@ -1,6 +1,6 @@
 """Drawing tokens on the CPU: sampling.cpp for all rows of a step in one call.
 
-``engine.sampling.sample`` is the definition; the tokens are the same.
+``engine.sampling.sampling.sample`` is the definition; the tokens are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from engine.cpu.library import cpu_library
-from engine.sampling import SampleRow
+from engine.sampling.sampling import SampleRow
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -60,7 +60,7 @@ def cpu_sampler() -> CpuSampler | None:
 
 
 class CpuSampler:
-    """Draws what ``engine.sampling.sample`` draws. Called by one thread at a time."""
+    """Draws what ``engine.sampling.sampling.sample`` draws. Called by one thread at a time."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-// Drawing the tokens of one step: engine/sampling.py is the definition, and the token found is the
+// Drawing the tokens of one step: engine/sampling/sampling.py is the definition, and the token found is the
 // one found there. Two things make it fast.
 //
 // Noise. A token can win only if its score and its noise together reach the best found so far. An
@@ -55,7 +55,7 @@ inline uint32_t at_least(f32x16 a, f32x16 b) {
 #endif
 }
 
-// Chris Wellons' lowbias32: see engine/noise.py.
+// Chris Wellons' lowbias32: see engine/sampling/noise.py.
 template <class U>
 inline U lowbias32(U x) {
   x ^= x >> 16;

@@ -15,21 +15,21 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from engine.gpu.activation import gate_launch
-from engine.gpu.attention_reference import Scoring
-from engine.gpu.block_pack import move_launch
-from engine.gpu.chunk_attention import chunk_launch
-from engine.gpu.decode_attention import SPLIT, decode_launches
-from engine.gpu.embedding import embed_launch
-from engine.gpu.fixed_linear import fixed_linear_launch
-from engine.gpu.grouped_linear import Routing, grouped_linear_launch
-from engine.gpu.kv_blocks import KvBlocks, empty_kv_blocks
-from engine.gpu.launch import Launch
-from engine.gpu.mask import forbid_launch
-from engine.gpu.norm import norm_launch
-from engine.gpu.quantized_linear import Kind, gpu_weight, quantized_linear_launches
-from engine.gpu.rope_cache import rope_cache_launch
-from engine.gpu.sample import draw_launches
+from engine.gpu.kernels.activation import gate_launch
+from engine.gpu.kernels.attention.chunk import chunk_launch
+from engine.gpu.kernels.attention.decode import SPLIT, decode_launches
+from engine.gpu.kernels.attention.mask import forbid_launch
+from engine.gpu.kernels.attention.reference import Scoring
+from engine.gpu.kernels.block_pack import move_launch
+from engine.gpu.kernels.embedding import embed_launch
+from engine.gpu.kernels.kv_blocks import KvBlocks, empty_kv_blocks
+from engine.gpu.kernels.launch import Launch
+from engine.gpu.kernels.linear.fixed import fixed_linear_launch
+from engine.gpu.kernels.linear.grouped import Routing, grouped_linear_launch
+from engine.gpu.kernels.linear.quantized import Kind, gpu_weight, quantized_linear_launches
+from engine.gpu.kernels.norm import norm_launch
+from engine.gpu.kernels.rope_cache import rope_cache_launch
+from engine.gpu.kernels.sample import draw_launches
 
 CAPABILITIES = (80, 90, 100)
 """sm_80, sm_90a and sm_100a: A100, H100 and H200, B200."""

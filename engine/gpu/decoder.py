@@ -17,8 +17,8 @@ from engine.gpu.draws import GREEDY, Draw, keep_allowed
 from engine.gpu.forward import Forward
 from engine.gpu.fused_weights import GpuWeights
 from engine.gpu.graphs import Bucket, Capture, CudaCapture, DecodeGraphs
-from engine.gpu.mask import forbid
-from engine.gpu.sample import draw
+from engine.gpu.kernels.attention.mask import forbid
+from engine.gpu.kernels.sample import draw
 from engine.gpu.step_tensors import (
     StepShape,
     StepTensors,
@@ -30,12 +30,12 @@ from engine.gpu.step_tensors import (
     step_tensors,
     table_width,
 )
-from engine.grammar_state import Mask, pack
-from engine.kv_cache import KvCache
+from engine.kv.kv_cache import KvCache
 from engine.parallel.context_model import ContextSteps, StepPart
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.ranks import LeadRank
-from engine.step import StepInput, StepOutput
+from engine.sampling.grammar_state import Mask, pack
+from engine.step.step import StepInput, StepOutput
 
 Masks = Callable[[], dict[int, Mask]]
 """Makes the masks of a step's outputs, by their numbers, while a GPU computes the logits."""
@@ -76,7 +76,7 @@ class StartedStep:
 
 
 class GpuStepModel:
-    """Implements ``engine.step.StepModel``, and ``start`` beside it."""
+    """Implements ``engine.step.step.StepModel``, and ``start`` beside it."""
 
     def __init__(
         self,

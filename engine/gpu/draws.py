@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.noise import noise_keys
-from engine.sampling import SampleRow
+from engine.sampling.noise import noise_keys
+from engine.sampling.sampling import SampleRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Draw:
     temperature: float
     """0 for the likeliest token."""
     keys: tuple[int, int]
-    """Of the noise (``engine.noise.noise_keys``)."""
+    """Of the noise (``engine.sampling.noise.noise_keys``)."""
     top_k: int
     """0: all tokens."""
     top_p: float
@@ -50,7 +50,8 @@ def draw_of(row: SampleRow) -> Draw:
 def keep_allowed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """The logits, fp32 [rows, vocab], with -inf for each token that its draw may not take.
 
-    As ``engine.sampling`` chooses them, for all rows at once and without waiting for a GPU.
+    As ``engine.sampling.sampling`` chooses them, for all rows at once and without waiting for a
+    GPU.
     """
     numbers = [n for n, draw in enumerate(draws) if draw.limited]
     if not numbers:

@@ -1,4 +1,4 @@
-"""One pass of the decoder on a GPU: ``engine.model`` with fused kernels.
+"""One pass of the decoder on a GPU: ``engine.model.model`` with fused kernels.
 
 What a kernel does not cover, torch computes at its place.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from engine.gpu.attention_reference import Scoring
-from engine.gpu.chunk_attention import chunk_launch
-from engine.gpu.decode_attention import SPLIT, decode_launches
-from engine.gpu.embedding import embed, known_tokens
 from engine.gpu.fused_weights import FusedMlp, GpuLayer, GpuWeights, SeparateExperts
-from engine.gpu.kv_blocks import KvBlocks
-from engine.gpu.launch import capability_of
+from engine.gpu.kernels.attention.chunk import chunk_launch
+from engine.gpu.kernels.attention.decode import SPLIT, decode_launches
+from engine.gpu.kernels.attention.reference import Scoring
+from engine.gpu.kernels.embedding import embed, known_tokens
+from engine.gpu.kernels.kv_blocks import KvBlocks
+from engine.gpu.kernels.launch import capability_of
+from engine.gpu.kernels.norm import add_norm
+from engine.gpu.kernels.rope_cache import rope_cache
 from engine.gpu.mixture import fused_mlp, mix_separate, mix_stacked
-from engine.gpu.norm import add_norm
-from engine.gpu.rope_cache import rope_cache
 from engine.gpu.step_tensors import StepTensors
-from engine.kv_cache import KvCache
+from engine.kv.kv_cache import KvCache
 from engine.quantization.weight import QuantizedWeight, dequantize
 
 _MOST_TILE_ROWS = 128
@@ -63,7 +63,7 @@ class Forward:
 
         Of several ranks the first alone has logits; others have [0, vocab_size].
 
-        ``drawn`` int64 holds tokens that the host may not know (``engine.gpu.embedding``);
+        ``drawn`` int64 holds tokens that the host may not know (``engine.gpu.kernels.embedding``);
         ``outputs`` says which tokens' logits are wanted, None: all. ``states`` gets what the last
         layer puts out, fp32 [tokens, hidden_size].
         """

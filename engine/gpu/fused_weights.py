@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from engine.experts import Experts
-from engine.gpu.fixed_linear import fixed_linear
-from engine.gpu.quantized_linear import (
+from engine.checkpoint.model_config import ModelConfig
+from engine.gpu.kernels.linear.fixed import fixed_linear
+from engine.gpu.kernels.linear.quantized import (
     MOST_ROWS,
     GpuWeight,
     dequantized,
     gpu_weight,
     quantized_linear,
 )
-from engine.linear import Linear
-from engine.mlp import GatedMlp
-from engine.model import DecoderModel, Layer
-from engine.model_config import ModelConfig
+from engine.model.experts import Experts
+from engine.model.linear import Linear
+from engine.model.mlp import GatedMlp
+from engine.model.model import DecoderModel, Layer
 from engine.parallel.context_exchange import ContextExchange
 from engine.parallel.rank_model import RankModel
 from engine.quantization.weight import QuantizedWeight, can_concat, concat_rows, dequantize
@@ -144,7 +144,7 @@ GpuMlp = FusedMlp | StackedExperts | SeparateExperts
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """``engine.model.Layer`` with query, key and value made one, and gate and up."""
+    """``engine.model.model.Layer`` with query, key and value made one, and gate and up."""
 
     attention_norm: torch.Tensor | None
     query_key_value: GpuLinear

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.gpu.decode_attention import SPLIT, scratch_bytes, scratch_rows
+from engine.checkpoint.model_config import ModelConfig
 from engine.gpu.fused_weights import PIECE_VALUES
 from engine.gpu.graphs import batch_sizes, length_sizes
-from engine.gpu.quantized_linear import MOST_ROWS
+from engine.gpu.kernels.attention.decode import SPLIT, scratch_bytes, scratch_rows
+from engine.gpu.kernels.linear.quantized import MOST_ROWS
 from engine.gpu.step_tensors import StepShape, buffer_bytes, table_width
-from engine.model_config import ModelConfig
 
 CUBLAS_BYTES = 128 << 20
 """Workspaces of cuBLAS and cuBLASLt: 32 MiB each on sm_90 and later, less before, for the stream of
@@ -38,8 +38,8 @@ _RANK = 64
 """Bytes of a token of the vocabulary, for all rows: its rank, and what allocations are rounded by.
 """
 _SCORED = 20
-"""The same while log probabilities are taken (engine/logprobs.py): logits, the rows that are
-wanted, their exponentials twice, and a mask."""
+"""The same while log probabilities are taken (engine/sampling/logprobs.py): logits, the rows that
+are wanted, their exponentials twice, and a mask."""
 _PAIR = 96
 """Bytes of a pair (token, expert) beside its rows: choices, factors, order, places; and a sort."""
 _SPLIT_OUTPUTS = 264 * 64

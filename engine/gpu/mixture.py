@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from engine.experts import route as choose
-from engine.families import Activation
-from engine.gpu.activation import gated
+from engine.checkpoint.families import Activation
+from engine.checkpoint.model_config import ExpertsConfig
 from engine.gpu.fused_weights import FusedMlp, SeparateExperts, StackedExperts
-from engine.gpu.grouped_linear import add_choices, grouped_linear, route, route_held
-from engine.model_config import ExpertsConfig
+from engine.gpu.kernels.activation import gated
+from engine.gpu.kernels.linear.grouped import add_choices, grouped_linear, route, route_held
+from engine.model.experts import route as choose
 
 
 def fused_mlp(mlp: FusedMlp, x: torch.Tensor, activation: Activation) -> torch.Tensor:

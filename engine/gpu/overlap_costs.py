@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.draft_costs import DraftCosts
+from engine.speculation.draft_costs import DraftCosts
 
 _RATE = 0.15
 """What a new step counts for beside those before it."""

@@ -20,15 +20,7 @@ from functools import partial
 
 import torch
 
-from engine.embedding import Embedder
-from engine.gpu.decoder import GpuStepModel, StartedStep
-from engine.gpu.draws import draw_of
-from engine.gpu.speculation import OverlapSpeculation, verification_rows
-from engine.grammar_state import Mask
-from engine.kv_cache import KvCache
-from engine.parallel.ranks import CopyBlocks
-from engine.plan import PlanRow, StepPlan, StepResult
-from engine.runner import (
+from engine.execution.runner import (
     Ending,
     ModelRunner,
     accepted_of,
@@ -36,9 +28,17 @@ from engine.runner import (
     step_of,
     with_left_out,
 )
-from engine.sampling import SampleRow
-from engine.speculation import DraftedRow
-from engine.step_work import StepFound, StepWork, by_row
+from engine.gpu.decoder import GpuStepModel, StartedStep
+from engine.gpu.draws import draw_of
+from engine.gpu.speculation import OverlapSpeculation, verification_rows
+from engine.kv.kv_cache import KvCache
+from engine.model.embedding import Embedder
+from engine.parallel.ranks import CopyBlocks
+from engine.sampling.grammar_state import Mask
+from engine.sampling.sampling import SampleRow
+from engine.sampling.step_work import StepFound, StepWork, by_row
+from engine.scheduling.plan import PlanRow, StepPlan, StepResult
+from engine.speculation.speculation import DraftedRow
 
 _SELDOM = 16
 """Steps from one look for drafts to the next, where the GPU waits for the host: then looking costs

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.draft_costs import DraftCosts
-from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
-from engine.drafter import Drafter
 from engine.gpu.overlap_costs import OverlapCosts
-from engine.known_sequence import KnownSequence
-from engine.plan import PlanRow
-from engine.speculation import (
+from engine.scheduling.known_sequence import KnownSequence
+from engine.scheduling.plan import PlanRow
+from engine.speculation.draft_costs import DraftCosts
+from engine.speculation.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
+from engine.speculation.drafter import Drafter
+from engine.speculation.speculation import (
     MOST_DRAFT_TOKENS,
     DraftedRow,
     Speculation,

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from engine.gpu.draws import Draw
-from engine.plan import PlanRow
-from engine.step import StepInput
+from engine.scheduling.plan import PlanRow
+from engine.step.step import StepInput
 
 _ALIGNMENT = 16
 """Bytes. Triton compiles a kernel anew for a tensor that does not begin at such a multiple."""
@@ -56,7 +56,7 @@ class StepTensors:
     keys: torch.Tensor
     """int64 [outputs, 2]: of their noise."""
     token_ids: torch.Tensor
-    """int32 [tokens], as ``engine.gpu.embedding`` reads them."""
+    """int32 [tokens], as ``engine.gpu.kernels.embedding`` reads them."""
     positions: torch.Tensor
     """int32 [tokens]"""
     lengths: torch.Tensor

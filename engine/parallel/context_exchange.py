@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.kv_cache import KvGroup
+from engine.kv.kv_cache import KvGroup
 from engine.parallel.context_split import ContextShare
 from engine.parallel.rank_group import RankGroup
-from engine.plan import PlanRow
+from engine.scheduling.plan import PlanRow
 
 
 @dataclass(frozen=True, slots=True)

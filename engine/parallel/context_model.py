@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 import torch
 
-from engine.kv_cache import KvGroup
+from engine.kv.kv_cache import KvGroup
 from engine.parallel.context_exchange import ContextExchange
 from engine.parallel.context_split import ContextShare, is_split, shares_of
-from engine.step import StepInput, StepModel, StepOutput
+from engine.step.step import StepInput, StepModel, StepOutput
 
 Compute: TypeAlias = Callable[[StepInput], StepOutput]
 """Computes tokens on this rank, and calls ``ContextExchange.spread`` of each layer."""
@@ -99,7 +99,7 @@ def _part(step: StepInput, own: ContextShare, lead: ContextShare) -> StepPart:
 
 
 class ContextModel:
-    """One rank's ``engine.step.StepModel``, of one that computes on this rank alone."""
+    """One rank's ``engine.step.step.StepModel``, of one that computes on this rank alone."""
 
     def __init__(self, model: StepModel, steps: ContextSteps) -> None:
         self._model = model

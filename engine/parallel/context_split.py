@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.plan import PlanRow
+from engine.scheduling.plan import PlanRow
 
 LEAST_TOKENS = 32
 """Of a rank: a step with fewer is not worth an exchange for each layer."""

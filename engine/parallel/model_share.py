@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from baton.errors import ConfigError
 from baton.head_share import kv_heads_of, query_heads_of, ranks_of
-from engine.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 
 _LARGEST_PIECE = 128
 """Inputs of the MLP's second layer that stay together, where there are enough of them: the group of

@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from baton.errors import BatonError, WorkerFailed
-from engine.kv_cache import KvCache
+from engine.kv.kv_cache import KvCache
 from engine.parallel.rank_group import RankGroup, Rendezvous
 from engine.parallel.step_channel import (
     GroupAddress,
@@ -34,7 +34,7 @@ from engine.parallel.step_codec import (
     copy_frame,
     warm_up_frame,
 )
-from engine.step import StepInput, StepModel, StepOutput
+from engine.step.step import StepInput, StepModel, StepOutput
 
 FORM_S = 300.0
 """For the ranks to come: some may start their processes later than others."""
@@ -129,7 +129,7 @@ class LeadingRank:
 
 
 class LeadModel:
-    """Rank 0's ``engine.step.StepModel``: has the others compute what it computes."""
+    """Rank 0's ``engine.step.step.StepModel``: has the others compute what it computes."""
 
     def __init__(self, model: StepModel, lead: LeadRank) -> None:
         self._model = model

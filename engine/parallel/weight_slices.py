@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from baton.errors import ConfigError
-from engine.families import FAMILIES
-from engine.model_config import ModelConfig
+from engine.checkpoint.families import FAMILIES
+from engine.checkpoint.model_config import ModelConfig
 from engine.parallel.model_share import ModelShare
 from engine.quantization.weight import QuantizedWeight, concat_rows
 

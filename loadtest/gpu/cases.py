@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.model_config import ModelConfig
-from engine.plan import PlanRow
+from engine.checkpoint.model_config import ModelConfig
 from engine.quantization.weight import QuantKind
-from engine.roofline import Storage, Work, step_work
+from engine.roofline.roofline import Storage, Work, step_work
+from engine.scheduling.plan import PlanRow
 from loadtest.gpu.shapes import SHAPES, miniature
 
 BLOCK = 16

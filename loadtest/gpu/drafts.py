@@ -17,23 +17,23 @@ import torch
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
-from engine.draft_costs import DraftCosts
-from engine.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
-from engine.drafter import Draft, Drafter
+from engine.checkpoint.model_config import ModelConfig
+from engine.execution.runner import Ending, ModelRunner
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import OverlapSpeculation, make_overlap_speculation
-from engine.kv_cache import KvCache
-from engine.model_config import ModelConfig
-from engine.plan import StepPlan, StepResult
-from engine.runner import Ending, ModelRunner
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation import MOST_DRAFT_TOKENS
+from engine.kv.kv_cache import KvCache
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence as EngineSequence
+from engine.speculation.draft_costs import DraftCosts
+from engine.speculation.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
+from engine.speculation.drafter import Draft, Drafter
+from engine.speculation.speculation import MOST_DRAFT_TOKENS
 from loadtest.gpu.models import random_model
 from loadtest.gpu.place import Place
 from loadtest.gpu.results import Check, Item, Timing

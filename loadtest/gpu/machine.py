@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import triton
 
-from engine.ceilings import measure_ceilings
+from engine.roofline.ceilings import measure_ceilings
 from loadtest.gpu.place import Place
 from loadtest.gpu.results import Fact, Item
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.families import FAMILIES
-from engine.model import DecoderModel
-from engine.model_config import ModelConfig
-from engine.named_tensors import Matrix
+from engine.checkpoint.families import FAMILIES
+from engine.checkpoint.model_config import ModelConfig
+from engine.model.model import DecoderModel
+from engine.model.named_tensors import Matrix
 from engine.quantization.weight import DEFAULT_GROUP, QuantizedWeight, QuantKind
 
 

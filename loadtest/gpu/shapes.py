@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.families import FAMILIES
-from engine.model_config import ExpertsConfig, ModelConfig
-from engine.rope_spec import RopeSpec
+from engine.checkpoint.families import FAMILIES
+from engine.checkpoint.model_config import ExpertsConfig, ModelConfig
+from engine.checkpoint.rope_spec import RopeSpec
 
 
 def _shape(

@@ -27,7 +27,7 @@ from triton.compiler import compiler
 from triton.runtime.cache import triton_key
 
 from engine.gpu.compile_ahead import compile_launch
-from engine.gpu.launch import Launch, describe
+from engine.gpu.kernels.launch import Launch, describe
 from loadtest.gpu.phases import PHASES
 from loadtest.gpu.place import Place
 from loadtest.gpu.results import Item

@@ -6,7 +6,7 @@ simulated worker.
 
 from __future__ import annotations
 
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from worker.chunk_slack import PRIOR_MS, ChunkSlack
 from worker.pace import KEPT, Pace
 from worker.step_costs import StepCosts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.scheduler_limits import SchedulerLimits
+from engine.scheduling.scheduler_limits import SchedulerLimits
 from loadtest.simulator.sharing import ALONE, Sharing
 from worker.step_costs import StepCosts, fit
 

@@ -6,7 +6,7 @@ import math
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.sequence import Sequence
+from engine.scheduling.sequence import Sequence
 from loadtest.traces import TracedRequest
 
 TOKEN_IDS = 1 << 32

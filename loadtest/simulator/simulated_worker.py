@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.request import LoadSnapshot
-from engine.block_pool import BlockPool
-from engine.plan import StepPlan, StepResult
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence as EngineSequence
-from engine.sequence_update import SequenceUpdate
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence as EngineSequence
+from engine.scheduling.sequence_update import SequenceUpdate
 from loadtest.simulator.event_queue import STEP_END, EventQueue
 from loadtest.simulator.host import Host
 from loadtest.simulator.leaping_planner import LeapingPlanner

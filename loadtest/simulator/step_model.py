@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.plan import PlanRow, StepPlan
+from engine.scheduling.plan import PlanRow, StepPlan
 from worker.step_costs import StepCosts
 
 

@@ -28,7 +28,7 @@ class WorkerProfile:
     chunk_tokens: int = 8192
     """Most tokens in one step."""
     chunk_keys: int = 0
-    """See ``engine.scheduler.SchedulerLimits``."""
+    """See ``engine.scheduling.scheduler.SchedulerLimits``."""
     is_cpu: bool = False
     """Whether it plans ahead as workers on CPUs do."""
     handoff_s: float = 0.002

@@ -1,7 +1,7 @@
 """What happens at workers to a request that was sent there: room, prompt, handoff, decoding.
 
-The rules are the workers' own (``decode_worker.room``, ``engine.scheduler``); what they say to one
-another and to the router takes virtual time.
+The rules are the workers' own (``decode_worker.room``, ``engine.scheduling.scheduler``); what
+they say to one another and to the router takes virtual time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Protocol
 
 from baton.errors import BatonError, ContextLengthExceeded, DeadlineExceeded, NoRoom
 from decode_worker.room import Room
-from engine.sequence import Sequence
-from engine.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
 from loadtest.simulator.attempt import Attempt
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.simulated_request import SimulatedSequence

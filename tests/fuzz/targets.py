@@ -37,7 +37,7 @@ def _gguf_seeds() -> list[bytes]:
 
 def _safetensors() -> Callable[[bytes], None]:
     from baton.errors import ConfigError
-    from engine.weights import _TensorFiles, fingerprint
+    from engine.model.weights import _TensorFiles, fingerprint
 
     def one(data: bytes) -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as name, ExitStack() as stack:
@@ -354,7 +354,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("gguf", ("deploy.models.gguf_convert", "gguf"), _gguf, _gguf_seeds, 1 << 15),
-        Target("safetensors", ("engine.weights",), _safetensors, _safetensors_seeds),
+        Target("safetensors", ("engine.model.weights",), _safetensors, _safetensors_seeds),
         Target("sse", ("baton.http_api", "loadtest.generator.sse_events"), _sse, _sse_seeds),
         Target("protobuf", ("baton.convert", "router"), _protobuf, _protobuf_seeds),
         Target(

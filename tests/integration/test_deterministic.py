@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, HandoffError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine import sequence as engine_sequence
-from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine
+from engine.execution.runner import ModelRunner
 from engine.local import generate, make_sequence
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
-from engine.speculation import MOST_DRAFT_TOKENS, Speculation
-from engine.step import StepInput, StepModel, StepOutput
+from engine.scheduling import sequence as engine_sequence
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler
+from engine.speculation.speculation import MOST_DRAFT_TOKENS, Speculation
+from engine.step.step import StepInput, StepModel, StepOutput
 from kvtransfer.host_memory import HostMemory
 from tests.support.engine.drafters import Oracle, WholeDrafts
 from tests.support.mini_cluster import mini_cluster

@@ -22,7 +22,7 @@ from baton.hashing import block_hashes, hash_key
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
-from engine.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool
 from kvtransfer.transport import Peer
 from prefill_worker.role import PrefillRole
 from router.workers.prefill_stream import PrefillStream

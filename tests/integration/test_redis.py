@@ -26,7 +26,7 @@ from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from baton.registry import Registry, WorkerRecord
 from baton.request import Geometry, GroupShape, LoadSnapshot
-from engine.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool
 from tests.chaos.harness.clock import Clock
 from tests.support.mini_cluster import free_port, valkey
 from worker import index_publisher

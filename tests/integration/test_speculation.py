@@ -14,12 +14,12 @@ import pytest
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
+from engine.execution.runner import ModelRunner
 from engine.local import generate
-from engine.ngram_drafter import NgramDrafter
-from engine.plan import StepPlan, StepResult
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
-from engine.speculation import Speculation
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.speculation.ngram_drafter import NgramDrafter
+from engine.speculation.speculation import Speculation
 from router.text.tokenizer import Tokenizer
 from tests.support.engine.drafters import WholeDrafts
 from tests.support.mini_cluster import mini_cluster

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import attend, attend_dense, attention_meta
-from engine.kv_cache import KvCache
-from engine.kv_quantization import dequantize_kv, quantize_kv
-from engine.model_config import ModelConfig
-from engine.plan import PlanRow
+from engine.checkpoint.model_config import ModelConfig
+from engine.kv.kv_cache import KvCache
+from engine.kv.kv_quantization import dequantize_kv, quantize_kv
+from engine.model.attention import attend, attend_dense, attention_meta
+from engine.scheduling.plan import PlanRow
 from tests.support.models import plain_config
 
 CPU = torch.device("cpu")

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.checkpoint.model_config import load_model_config
 from engine.cpu import library
 from engine.cpu.decoder import CpuDecoder, cpu_decoder
 from engine.cpu.library import cpu_library
-from engine.kv_cache import KvCache
-from engine.linear import Linear
-from engine.model import DecoderModel
-from engine.model_config import load_model_config
-from engine.plan import PlanRow
+from engine.kv.kv_cache import KvCache
+from engine.model.linear import Linear
+from engine.model.model import DecoderModel
+from engine.model.torch_step import TorchStepModel
+from engine.model.weights import load_weights
 from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight, QuantKind, quantize
-from engine.step import StepInput, StepModel
-from engine.torch_step import TorchStepModel
-from engine.weights import load_weights
+from engine.scheduling.plan import PlanRow
+from engine.step.step import StepInput, StepModel
 from tests.support.engine.model_pair import VOCAB
-from tests.unit.engine.test_families import CASES, make_reference
+from tests.unit.engine.checkpoint.test_families import CASES, make_reference
 
 CPU = torch.device("cpu")
 TOKENS = 300

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.cpu import library
-from engine.kv_quantization import quantize_kv
+from engine.kv.kv_quantization import quantize_kv
 
 CXX = shutil.which("g++")
 SOURCE = """

@@ -1,4 +1,5 @@
-"""The C++ sampler against ``engine.sampling``: the same tokens, whatever the parameters."""
+"""The C++ sampler against ``engine.sampling.sampling``: the same tokens, whatever the
+parameters."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from engine.cpu import library
 from engine.cpu.library import cpu_library
 from engine.cpu.sampler import CpuSampler, cpu_sampler
 from engine.engine import EngineSettings, build_engine
-from engine.grammar_state import Mask, pack, unpack
 from engine.local import generate
-from engine.noise import lowbias32, noise_bits, noise_keys
-from engine.sampling import SampleRow, _adjust, sample
+from engine.sampling.grammar_state import Mask, pack, unpack
+from engine.sampling.noise import lowbias32, noise_bits, noise_keys
+from engine.sampling.sampling import SampleRow, _adjust, sample
 from tests.support.models import make_tiny_model
-from tests.unit.engine.test_sampling import VOCAB, everything_masked
+from tests.unit.engine.sampling.test_sampling import VOCAB, everything_masked
 
 EDGE = 1e-5
 """Where the probability before a token is this near to top_p, or its score this near to min_p's

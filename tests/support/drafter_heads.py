@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model_config import load_model_config
+from engine.checkpoint.model_config import load_model_config
 from tests.support.models import make_tiny_model
 
 

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from engine.grammar_state import pack
+from engine.sampling.grammar_state import pack
 
 
 class FakeMatcher:

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import BatonError
 from deploy.models import model_store
-from engine.model_config import ModelConfig
-from engine.rope_spec import RopeSpec
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.rope_spec import RopeSpec
 
 VOCAB = 320
 EOS = 319

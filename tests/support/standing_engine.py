@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.plan import StepPlan, StepResult
+from engine.scheduling.plan import StepPlan, StepResult
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster
 
 

@@ -77,7 +77,7 @@ async def _measured(
     """The profile's fields. Raises BatonError."""
     from baton.errors import ConfigError  # noqa: PLC0415
     from baton.http_api import open_async_api  # noqa: PLC0415
-    from engine.scheduler_limits import SchedulerLimits  # noqa: PLC0415
+    from engine.scheduling.scheduler_limits import SchedulerLimits  # noqa: PLC0415
     from loadtest.simulator.fitted_costs import FittedCosts  # noqa: PLC0415
     from loadtest.simulator.live_probe import LiveProbe  # noqa: PLC0415
     from loadtest.simulator.live_timings import live_costs  # noqa: PLC0415

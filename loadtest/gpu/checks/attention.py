@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.gpu.attention_reference import Scoring, attend_reference, slot_mapping
-from engine.gpu.chunk_attention import chunk_attention
-from engine.gpu.decode_attention import decode_attention
-from engine.gpu.kv_blocks import KvBlocks, quantise
+from engine.gpu.kernels.attention.chunk import chunk_attention
+from engine.gpu.kernels.attention.decode import decode_attention
+from engine.gpu.kernels.attention.reference import Scoring, attend_reference, slot_mapping
+from engine.gpu.kernels.kv_blocks import KvBlocks, quantise
 from loadtest.gpu.place import Place, padded, permutation
 from loadtest.gpu.results import Check, Item
 

@@ -11,15 +11,15 @@ import torch
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
+from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
-from engine.kv_cache import KvCache
-from engine.model import DecoderModel
-from engine.model_config import load_model_config
-from engine.plan import PlanRow
-from engine.sequence import Sequence
-from engine.step import StepInput
-from engine.torch_step import TorchStepModel
-from engine.weights import load_weights
+from engine.kv.kv_cache import KvCache
+from engine.model.model import DecoderModel
+from engine.model.torch_step import TorchStepModel
+from engine.model.weights import load_weights
+from engine.scheduling.plan import PlanRow
+from engine.scheduling.sequence import Sequence
+from engine.step.step import StepInput
 from loadtest.gpu.drafts import run_to_end
 from loadtest.gpu.models import write_folder
 from loadtest.gpu.place import Place

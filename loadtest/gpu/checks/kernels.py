@@ -8,23 +8,27 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.gpu.activation import gated, gated_reference
-from engine.gpu.block_pack import pack_blocks, pack_blocks_reference, unpack_blocks
+from engine.checkpoint.rope_spec import RopeSpec
 from engine.gpu.draws import GREEDY, Draw, keep_allowed
-from engine.gpu.embedding import embed, known_tokens
-from engine.gpu.fixed_linear import fixed_linear
-from engine.gpu.grouped_linear import grouped_linear, grouped_linear_reference, route
-from engine.gpu.kv_blocks import KvBlocks, dequantise, quantise
-from engine.gpu.mask import forbid, forbid_reference
-from engine.gpu.norm import add_norm, add_norm_reference
-from engine.gpu.quantized_linear import gpu_weight, quantized_linear, quantized_linear_reference
-from engine.gpu.rope_cache import rope_cache, rope_cache_reference
-from engine.gpu.sample import draw, draw_reference
-from engine.grammar_state import pack
-from engine.noise import noise_keys
+from engine.gpu.kernels.activation import gated, gated_reference
+from engine.gpu.kernels.attention.mask import forbid, forbid_reference
+from engine.gpu.kernels.block_pack import pack_blocks, pack_blocks_reference, unpack_blocks
+from engine.gpu.kernels.embedding import embed, known_tokens
+from engine.gpu.kernels.kv_blocks import KvBlocks, dequantise, quantise
+from engine.gpu.kernels.linear.fixed import fixed_linear
+from engine.gpu.kernels.linear.grouped import grouped_linear, grouped_linear_reference, route
+from engine.gpu.kernels.linear.quantized import (
+    gpu_weight,
+    quantized_linear,
+    quantized_linear_reference,
+)
+from engine.gpu.kernels.norm import add_norm, add_norm_reference
+from engine.gpu.kernels.rope_cache import rope_cache, rope_cache_reference
+from engine.gpu.kernels.sample import draw, draw_reference
+from engine.model.rope import rope_table
 from engine.quantization.weight import KINDS, QuantKind
-from engine.rope import rope_table
-from engine.rope_spec import RopeSpec
+from engine.sampling.grammar_state import pack
+from engine.sampling.noise import noise_keys
 from loadtest.gpu.models import random_codes
 from loadtest.gpu.place import Place, permutation
 from loadtest.gpu.results import Check, Item

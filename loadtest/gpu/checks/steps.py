@@ -9,16 +9,16 @@ from functools import partial
 import torch
 
 from baton.sampling_params import SamplingParams
+from engine.checkpoint.model_config import ModelConfig
+from engine.execution.runner import Ending, ModelRunner
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.runner import GpuRunner
-from engine.kv_cache import KvCache
-from engine.model_config import ModelConfig
-from engine.plan import NewSequence, PlanRow, StepPlan
+from engine.kv.kv_cache import KvCache
+from engine.model.torch_step import TorchStepModel
 from engine.quantization.weight import KINDS, QuantKind
-from engine.runner import Ending, ModelRunner
-from engine.step import StepInput, StepModel
-from engine.torch_step import TorchStepModel
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
+from engine.step.step import StepInput, StepModel
 from loadtest.gpu.models import random_model
 from loadtest.gpu.place import Place, permutation
 from loadtest.gpu.results import Check, Item

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from loadtest.byte_tokenizer import write_tokenizer
 from loadtest.gpu.models import write_folder
 from loadtest.gpu.shapes import llama_1b

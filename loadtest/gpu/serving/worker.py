@@ -27,7 +27,7 @@ from baton.config import Config
 from baton.process_end import end_with_parent
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
-from engine.plan import StepPlan
+from engine.scheduling.plan import StepPlan
 from loadtest.line_service import Asker, Fields, run_helper
 from loadtest.peer_servers import SERVED_NAME
 from prefill_worker.role import PrefillRole

@@ -10,22 +10,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.ceilings import best_elapsed
-from engine.gpu.activation import gated
-from engine.gpu.attention_reference import Scoring
-from engine.gpu.chunk_attention import chunk_attention
-from engine.gpu.decode_attention import decode_attention
+from engine.checkpoint.rope_spec import RopeSpec
 from engine.gpu.draws import Draw, keep_allowed
-from engine.gpu.fixed_linear import fixed_linear
 from engine.gpu.fused_weights import QuantizedLinear
-from engine.gpu.grouped_linear import grouped_linear, route
-from engine.gpu.kv_blocks import KvBlocks
-from engine.gpu.norm import add_norm
-from engine.gpu.rope_cache import rope_cache
-from engine.gpu.sample import draw
+from engine.gpu.kernels.activation import gated
+from engine.gpu.kernels.attention.chunk import chunk_attention
+from engine.gpu.kernels.attention.decode import decode_attention
+from engine.gpu.kernels.attention.reference import Scoring
+from engine.gpu.kernels.kv_blocks import KvBlocks
+from engine.gpu.kernels.linear.fixed import fixed_linear
+from engine.gpu.kernels.linear.grouped import grouped_linear, route
+from engine.gpu.kernels.norm import add_norm
+from engine.gpu.kernels.rope_cache import rope_cache
+from engine.gpu.kernels.sample import draw
+from engine.model.rope import rope_table
 from engine.quantization.weight import DEFAULT_GROUP, QuantizedWeight, QuantKind
-from engine.rope import rope_table
-from engine.rope_spec import RopeSpec
+from engine.roofline.ceilings import best_elapsed
 from loadtest.gpu.cases import (
     BLOCK,
     ChunkAttention,

@@ -15,16 +15,16 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from baton.sampling_params import SamplingParams
+from engine.checkpoint.model_config import ModelConfig
+from engine.execution.runner import Ending
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.draws import GREEDY
 from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.runner import GpuRunner
-from engine.kv_cache import KvCache, block_bytes
-from engine.model_config import ModelConfig
-from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.kv.kv_cache import KvCache, block_bytes
 from engine.quantization.weight import QuantKind
-from engine.runner import Ending
-from engine.step import StepInput
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.step.step import StepInput
 from loadtest.gpu.cases import BLOCK, Step, config_of, small, step_cases
 from loadtest.gpu.models import random_model
 from loadtest.gpu.place import Place

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.ceilings import elapsed
+from engine.roofline.ceilings import elapsed
 from loadtest.gpu.place import Place
 from loadtest.gpu.results import Timing
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from baton.compiled_grammars import grammars_of
-from engine.block_pool import BlockPool
+from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
-from engine.kv_cache import Allocate, KvCache, block_bytes
-from engine.model_config import load_model_config
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
+from engine.execution.runner import ModelRunner
+from engine.kv.kv_cache import Allocate, KvCache, block_bytes
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
 from loadtest.research.timed.step_model import TimedStepModel
 from worker.settings import WorkerSettings
 

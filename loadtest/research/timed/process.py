@@ -6,9 +6,9 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from decode_worker.role import DecodeRole
+from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
-from engine.kv_cache import Allocate
-from engine.model_config import load_model_config
+from engine.kv.kv_cache import Allocate
 from engine.parallel.ranks import LeadRank
 from loadtest.research.timed.engine import build_timed_engine
 from loadtest.research.timed.model_folder import read_step_costs

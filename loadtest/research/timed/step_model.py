@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.step import StepInput, StepOutput
+from engine.step.step import StepInput, StepOutput
 from loadtest.simulator.step_model import StepModel as CostModel
 from loadtest.simulator.step_model import shape_of_rows
 
@@ -38,7 +38,7 @@ class StepTiming:
 
 
 class TimedStepModel:
-    """An implementation of ``engine.step.StepModel``."""
+    """An implementation of ``engine.step.step.StepModel``."""
 
     def __init__(
         self,

@@ -21,10 +21,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.model_config import ModelConfig, load_model_config
+from engine.checkpoint.model_config import ModelConfig, load_model_config
+from engine.model.weights import load_weights
 from engine.parallel.model_share import share_of
 from engine.parallel.weight_slices import WeightSlices
-from engine.weights import load_weights
 
 _MIB = 1 << 20
 _BYTES = 2

@@ -14,10 +14,10 @@ import torch
 import typer
 
 from baton.errors import BatonError
+from engine.checkpoint.model_config import ModelConfig, load_model_config
 from engine.engine import EngineSettings, build_engine
-from engine.model import DecoderModel
-from engine.model_config import ModelConfig, load_model_config
-from engine.weights import load_weights
+from engine.model.model import DecoderModel
+from engine.model.weights import load_weights
 from loadtest.research.training.eagle_training import EagleTraining, EagleTrainingSettings
 from loadtest.research.training.material import load_conversations, save_conversations
 from loadtest.research.training.self_talk import Conversation, SelfTalk

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
-from engine.model_config import ModelConfig
-from engine.rope import rope_table
+from engine.checkpoint.model_config import ModelConfig
+from engine.model.rope import rope_table
 
 FEATURE_LAYERS = 3
 

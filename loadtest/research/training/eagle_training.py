@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from safetensors.torch import save_file
 
-from engine.model import DecoderModel
+from engine.model.model import DecoderModel
 from engine.quantization.weight import QuantizedWeight, dequantize
 from loadtest.research.training.eagle_trainee import FEATURE_LAYERS, EagleTrainee
 from loadtest.research.training.self_talk import Conversation

@@ -16,9 +16,9 @@ import torch
 from baton.sampling_params import SamplingParams
 from engine.cpu.sampler import cpu_sampler
 from engine.engine import Engine
-from engine.plan import PlanRow
-from engine.sampling import SampleRow, sample
-from engine.step import StepInput
+from engine.sampling.sampling import SampleRow, sample
+from engine.scheduling.plan import PlanRow
+from engine.step.step import StepInput
 from loadtest.speculation_prompts import copying_tasks
 from router.text.tokenizer import Tokenizer
 

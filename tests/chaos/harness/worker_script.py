@@ -37,7 +37,7 @@ from baton.v1 import transfer_pb2
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
-from engine.plan import StepPlan, StepResult
+from engine.scheduling.plan import StepPlan, StepResult
 from kvtransfer import outbound
 from kvtransfer.ticket import Ticket
 from prefill_worker.handoff import Handoff

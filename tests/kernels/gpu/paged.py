@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.gpu.kv_blocks import KvBlocks, quantise
+from engine.gpu.kernels.kv_blocks import KvBlocks, quantise
 from tests.kernels.gpu.device import DEVICE
 
 LAYERS = 2

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.families import FAMILIES
-from engine.gpu.launch import Launch
-from engine.gpu.norm import norm_kernel
+from engine.checkpoint.families import FAMILIES
+from engine.gpu.kernels.launch import Launch
+from engine.gpu.kernels.norm import norm_kernel
 from tests.kernels.gpu.fake.device import CUDA, fake_gpu
 from tests.kernels.gpu.fake.findings import BUCKETS, WATCHED, Watched, captured
 from tests.kernels.gpu.fake.models import MODELS, real_config

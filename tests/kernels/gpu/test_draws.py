@@ -9,9 +9,9 @@ import torch
 
 from baton.sampling_params import SamplingParams
 from engine.gpu.draws import GREEDY, draw_of, keep_allowed
-from engine.gpu.sample import draw_reference
-from engine.noise import noise_keys
-from engine.sampling import SampleRow, sample_one
+from engine.gpu.kernels.sample import draw_reference
+from engine.sampling.noise import noise_keys
+from engine.sampling.sampling import SampleRow, sample_one
 
 VOCAB = 200
 

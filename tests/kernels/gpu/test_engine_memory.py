@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
+from engine.checkpoint.model_config import ModelConfig
 from engine.engine import EngineSettings, build_engine
 from engine.gpu.memory_plan import MemoryPlan, StepLimits, memory_plan
-from engine.model_config import ModelConfig
+from engine.model.weights import load_weights
 from engine.quantization.native import CONFIG, native_tensors
 from engine.quantization.weight import quantize
-from engine.scheduler_limits import SCORED_TOKENS
-from engine.weights import load_weights
+from engine.scheduling.scheduler_limits import SCORED_TOKENS
 from tests.kernels.gpu.fake.device import CUDA, FakeGpu, fake_gpu
 from tests.support.models import make_tiny_model
 

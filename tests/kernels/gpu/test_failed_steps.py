@@ -15,12 +15,12 @@ import torch
 
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
+from engine.execution.runner import ModelRunner
 from engine.gpu.decoder import Masks, StartedStep
 from engine.gpu.draws import Draw
 from engine.gpu.runner import GpuRunner
-from engine.plan import NewSequence, PlanRow, StepPlan
-from engine.runner import ModelRunner
-from engine.step import StepInput
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
+from engine.step.step import StepInput
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.models import make_tiny_model
 

@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
-from engine.draft_costs import DraftCosts
-from engine.drafter import Draft
 from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.speculation import OverlapSpeculation
-from engine.plan import PlanRow
-from engine.speculation import DraftedRow, kept_tokens
+from engine.scheduling.plan import PlanRow
+from engine.speculation.draft_costs import DraftCosts
+from engine.speculation.drafter import Draft
+from engine.speculation.speculation import DraftedRow, kept_tokens
 from tests.support.engine.drafters import known_as
 
 

@@ -18,9 +18,8 @@ import torch
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
-from engine.drafter import Draft, Drafter
 from engine.engine import Engine, EngineSettings, build_engine
+from engine.execution.runner import Ending
 from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import (
@@ -29,15 +28,22 @@ from engine.gpu.speculation import (
     verification_rows,
 )
 from engine.local import compile_grammar, make_sequence
-from engine.plan import PlanRow, StepPlan, StepResult
-from engine.runner import Ending
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence as EngineSequence
-from engine.speculation import MOST_DRAFT_TOKENS, DraftedRow
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import PlanRow, StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence as EngineSequence
+from engine.speculation.drafter import Draft, Drafter
+from engine.speculation.speculation import MOST_DRAFT_TOKENS, DraftedRow
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.engine.drafters import Oracle, WholeDrafts, known_as
 from tests.support.models import VOCAB, make_tiny_model
-from tests.unit.engine.test_speculation import GREEDY, PROMPTS, SAMPLINGS, SEEDED, some_tokens
+from tests.unit.engine.speculation.test_speculation import (
+    GREEDY,
+    PROMPTS,
+    SAMPLINGS,
+    SEEDED,
+    some_tokens,
+)
 from worker.engine_thread import EngineThread
 
 WRONG = (0.0, 1.0, 0.3)

@@ -13,7 +13,7 @@ from baton.compiled_grammars import CompiledGrammars, grammars_of
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind, TokenMatcher
 from baton.grammar_gate import GrammarGate
-from engine.grammar_state import GrammarState, unpack
+from engine.sampling.grammar_state import GrammarState, unpack
 
 _CORPUS = [
     '{"name": "Ada", "age": 36, "tags": ["x", "yy"], "kind": true}',

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from random import Random
 
 from baton.sampling_params import SamplingParams
-from engine.draft_length import DraftLength, Proposal
-from engine.drafter import Draft
-from engine.known_sequence import KnownSequence
-from engine.model_draft_length import Candidate, ModelDraftLength
-from engine.speculation import MOST_DRAFT_TOKENS
+from engine.scheduling.known_sequence import KnownSequence
+from engine.speculation.draft_length import DraftLength, Proposal
+from engine.speculation.drafter import Draft
+from engine.speculation.model.model_draft_length import Candidate, ModelDraftLength
+from engine.speculation.speculation import MOST_DRAFT_TOKENS
 
 
 class WholeDrafts(DraftLength):

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 
 from baton.request import FinishReason, SequenceSpec
-from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 
 VOCAB = 11
 
@@ -74,7 +74,7 @@ def guessed(
 
 
 class FakeEngine:
-    """Runs plans as ``engine.runner.ModelRunner`` does."""
+    """Runs plans as ``engine.execution.runner.ModelRunner`` does."""
 
     def __init__(self, blocks: int, block_size: int, draft_tokens: int = 0) -> None:
         """``draft_tokens``: the most of a sequence in a step; how many it is depends on its tokens,

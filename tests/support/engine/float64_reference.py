@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from engine.linear import Linear
-from engine.mlp import GatedMlp
-from engine.model import DecoderModel, Layer
-from engine.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
+from engine.model.linear import Linear
+from engine.model.mlp import GatedMlp
+from engine.model.model import DecoderModel, Layer
 from engine.quantization.weight import QuantizedWeight, dequantize
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from engine.attention import attention_meta
-from engine.kv_cache import KvCache
-from engine.model import Batch, DecoderModel
-from engine.model_config import load_model_config
-from engine.plan import PlanRow
-from engine.weights import load_weights
+from engine.checkpoint.model_config import load_model_config
+from engine.kv.kv_cache import KvCache
+from engine.model.attention import attention_meta
+from engine.model.model import Batch, DecoderModel
+from engine.model.weights import load_weights
+from engine.scheduling.plan import PlanRow
 
 CPU = torch.device("cpu")
 VOCAB = 120

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import torch
 
 from engine.engine import Engine, EngineSettings, build_engine, build_following
-from engine.kv_cache import KvCache
+from engine.kv.kv_cache import KvCache
 from engine.parallel.ranks import FollowingRank, LeadRank
 
 HOST = "127.0.0.1"

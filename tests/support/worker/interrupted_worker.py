@@ -30,21 +30,21 @@ from baton.grammar import Grammar, GrammarKind
 from baton.hashing import hash_key
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
-from engine.block_tier import BlockTier
-from engine.block_tiers import BlockTiers
+from engine.execution.runner import Ending, ModelRunner
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import make_overlap_speculation
-from engine.ngram_drafter import NgramDrafter
-from engine.plan import StepPlan, StepResult
-from engine.runner import Ending, ModelRunner
-from engine.sampling import sample
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence
-from engine.sequence_update import SequenceUpdate
-from engine.speculation import Speculation
-from engine.step import StepInput, StepOutput
+from engine.sampling.sampling import sample
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.block_tier import BlockTier
+from engine.scheduling.block_tiers import BlockTiers
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
+from engine.speculation.ngram_drafter import NgramDrafter
+from engine.speculation.speculation import Speculation
+from engine.step.step import StepInput, StepOutput
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.engine.drafters import WholeDrafts
 from tests.support.fake_grammars import FakeMatcher
@@ -61,7 +61,7 @@ _TOKENS = np.arange(1, VOCAB + 1, dtype=np.uint64)
 
 
 class MadeUpModel:
-    """Implements ``engine.step.StepModel``, and copies blocks."""
+    """Implements ``engine.step.step.StepModel``, and copies blocks."""
 
     layers_done = 0
 

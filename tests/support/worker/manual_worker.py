@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry
 from baton.metrics import WorkerMetrics
 from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
-from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.memory import BlockMemory
 from kvtransfer.transport import Peer
 from tests.support.engine.fake_engine import FakeEngine

@@ -18,8 +18,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate, make_sequence
-from engine.sequence import Sequence
-from engine.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
 from kvtransfer.host_memory import HostMemory
 from worker.control_loop import ControlLoop
 from worker.gauges import WorkerGauges

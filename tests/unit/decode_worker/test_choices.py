@@ -13,8 +13,8 @@ from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, FirstToken, SequenceSpec, TokenOutput
 from baton.sampling_params import SamplingParams
 from decode_worker.receiver import Offer
-from engine.plan import StepPlan, StepResult
-from engine.sequence import Sequence
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.sequence import Sequence
 from tests.unit.decode_worker.test_role import GEOMETRY, ROUTER, World
 
 ATTEMPT = ("r", 0)

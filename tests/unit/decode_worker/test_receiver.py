@@ -27,10 +27,10 @@ from baton.metrics import WorkerMetrics
 from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
 from decode_worker.receiver import HandoffReceiver, Offer
-from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
 from kvtransfer.ticket import Ticket, TicketState
 from kvtransfer.ticket_book import TOMBSTONE_S
 from worker.block_receiver import NO_TRANSPORT, BlockReceiver

@@ -20,11 +20,11 @@ from decode_worker import reserves as reserves_module
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import ROUTER_GRACE_S, DecodeRole
-from engine.block_pool import BlockPool
-from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
 from worker.block_receiver import BlockReceiver
 from worker.intake import Intake
 from worker.role import WorkerContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.families import FAMILIES
+from engine.checkpoint.families import FAMILIES
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 

@@ -14,11 +14,11 @@ import torch
 from baton.errors import ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
+from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import generate
-from engine.model import DecoderModel
-from engine.model_config import load_model_config
-from engine.weights import load_weights
+from engine.model.model import DecoderModel
+from engine.model.weights import load_weights
 from tests.support.models import make_tiny_model
 from worker.cores import CoreBoard
 

@@ -20,15 +20,15 @@ from tokenizers import Tokenizer
 from baton.grammar import Grammar, GrammarKind
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine
-from engine.grammar_rows import GrammarRows
-from engine.grammar_state import unpack
+from engine.execution.grammar_rows import GrammarRows
+from engine.execution.runner import ModelRunner
 from engine.local import LocalOutput, compile_grammar, generate, make_sequence
-from engine.plan import NewSequence
-from engine.runner import ModelRunner
-from engine.sampling import SampleRow, sample
-from engine.scheduler import Scheduler
+from engine.sampling.grammar_state import unpack
+from engine.sampling.sampling import SampleRow, sample
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import NewSequence
+from engine.scheduling.scheduler import Scheduler
 from tests.support.models import EOS, VOCAB, make_tiny_model
 
 KIB = 1 << 10

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
-from engine.model import DecoderModel
-from engine.model_config import load_model_config
-from engine.named_tensors import TIED_HEAD
+from engine.checkpoint.model_config import load_model_config
+from engine.model.model import DecoderModel
+from engine.model.named_tensors import TIED_HEAD
+from engine.model.weights import iterate_weights, load_weights
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize
-from engine.weights import iterate_weights, load_weights
 from tests.support.engine import checkpoints
 from tests.support.models import make_tiny_model
-from tests.unit.engine.test_weights import name_of
+from tests.unit.engine.model.test_weights import name_of
 
 CPU = torch.device("cpu")
 GPTQ = {"quant_method": "gptq", "bits": 4}
@@ -109,7 +109,7 @@ def test_an_embedding_of_its_own_stays_plain(model: Path) -> None:
 def test_none_makes_a_quantised_checkpoint_plain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.weights._PIECE_VALUES", 5 * 64)
+    monkeypatch.setattr("engine.model.weights._PIECE_VALUES", 5 * 64)
     parts, expected = checkpoints.gptq(act_order=True)
     checkpoints.write(tmp_path, GPTQ, ("a", parts))
     found = load_weights(tmp_path, CPU, torch.bfloat16, "none")["a.weight"]

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.plan import StepPlan, StepResult
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence
-from tests.unit.engine.test_scheduler import World, make_spec
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
+from tests.unit.engine.scheduling.test_scheduler import World, make_spec
 
 LIMITS = SchedulerLimits(4, 16, 4, 64)
 PROMPT = [1, 2, 3] * 10

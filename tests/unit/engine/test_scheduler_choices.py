@@ -18,12 +18,18 @@ from baton.hashing import last_hashes
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.plan import PlanRow, StepPlan, StepResult
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence
-from engine.sequence_update import SequenceUpdate
+from engine.scheduling.plan import PlanRow, StepPlan, StepResult
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
 from tests.support.engine.fake_engine import VOCAB, FakeEngine, kv_of
-from tests.unit.engine.test_scheduler import KEY, PROMPTS, STOP_IDS, SchedulerMachine, World
+from tests.unit.engine.scheduling.test_scheduler import (
+    KEY,
+    PROMPTS,
+    STOP_IDS,
+    SchedulerMachine,
+    World,
+)
 
 CONTEXT = 20
 

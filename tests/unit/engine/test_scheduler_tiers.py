@@ -11,11 +11,11 @@ from random import Random
 import pytest
 
 from baton.hashing import last_hashes
-from engine.block_tier import BlockTier
-from engine.block_tiers import BlockTiers, Found, Spill
-from engine.plan import StepPlan
-from engine.sequence import Sequence
-from tests.unit.engine.test_scheduler import (
+from engine.scheduling.block_tier import BlockTier
+from engine.scheduling.block_tiers import BlockTiers, Found, Spill
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.sequence import Sequence
+from tests.unit.engine.scheduling.test_scheduler import (
     World,
     make_spec,
     make_world,

@@ -15,10 +15,10 @@ from baton.metrics import WorkerMetrics
 from baton.request import Geometry
 from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
-from engine.block_pool import BlockPool
-from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.pair import Identity, PairLimits
 from kvtransfer.ticket import Attempt, Purpose, Ticket
 from kvtransfer.transport import Parts, Transport

@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import GeometryMismatch
 from baton.request import Geometry, GroupShape
-from engine.kv_cache import KvCache, block_bytes
+from engine.kv.kv_cache import KvCache, block_bytes
 from kvtransfer.layout import KvLayout
 from tests.support.models import plain_config
 

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from baton.errors import ConfigError
 from deploy.cli.main import app
 from engine.engine import EngineSettings
+from engine.model.weights import Weight, bytes_per_weight
 from engine.quantization.weight import quantize
-from engine.roofline import Ceilings
-from engine.weights import Weight, bytes_per_weight
+from engine.roofline.roofline import Ceilings
 from loadtest import profile
 from loadtest.profile import ProfileSettings, draw, profile_engine
 from loadtest.whole_table import print_whole

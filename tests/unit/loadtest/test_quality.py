@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
 from engine.engine import Engine, EngineSettings, build_engine
-from engine.plan import PlanRow
-from engine.step import StepInput
+from engine.scheduling.plan import PlanRow
+from engine.step.step import StepInput
 from loadtest.quality import Candidate, QualitySettings, draw, measure, read_tokens
 from loadtest.whole_table import print_whole
 from tests.support.models import make_tiny_model

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.listening_clock import ListeningClock
 from baton.metrics import WorkerMetrics
-from engine.block_pool import BlockPool, OutOfBlocks
+from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from kvtransfer.ticket import Ticket, TicketState
 from kvtransfer.ticket_book import TOMBSTONE_S
 from worker.block_receiver import NO_TRANSPORT, BlockReceiver

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.errors import TicketEnded
 from baton.metrics import WorkerMetrics
-from engine.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool
 from kvtransfer.ticket import Purpose, Ticket
 from worker.block_receiver import NO_TRANSPORT, BlockReceiver
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from engine.block_pool import BlockPool
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
-from engine.plan import StepPlan, StepResult
-from engine.scheduler_limits import SchedulerLimits
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler_limits import SchedulerLimits
 from tests.support.models import make_tiny_model
 from worker import calibration
 from worker.calibration import alone, calibrate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plan import PlanRow, StepPlan
+from engine.scheduling.plan import PlanRow, StepPlan
 from worker.chunk_slack import LEAST_TOKENS, ChunkSlack
 from worker.step_costs import StepCosts
 

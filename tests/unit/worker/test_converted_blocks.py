@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import Geometry
-from engine.kv_cache import KvCache
+from engine.kv.kv_cache import KvCache
 from kvtransfer.checksum import checksum
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import BlockMemory

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.plan import StepPlan, StepResult
-from engine.step import CoreShare
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.step.step import CoreShare
 from worker import cores
 from worker.cores import PAUSE, CoreBoard, pause_after, threads_for
 from worker.engine_thread import EngineThread

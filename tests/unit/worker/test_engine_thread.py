@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.plan import StepPlan, StepResult
-from engine.runner import Ending
+from engine.execution.runner import Ending
+from engine.scheduling.plan import StepPlan, StepResult
 from worker.engine_thread import EngineThread
 
 WAIT_S = 60.0

@@ -26,7 +26,7 @@ from baton.grpc_channel import make_server
 from baton.metrics import WorkerMetrics
 from baton.request import Geometry
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from engine.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool
 from kvtransfer.grpc_transport import GrpcTransport
 from kvtransfer.host_memory import HostMemory
 from kvtransfer.pair import Identity, PairLimits

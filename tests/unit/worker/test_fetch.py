@@ -16,10 +16,10 @@ from baton.hashing import block_hashes, hash_key
 from baton.metrics import WorkerMetrics
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine import sequence as engine_sequence
-from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
+from engine.scheduling import sequence as engine_sequence
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.transport import Peer
 from worker.block_receiver import BlockReceiver
 from worker.fetch import Fetcher, PrefixSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from baton.metrics import WorkerMetrics
-from engine.roofline import Work
+from engine.roofline.roofline import Work
 from worker.gauges import WorkerGauges
 
 LABELS = {"worker": "w-0", "role": "prefill"}

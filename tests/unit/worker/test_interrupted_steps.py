@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import runner
+from engine.execution import runner
 from engine.gpu import runner as gpu_runner
 from tests.support.worker.interrupted_worker import (
     VOCAB,

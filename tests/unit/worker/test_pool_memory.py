@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError, HandoffError
-from engine.kv_cache import KvCache
+from engine.kv.kv_cache import KvCache
 from kvtransfer.host_memory import HostMemory
 from kvtransfer.shared_pool import inode_of, open_shared
 from worker.pool_memory import PoolMemory

@@ -18,8 +18,8 @@ import torch
 from baton.background import end_tasks
 from baton.errors import WorkerFailed
 from baton.registry import DRAINING, Registry
-from engine.block_pool import BlockPool
 from engine.parallel.ranks import LeadRank
+from engine.scheduling.block_pool import BlockPool
 from worker.intake import Intake
 from worker.life import Life
 from worker.own_entry import OwnEntry

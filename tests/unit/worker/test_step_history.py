@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.plan import PlanRow, StepPlan, StepResult
+from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from worker.step_history import MeanStep, StepHistory
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.model_config import ModelConfig, load_model_config
-from engine.plan import PlanRow, StepPlan
-from engine.roofline import Ceilings, Storage, step_work, total
+from engine.checkpoint.model_config import ModelConfig, load_model_config
+from engine.roofline.roofline import Ceilings, Storage, step_work, total
+from engine.scheduling.plan import PlanRow, StepPlan
 from tests.support.models import make_tiny_model
 from worker.step_meter import StepMeter
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
-from engine.plan import StepPlan, StepResult
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
 from worker.chunk_slack import LEAST_TOKENS, ChunkSlack
 from worker.step_costs import StepCosts
 from worker.step_planner import StepPlanner

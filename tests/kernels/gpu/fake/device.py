@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.gpu.launch import Launch
+from engine.gpu.kernels.launch import Launch
 from tests.kernels.gpu.fake.indexing import get_item, set_item
 from tests.kernels.gpu.fake.ledger import Ledger
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, product
 
-from engine.draft_length import MOST_IN_A_STEP
 from engine.gpu.memory_plan import MemoryPlan, StepLimits, memory_plan
-from engine.scheduler_limits import SCORED_TOKENS
+from engine.scheduling.scheduler_limits import SCORED_TOKENS
+from engine.speculation.draft_length import MOST_IN_A_STEP
 from tests.kernels.gpu.fake.device import Noted, Violation, fake_gpu
 from tests.kernels.gpu.fake.models import MODELS, WEIGHT_TYPES, WeightType, real_config
 from tests.kernels.gpu.fake.steps import BLOCK, steps_of

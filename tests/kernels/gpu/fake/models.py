@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from engine.families import FAMILIES
-from engine.model import DecoderModel
-from engine.model_config import ModelConfig, load_model_config
-from engine.named_tensors import TIED_HEAD, Matrix
+from engine.checkpoint.families import FAMILIES
+from engine.checkpoint.model_config import ModelConfig, load_model_config
+from engine.model.model import DecoderModel
+from engine.model.named_tensors import TIED_HEAD, Matrix
 from engine.parallel.model_share import ModelShare, config_of, share_of
 from engine.parallel.rank_model import RankModel
 from engine.quantization.weight import QuantizedWeight, QuantKind, fitting_group

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu.block_pack import pack_blocks, pack_blocks_reference, unpack_blocks
-from engine.gpu.kv_blocks import KvBlocks, dequantise, empty_kv_blocks, quantise
+from engine.gpu.kernels.block_pack import pack_blocks, pack_blocks_reference, unpack_blocks
+from engine.gpu.kernels.kv_blocks import KvBlocks, dequantise, empty_kv_blocks, quantise
 from tests.kernels.gpu.device import BFLOAT16, DEVICE
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.gpu.attention_reference import Scoring, attend_reference
-from engine.gpu.chunk_attention import MOST_TILE_ROWS, chunk_attention
+from engine.gpu.kernels.attention.chunk import MOST_TILE_ROWS, chunk_attention
+from engine.gpu.kernels.attention.reference import Scoring, attend_reference
 from tests.kernels.gpu.device import DEVICE, INTERPRETED, TOLERANCE
 from tests.kernels.gpu.paged import paged
 

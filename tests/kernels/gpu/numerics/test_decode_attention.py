@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.gpu.attention_reference import Scoring, attend_reference
-from engine.gpu.decode_attention import decode_attention, decode_launches
+from engine.gpu.kernels.attention.decode import decode_attention, decode_launches
+from engine.gpu.kernels.attention.reference import Scoring, attend_reference
 from tests.kernels.gpu.device import DEVICE, INTERPRETED, TOLERANCE
 from tests.kernels.gpu.paged import Paged, paged
 
@@ -159,7 +159,7 @@ def test_rows_that_take_turns_have_the_same_bits(
     rest = (Scoring(0.125), None, None, 32, 90)
     assert len(decode_launches(out, *arguments, *rest)) == 2
     together = decode_attention(*arguments, Scoring(0.125), split=32)
-    monkeypatch.setattr("engine.gpu.decode_attention.SCRATCH_BYTES", 1)
+    monkeypatch.setattr("engine.gpu.kernels.attention.decode.SCRATCH_BYTES", 1)
     assert len(decode_launches(out, *arguments, *rest)) == 4
     assert torch.equal(decode_attention(*arguments, Scoring(0.125), split=32), together)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu.grouped_linear import (
+from engine.gpu.kernels.linear.grouped import (
     Routing,
     add_choices,
     grouped_linear,

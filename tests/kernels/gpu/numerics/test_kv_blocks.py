@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.kv_blocks import KvBlocks, fp8_bits, fp8_value, round_half_even
+from engine.gpu.kernels.kv_blocks import KvBlocks, fp8_bits, fp8_value, round_half_even
 from tests.kernels.gpu.device import DEVICE
 
 

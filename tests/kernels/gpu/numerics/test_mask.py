@@ -8,11 +8,11 @@ import torch
 
 from baton.grammar import Grammar, GrammarKind
 from baton.sampling_params import SamplingParams
-from engine.gpu.mask import forbid, forbid_launch, forbid_reference
-from engine.gpu.sample import draw
-from engine.grammar_state import Mask, pack
-from engine.noise import noise_keys
-from engine.sampling import SampleRow, sample_one
+from engine.gpu.kernels.attention.mask import forbid, forbid_launch, forbid_reference
+from engine.gpu.kernels.sample import draw
+from engine.sampling.grammar_state import Mask, pack
+from engine.sampling.noise import noise_keys
+from engine.sampling.sampling import SampleRow, sample_one
 from tests.kernels.gpu.device import DEVICE
 
 ROWS = 5

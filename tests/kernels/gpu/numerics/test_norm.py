@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from engine.gpu.activation import Gating, gated, gated_reference
-from engine.gpu.norm import add_norm, add_norm_reference
+from engine.gpu.kernels.activation import Gating, gated, gated_reference
+from engine.gpu.kernels.norm import add_norm, add_norm_reference
 from tests.kernels.gpu.device import BFLOAT16, DEVICE
 
 NEAR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: BFLOAT16}

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from engine.gpu.quantized_linear import (
+from engine.gpu.kernels.linear.quantized import (
     GpuWeight,
     Kind,
     dequantized,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu.kv_blocks import KvBlocks, dequantise, empty_kv_blocks
-from engine.gpu.rope_cache import rope_cache, rope_cache_reference
-from engine.rope import apply_rope
+from engine.gpu.kernels.kv_blocks import KvBlocks, dequantise, empty_kv_blocks
+from engine.gpu.kernels.rope_cache import rope_cache, rope_cache_reference
+from engine.model.rope import apply_rope
 from tests.kernels.gpu.device import BFLOAT16, DEVICE
 
 TOKENS, BLOCKS, SIZE, POSITIONS = 5, 4, 16, 50

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton.sampling_params import SamplingParams
-from engine.gpu.sample import MARGIN, draw, draw_reference
-from engine.noise import noise_keys
-from engine.sampling import SampleRow, sample_one
+from engine.gpu.kernels.sample import MARGIN, draw, draw_reference
+from engine.sampling.noise import noise_keys
+from engine.sampling.sampling import SampleRow, sample_one
 from tests.kernels.gpu.device import DEVICE
 
 ROWS = 8

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint.model_config import load_model_config
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.graphs import Work
-from engine.kv_cache import KvCache
-from engine.model import DecoderModel
-from engine.model_config import load_model_config
-from engine.plan import PlanRow
-from engine.step import StepInput, StepModel
-from engine.torch_step import TorchStepModel
-from engine.weights import load_weights
+from engine.kv.kv_cache import KvCache
+from engine.model.model import DecoderModel
+from engine.model.torch_step import TorchStepModel
+from engine.model.weights import load_weights
+from engine.scheduling.plan import PlanRow
+from engine.step.step import StepInput, StepModel
 from tests.kernels.gpu.device import DEVICE
-from tests.unit.engine.test_families import CASES, make_reference
+from tests.unit.engine.checkpoint.test_families import CASES, make_reference
 
 BLOCK = 16
 BLOCKS = 24

@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from engine.plan import PlanRow
+from engine.scheduling.plan import PlanRow
 from tests.kernels.gpu.device import INTERPRETED
 from tests.kernels.gpu.steps.pairs import Recorder, Steps, gpu, load, save, some_tokens
 

@@ -10,17 +10,17 @@ import torch
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
+from engine.execution.runner import Ending
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import OverlapSpeculation
-from engine.plan import PlanRow, StepPlan
-from engine.runner import Ending
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence
-from engine.speculation import MOST_DRAFT_TOKENS
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import PlanRow, StepPlan
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
+from engine.speculation.speculation import MOST_DRAFT_TOKENS
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.steps.pairs import (
     BLOCK,

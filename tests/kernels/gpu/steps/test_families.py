@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.experts import Experts
-from engine.linear import Linear
-from engine.model import DecoderModel
-from engine.plan import PlanRow
+from engine.model.experts import Experts
+from engine.model.linear import Linear
+from engine.model.model import DecoderModel
 from engine.quantization.weight import QuantKind, quantize
+from engine.scheduling.plan import PlanRow
 from tests.kernels.gpu.steps.pairs import check_equal, gpu, load, reference, save
-from tests.unit.engine.test_families import CASES
+from tests.unit.engine.checkpoint.test_families import CASES
 
 pytestmark = pytest.mark.timeout(400)
 """Interpreted, a step takes seconds."""

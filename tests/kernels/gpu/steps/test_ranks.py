@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from baton.errors import WorkerFailed
+from engine.checkpoint.model_config import load_model_config
 from engine.engine import EngineSettings, build_engine
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.draws import GREEDY
 from engine.gpu.fused_weights import gpu_weights
-from engine.gpu.launch import Launch
-from engine.kv_cache import KvCache
-from engine.model import DecoderModel
-from engine.model_config import load_model_config
+from engine.gpu.kernels.launch import Launch
+from engine.kv.kv_cache import KvCache
+from engine.model.model import DecoderModel
+from engine.model.weights import load_weights
 from engine.parallel import context_split
 from engine.parallel.context_exchange import ContextExchange
 from engine.parallel.model_share import config_of, share_of
@@ -28,9 +29,8 @@ from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
 from engine.parallel.ranks import FollowingRank, LeadRank
 from engine.parallel.weight_slices import WeightSlices
-from engine.plan import PlanRow
-from engine.step import StepInput
-from engine.weights import load_weights
+from engine.scheduling.plan import PlanRow
+from engine.step.step import StepInput
 from tests.kernels.gpu.device import DEVICE
 from tests.support.models import make_tiny_model, make_tiny_moe
 

@@ -11,9 +11,9 @@ import torch
 
 from baton.grammar import Grammar, GrammarKind
 from baton.sampling_params import SamplingParams
+from engine.execution.runner import Ending, ModelRunner
 from engine.gpu.runner import GpuRunner
-from engine.plan import NewSequence, PlanRow, StepPlan
-from engine.runner import Ending, ModelRunner
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.steps.pairs import Recorder, gpu, load, reference, save, some_tokens
 from tests.support.fake_grammars import FakeMatcher

@@ -8,9 +8,9 @@ import pytest
 
 from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
+from engine.execution.runner import ModelRunner
 from engine.gpu.runner import GpuRunner
-from engine.plan import NewSequence, PlanRow, StepPlan, StepResult
-from engine.runner import ModelRunner
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.steps.pairs import Recorder, gpu, load, reference, save, some_tokens
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from baton.errors import ConfigError
 from deploy.models import gguf_convert
 from deploy.models.gguf_convert import convert
+from engine.model.weights import load_weights
 from engine.quantization.gguf_blocks import BLOCK_FORMATS
 from engine.quantization.weight import QuantizedWeight
 from engine.quantization.weight import dequantize as dequantize_weight
-from engine.weights import load_weights
 from tests.support.deploy import tiny_gguf
 from tests.support.deploy.tiny_gguf import (
     HEAD_DIM,

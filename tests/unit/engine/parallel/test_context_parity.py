@@ -16,8 +16,8 @@ from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.parallel.ranks import LeadingRank
-from engine.plan import NewSequence, PlanRow, StepPlan
-from engine.step import StepInput
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
+from engine.step.step import StepInput
 from tests.support.engine.rank_threads import engine_of_ranks
 from tests.support.models import make_tiny_model, make_tiny_moe
 

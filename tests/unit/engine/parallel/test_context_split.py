@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.parallel.context_split import LEAST_TOKENS, ContextShare, is_split, shares_of
-from engine.plan import PlanRow
+from engine.scheduling.plan import PlanRow
 
 RANKS = st.integers(2, 8)
 SPANS = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 300)), min_size=1, max_size=4)

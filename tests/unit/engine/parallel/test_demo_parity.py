@@ -16,10 +16,10 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate
-from engine.model import DecoderModel
-from engine.plan import PlanRow
-from engine.step import StepInput
-from engine.torch_step import TorchStepModel
+from engine.model.model import DecoderModel
+from engine.model.torch_step import TorchStepModel
+from engine.scheduling.plan import PlanRow
+from engine.step.step import StepInput
 from router.text.tokenizer import Tokenizer
 from tests.support.engine.float64_reference import float64_logits
 from tests.support.engine.rank_threads import engine_of_ranks

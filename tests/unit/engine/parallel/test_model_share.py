@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from engine.model_config import ExpertsConfig, ModelConfig
+from engine.checkpoint.model_config import ExpertsConfig, ModelConfig
 from engine.parallel.model_share import config_of, share_of
 from tests.support.models import plain_config
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
-from engine.model_config import load_model_config
+from engine.checkpoint.model_config import load_model_config
+from engine.model.weights import Weight, load_weights
 from engine.parallel.model_share import ModelShare, share_of
 from engine.parallel.weight_slices import WeightSlices
 from engine.quantization.native import CONFIG, native_tensors
 from engine.quantization.weight import QuantizedWeight, dequantize, quantize
-from engine.weights import Weight, load_weights
 from tests.support.models import make_tiny_fp8, make_tiny_model, make_tiny_moe
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from engine.model.weights import load_weights
 from engine.quantization.native import CONFIG, native_tensors
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize, quantize
-from engine.weights import load_weights
 from tests.support.engine import checkpoints
 from tests.support.engine.checkpoints import Parts, compressed_config, write
 

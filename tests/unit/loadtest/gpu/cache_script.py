@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine.gpu.activation import gated
+from engine.gpu.kernels.activation import gated
 from loadtest.gpu import triton_cache
 from loadtest.gpu.results import Item, Result
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.gpu.launch import Launch
+from engine.gpu.kernels.launch import Launch
 from loadtest.gpu.checks.kernels import kernel_items
 from loadtest.gpu.place import Place
 

@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
+from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine, EngineSettings, build_engine
-from engine.model import DecoderModel
-from engine.model_config import load_model_config
-from engine.weights import load_weights
+from engine.model.model import DecoderModel
+from engine.model.weights import load_weights
 from loadtest.research.training.__main__ import app
 from loadtest.research.training.eagle_training import EagleTraining, EagleTrainingSettings
 from loadtest.research.training.material import load_conversations, save_conversations

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.model_config import load_model_config
-from engine.plan import PlanRow
-from engine.roofline import Storage, step_work
+from engine.checkpoint.model_config import load_model_config
+from engine.roofline.roofline import Storage, step_work
+from engine.scheduling.plan import PlanRow
 from loadtest.simulator.analytical_costs import AnalyticalCosts, Efficiency
 from loadtest.simulator.hardware import ACCELERATORS
 from loadtest.simulator.model_shape import MODELS, ModelShape, model_shape

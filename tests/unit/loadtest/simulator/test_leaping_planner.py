@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
-from engine.plan import PlanRow, StepPlan, StepResult
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import PlanRow, StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
 from loadtest.simulator.leaping_planner import LeapingPace, LeapingPlanner, LeapingSlack
 from worker.chunk_slack import LEAST_TOKENS
 from worker.step_costs import StepCosts

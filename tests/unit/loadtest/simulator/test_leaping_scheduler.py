@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.block_pool import BlockPool
-from engine.plan import StepPlan, StepResult
-from engine.scheduler_limits import SchedulerLimits
-from engine.sequence import Sequence
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
 from loadtest.simulator.leaping_scheduler import LeapingScheduler
 
 BLOCK = 4

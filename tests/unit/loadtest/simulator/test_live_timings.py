@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduler_limits import SchedulerLimits
+from engine.scheduling.scheduler_limits import SchedulerLimits
 from loadtest.simulator.live_timings import (
     LiveTimings,
     TimedBatch,

@@ -11,7 +11,7 @@ from baton.errors import ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
-from engine.kv_cache import allocate_plain
+from engine.kv.kv_cache import allocate_plain
 from engine.local import generate
 from loadtest.research.timed.engine import CHUNK_TOKENS, build_timed_engine
 from loadtest.research.timed.model_folder import VOCABULARY, read_step_costs, write_model_folder

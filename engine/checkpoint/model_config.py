@@ -1,0 +1,212 @@
+"""What a model's ``config.json`` says, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ConfigError
+from engine.checkpoint.config_fields import ConfigFields
+from engine.checkpoint.families import (
+    ACTIVATIONS,
+    Activation,
+    ExpertNames,
+    Family,
+    NormPlacement,
+    QkNorm,
+    family_of,
+)
+from engine.checkpoint.rope_spec import RopeSpec, read_rope_specs
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts: each token goes through ``per_token`` of ``count`` MLPs."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    layers: frozenset[int]
+    """The layers that have experts; the others have one MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder. Sizes are in elements, the context and windows in tokens."""
+
+    architecture: str
+    """Its name in ``engine.checkpoint.families.FAMILIES``."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context_length: int
+    rms_norm_eps: float
+    tied_embeddings: bool
+    eos_ids: tuple[int, ...]
+    activation: Activation
+    """Of the gated MLP."""
+    norm_offset: float
+    """What is added to every norm's weight as it is loaded."""
+    norm_placement: NormPlacement
+    """Where attention and MLP are normalised: ``pre``: what goes in; ``sandwich``: what goes in and
+    what comes out; ``post``: what comes out, before it is added to the residual stream."""
+    qk_norm: QkNorm
+    """Whether queries and keys are normalised before their rotation: each head by itself
+    (``head``), or all heads of a token together (``full``)."""
+    embedding_scale: float
+    """Factor of the embeddings, before it is rounded to the weights' type."""
+    attention_scale: float
+    """Factor of queries times keys."""
+    attention_softcap: float
+    """Scores s become cap * tanh(s / cap); 0: they stay."""
+    logits_softcap: float
+    """The same of the logits."""
+    windows: tuple[int, ...]
+    """For each layer, how many tokens a query attends to, its own included; 0: to all."""
+    ropes: tuple[RopeSpec, ...]
+    """The distinct rotary tables."""
+    layer_ropes: tuple[int, ...]
+    """For each layer, which of ``ropes`` it takes; -1: none."""
+    experts: ExpertsConfig | None
+
+
+def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
+    """Read ``config.json`` (and ``generation_config.json`` for its end-of-sequence ids).
+
+    ``max_model_len`` bounds the context, in tokens; 0 takes the model's own.
+
+    Raises ConfigError for a folder without one, for what this engine does not compute, and for a
+    bound above the model's own context. Whether quantised weights can be read is for
+    ``engine.model.weights`` to say.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no config.json: it is no Hugging Face model folder")
+    whole = ConfigFields.read(path)
+    architecture, family = family_of(whole)
+    fields = (whole.object("text_config") if family.text_config else whole).over(family.defaults)
+    _refuse_bidirectional(fields)
+    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    kv_heads = fields.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+        )
+    layers, head_dim = fields.size("num_hidden_layers"), fields.size("head_dim", hidden // heads)
+    context = fields.size("max_position_embeddings", 2048)
+    sliding = family.sliding_layers(fields)
+    ropes, layer_ropes = _ropes(fields, family, sliding, head_dim, context)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        context_length=_bounded(path, context, max_model_len),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        eos_ids=_eos_ids(folder, whole, fields),
+        activation=_activation(fields),
+        norm_offset=family.norm_offset,
+        norm_placement=family.norm_placement,
+        qk_norm=family.qk_norm,
+        embedding_scale=hidden**0.5 if family.scaled_embedding else 1.0,
+        attention_scale=fields.number("query_pre_attn_scalar", head_dim) ** -0.5,
+        attention_softcap=fields.optional_number("attn_logit_softcapping"),
+        logits_softcap=fields.optional_number("final_logit_softcapping"),
+        windows=_windows(fields, sliding, context),
+        ropes=ropes,
+        layer_ropes=layer_ropes,
+        experts=None if family.experts is None else _experts(fields, family.experts),
+    )
+
+
+def _bounded(path: Path, context: int, max_model_len: int) -> int:
+    """The context that is served, in tokens. Raises ConfigError."""
+    if max_model_len > context:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, and the model's context is {context} tokens"
+            f" (max_position_embeddings, {path}): set at most {context}, or 0 for the model's own"
+        )
+    return max_model_len or context
+
+
+def _refuse_bidirectional(fields: ConfigFields) -> None:
+    """Raises ConfigError for an encoder, such as EmbeddingGemma."""
+    if fields.get("use_bidirectional_attention", False):
+        raise ConfigError(
+            f"{fields.path}: use_bidirectional_attention is not served: answers are made from left"
+            " to right"
+        )
+
+
+def _activation(fields: ConfigFields) -> Activation:
+    name = fields.get("hidden_activation") or fields.get("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"{fields.path}: hidden_act {name} is not served; known: {known}")
+    return ACTIVATIONS[name]
+
+
+def _windows(fields: ConfigFields, sliding: Iterable[int], context: int) -> tuple[int, ...]:
+    window = 0
+    if fields.get("sliding_window") is not None:
+        window = fields.size("sliding_window")
+    if window >= context:
+        # It holds every token that there can be.
+        window = 0
+    return tuple(
+        window if layer in sliding else 0 for layer in range(fields.size("num_hidden_layers"))
+    )
+
+
+def _ropes(
+    fields: ConfigFields, family: Family, sliding: frozenset[int], head_dim: int, context: int
+) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
+    full, local = read_rope_specs(fields, head_dim, context)
+    unrotated = family.unrotated_layers(fields)
+    chosen = [
+        None if layer in unrotated else local if layer in sliding else full
+        for layer in range(fields.size("num_hidden_layers"))
+    ]
+    distinct = tuple(dict.fromkeys(spec for spec in chosen if spec is not None))
+    return distinct, tuple(-1 if spec is None else distinct.index(spec) for spec in chosen)
+
+
+def _experts(fields: ConfigFields, names: ExpertNames) -> ExpertsConfig:
+    # Mixtral's name for it; transformers 5 may write Qwen's num_experts under it too.
+    local = fields.get("num_local_experts") is not None
+    count = fields.size("num_local_experts" if local else "num_experts")
+    per_token = fields.size("num_experts_per_tok")
+    if per_token > count:
+        raise ConfigError(f"{fields.path}: num_experts_per_tok {per_token} of {count} experts")
+    dense, step = fields.list("mlp_only_layers"), fields.size("decoder_sparse_step", 1)
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        intermediate_size=fields.size(names.intermediate_size),
+        normalised=names.always_normalised or fields.flag("norm_topk_prob"),
+        layers=frozenset(
+            layer
+            for layer in range(fields.size("num_hidden_layers"))
+            if layer not in dense and (layer + 1) % step == 0
+        ),
+    )
+
+
+def _eos_ids(folder: Path, whole: ConfigFields, fields: ConfigFields) -> tuple[int, ...]:
+    generation = folder / "generation_config.json"
+    found = ConfigFields.read(generation).get("eos_token_id") if generation.is_file() else None
+    if found is None:
+        found = whole.get("eos_token_id", fields.get("eos_token_id", []))
+    return tuple(found) if isinstance(found, list) else (int(found),)

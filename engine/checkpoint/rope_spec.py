@@ -1,0 +1,159 @@
+"""What a ``config.json`` says about rotary position embedding, checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from engine.checkpoint.config_fields import ConfigFields
+
+_KNOWN = "default, linear, llama3, longrope, yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every frequency divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Long waves stretched, short ones kept, those between blended (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """A divisor for each frequency (Ding et al., LongRoPE, 2024).
+
+    ``long_factors`` hold where the served context exceeds ``original_context``, for every position
+    and however short a prompt is: cached keys must not change when their sequence grows.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_context: int
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Frequencies blended by how often they turn within the original context (Peng et al., YaRN,
+
+    2023): between ``beta_slow`` and ``beta_fast`` turns.
+    """
+
+    factor: float
+    original_context: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    """Whether the blend begins and ends at whole dimensions."""
+
+
+RopeScaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """One rotary table: its base, how many leading dimensions of a head turn, its scaling."""
+
+    theta: float
+    rotary_dim: int
+    scaling: RopeScaling | None
+
+
+def read_rope_specs(fields: ConfigFields, head_dim: int, context: int) -> tuple[RopeSpec, RopeSpec]:
+    """The tables of layers with full and with sliding attention, often the same.
+
+    Raises ConfigError for a scaling that is not computed.
+    """
+    scaling, parameters = fields.object("rope_scaling"), fields.object("rope_parameters")
+    nested = parameters.get("full_attention") or parameters.get("sliding_attention")
+    local_theta = fields.optional_number("rope_local_base_freq")
+    if not nested and not local_theta:
+        # In the order in which transformers looks.
+        spec = _read_spec(scaling if scaling.values else parameters, fields, head_dim, context)
+        return spec, spec
+    full = scaling.over(parameters.object("full_attention").values)
+    sliding = parameters.object("sliding_attention")
+    if local_theta:
+        sliding = sliding.over({"rope_theta": local_theta})
+    return (
+        _read_spec(full, fields, head_dim, context),
+        _read_spec(sliding, fields, head_dim, context),
+    )
+
+
+def _read_spec(rope: ConfigFields, fields: ConfigFields, head_dim: int, context: int) -> RopeSpec:
+    part = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * part)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ConfigError(
+            f"{rope.path}: {rotary_dim} of head_dim {head_dim} cannot be rotated in pairs"
+        )
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    return RopeSpec(theta, rotary_dim, _read_scaling(rope, fields, rotary_dim, context))
+
+
+def _read_scaling(
+    rope: ConfigFields, fields: ConfigFields, rotary_dim: int, context: int
+) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type", "default")
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(rope.number("factor"))
+    outer = fields.get("original_max_position_embeddings")
+    original = (rope if outer is None else fields).size("original_max_position_embeddings", context)
+    if kind == "llama3":
+        return Llama3Scaling(
+            rope.number("factor"),
+            rope.number("low_freq_factor"),
+            rope.number("high_freq_factor"),
+            original,
+        )
+    factor = rope.number("factor", context / original)
+    # Phi-3's first files called their scaling "su", and some "yarn".
+    if kind in {"longrope", "su"} or (kind == "yarn" and rope.get("long_factor") is not None):
+        return _longrope(rope, rotary_dim, original, factor)
+    if kind == "yarn":
+        return YarnScaling(
+            factor,
+            original,
+            rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+            rope.number("beta_fast", 32.0),
+            rope.number("beta_slow", 1.0),
+            rope.flag("truncate", True),
+        )
+    raise ConfigError(f"{rope.path}: rope scaling {kind} is not served; known: {_KNOWN}")
+
+
+def _longrope(rope: ConfigFields, rotary_dim: int, original: int, factor: float) -> LongRopeScaling:
+    short, long = (_factors(rope, name, rotary_dim) for name in ("short_factor", "long_factor"))
+    paper = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(short, long, original, rope.number("attention_factor", paper))
+
+
+def _factors(rope: ConfigFields, name: str, rotary_dim: int) -> tuple[float, ...]:
+    found = rope.list(name, rotary_dim // 2)
+    if not found or not all(isinstance(x, int | float) and x > 0 for x in found):
+        raise ConfigError(f"{rope.path}: {name} must be {rotary_dim // 2} numbers above 0")
+    return tuple(float(x) for x in found)
+
+
+def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    scale, all_dim = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+    if scale and all_dim:
+        return magnitude(scale) / magnitude(all_dim)
+    return magnitude(1.0)

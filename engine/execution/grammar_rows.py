@@ -1,0 +1,100 @@
+"""The grammars of the sequences that an engine knows, and the masks of a step's draws.
+
+Masks are made from the newest tokens, which the engine thread alone has while plans are in flight.
+A sequence whose grammar breaks draws without one until the control loop has heard of it: the step
+that is planned behind needs some token, and the sequence ends with this step's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from baton.errors import GrammarFailed
+from engine.sampling.grammar_state import GrammarState, Mask
+from engine.sampling.sampling import SampleRow
+from engine.scheduling.plan import NewSequence
+
+
+class GrammarRows:
+    """Owned by the engine thread."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._states: dict[int, GrammarState | str] = {}
+        """By sequence; of one that is broken, why."""
+
+    def learn(self, new: NewSequence) -> None:
+        """Follow a sequence from its output's start, if it has a grammar: tokens come later."""
+        self.forget(new.sequence_id)
+        if new.sampling.grammar is not None:
+            self._states[new.sequence_id] = self._begin(new)
+
+    def _begin(self, new: NewSequence) -> GrammarState | str:
+        sampling = new.sampling
+        if new.matcher is None:
+            return "its grammar was not compiled before it was queued"
+        eos = set(new.stop_ids).difference(sampling.stop_token_ids)
+        return GrammarState(
+            new.matcher.deep_copy(),
+            self._vocab_size,
+            stop_ids=new.stop_ids,
+            min_tokens=sampling.min_tokens,
+            never=eos if sampling.ignore_eos else (),
+        )
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence was dropped."""
+        self._states.pop(sequence_id, None)
+
+    def has(self, sequence_id: int) -> bool:
+        """Whether a sequence follows a grammar."""
+        return sequence_id in self._states
+
+    def failure(self, sequence_id: int) -> str:
+        """Why a sequence cannot go on; empty: it can."""
+        state = self._states.get(sequence_id)
+        return state if isinstance(state, str) else ""
+
+    def masks(
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        prompt_length: int,
+        draft_tokens: Sequence[int] = (),
+    ) -> list[Mask | None]:
+        """The masks behind a sequence's prompt and output, and behind each of its draft tokens.
+
+        None draws from the whole vocabulary. Tokens that were not seen before are followed now: one
+        step's draw, or all of them where the sequence has moved.
+        """
+        state = self._states.get(sequence_id)
+        if isinstance(state, GrammarState):
+            try:
+                state.advance(token_ids[prompt_length + state.length :])
+                return list(state.masks(draft_tokens))
+            except GrammarFailed as error:
+                self._states[sequence_id] = error.message
+        return [None] * (1 + len(draft_tokens))
+
+    def masked(self, sequence_ids: Sequence[int], draws: list[SampleRow]) -> list[SampleRow]:
+        """A step's draws, each of the sequence that is named in its place, with their masks.
+
+        Draws of one sequence stand together: those of its choices, which have the same tokens, or
+        those behind its drafts, whose tokens go on from the first one's.
+        """
+        if not self._states:
+            return draws
+        found: list[SampleRow] = []
+        pairs = zip(sequence_ids, draws, strict=True)
+        for sequence_id, group in groupby(pairs, key=lambda pair: pair[0]):
+            rows = [draw for _, draw in group]
+            found += self._with_masks(sequence_id, rows) if self.has(sequence_id) else rows
+        return found
+
+    def _with_masks(self, sequence_id: int, rows: list[SampleRow]) -> list[SampleRow]:
+        known, prompt_length = rows[0].token_ids, rows[0].prompt_length
+        longest = max((row.token_ids for row in rows), key=len)
+        masks = self.masks(sequence_id, known, prompt_length, longest[len(known) :])
+        return [replace(row, mask=masks[len(row.token_ids) - len(known)]) for row in rows]

@@ -1,0 +1,377 @@
+"""Runs step plans: the only code that the engine thread executes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from engine.cpu.decoder import CpuDecoder
+from engine.cpu.logprobs import cpu_logprobs
+from engine.cpu.sampler import cpu_sampler
+from engine.execution.grammar_rows import GrammarRows
+from engine.kv.kv_cache import KvCache
+from engine.model.embedding import Embedder
+from engine.parallel.ranks import CopyBlocks
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.sampling import SampleRow, draw_of, sample
+from engine.sampling.step_work import StepFound, StepWork, found_of
+from engine.scheduling.known_sequence import KnownSequence
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.speculation.model_drafter import ComputedRow
+from engine.speculation.speculation import DraftedRow, StepSpeculation, kept_tokens, with_place
+from engine.step.step import CoreShare, StepInput, StepModel
+
+T = TypeVar("T")
+Ending = Callable[[], StepResult]
+
+
+class ModelRunner:
+    """Holds the model, the cache and the tokens of the sequences it was told of."""
+
+    overlaps = False
+    """Whether a step may be started before the one before it has ended."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        cache: KvCache,
+        device: torch.device,
+        vocab_size: int = 0,
+        speculation: StepSpeculation | None = None,
+        embedder: Embedder | None = None,
+        copy: CopyBlocks | None = None,
+    ) -> None:
+        """``vocab_size``: tokens that a grammar's mask has; 0 where there are no grammars.
+
+        Without ``speculation`` each sequence gets one token a step; without ``embedder`` none can
+        be embedded. ``copy`` copies blocks, where they are not copied in this cache alone.
+        """
+        self.model = model
+        self.cache = cache
+        self.device = device
+        self._grammars = GrammarRows(vocab_size)
+        self._sampler = cpu_sampler() if device.type == "cpu" else None
+        self._sample = self._sampler.sample if self._sampler is not None else sample
+        self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
+        self._known: dict[int, KnownSequence] = {}
+        self._speculation = speculation
+        self._embedder = embedder
+        self._copy = copy or cache.copy
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step. Deterministic in the plan and what came before."""
+        began = time.perf_counter()
+        self._take_news(plan)
+        plan, left_out = self._computable(plan)
+        rows = self._drafted(plan.rows)
+        found = self._compute(rows)
+        if self.device.type == "cuda":
+            # A result says that the step's KV is there: transfers read it on another stream.
+            torch.cuda.current_stream(self.device).synchronize()
+        seconds = time.perf_counter() - began
+        drafted = sum(len(row.draft) for row in rows)
+        if self._speculation is not None and plan.decodes_only:
+            self._speculation.observe(len(rows), drafted, seconds)
+        failed = self._failed(plan.rows)
+        result = result_of(plan, found, seconds, failed, drafted, accepted_of(rows, found))
+        return with_left_out(result, left_out)
+
+    def start(self, plan: StepPlan) -> Ending:
+        """Begin a step; what is returned waits for its end, and may be called on another thread."""
+        result = self.run(plan)
+        return lambda: result
+
+    @property
+    def layers_done(self) -> int:
+        """See ``StepModel``; a drafter's part of the blocks comes with the last layer."""
+        done = self.model.layers_done
+        if self._speculation is not None and self._speculation.watches:
+            return min(done, self.cache.data.shape[1] - 1)
+        return done
+
+    def clear_progress(self) -> None:
+        """See ``StepModel``."""
+        self.model.clear_progress()
+
+    def use_threads(self, threads: int) -> None:
+        """How many threads the next steps take, where the model can change that between steps."""
+        self.model.use_threads(threads)
+        if self._speculation is not None:
+            self._speculation.use_threads(threads)
+        if self._sampler is not None:
+            self._sampler.use_threads(threads)
+
+    def share_cores(self, share: CoreShare) -> None:
+        """Share the host's cores with other engines, where the model can."""
+        if isinstance(self.model, CpuDecoder):
+            self.model.share_cores(share)
+        if self._speculation is not None:
+            self._speculation.share_cores(share)
+
+    @property
+    def speculation(self) -> StepSpeculation | None:
+        """What drafts; None where nothing does."""
+        return self._speculation
+
+    def takes_prompt(self) -> bool:
+        """Whether a drafter is to take in another sequence's prompt. Any thread may ask."""
+        speculation = self._speculation
+        return speculation is not None and speculation.takes_prompt()
+
+    @property
+    def drafter(self) -> str:
+        """The name of what drafts, as the configuration calls it."""
+        return "none" if self._speculation is None else self._speculation.drafter
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop a sequence's tokens; one that is not known is ignored.
+
+        The step that was to bring it may have failed before it was learned.
+        """
+        self._known.pop(sequence_id, None)
+        self._grammars.forget(sequence_id)
+        if self._speculation is not None:
+            self._speculation.forget(sequence_id)
+
+    def _take_news(self, plan: StepPlan) -> None:
+        for sequence_id in plan.dropped:
+            self.forget(sequence_id)
+        for new in plan.new:
+            self._learn(new)
+        self._copy(plan.copies)
+
+    def _learn(self, new: NewSequence) -> None:
+        known = self._known[new.sequence_id] = KnownSequence.of(new)
+        known.takes_prompt = new.takes_prompt and self.takes_prompt()
+        self._grammars.learn(new)
+
+    def _computable(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
+        """The plan without the rows that cannot be computed, and the places of those rows.
+
+        Such a row was planned behind a step that has failed. It needs a token that never came, or
+        a sequence that the runner does not know. Raises RuntimeError where no row is left.
+        """
+        left_out = tuple(place for place, row in enumerate(plan.rows) if not self._has_tokens(row))
+        if not left_out:
+            return plan, ()
+        rows = tuple(row for place, row in enumerate(plan.rows) if place not in left_out)
+        if not rows:
+            raise RuntimeError("the step before this one failed")
+        return replace(plan, rows=rows), left_out
+
+    def _has_tokens(self, row: PlanRow) -> bool:
+        sequence = self._known.get(row.sequence_id)
+        return sequence is not None and row.start + row.count <= len(sequence.token_ids)
+
+    def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:
+        """See ``StepResult.failed``."""
+        found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
+        return tuple((place, why) for place, why in found if why)
+
+    def _drafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
+        """The rows as they are computed: where their sequences are by now, and with drafts."""
+        placed = self._undrafted(rows)
+        if self._speculation is None:
+            return placed
+        return self._speculation.extend(placed, self._known)
+
+    def _undrafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
+        """The rows where their sequences are by now."""
+        return [DraftedRow(self._placed(row), ()) for row in rows]
+
+    def _placed(self, row: PlanRow) -> PlanRow:
+        """See ``PlanRow``."""
+        known = len(self._known[row.sequence_id].token_ids)
+        if row.count > 1 or not row.sample or row.start == known - 1:
+            return row
+        return with_place(row, known - 1, 1)
+
+    def _compute(self, rows: Sequence[DraftedRow]) -> StepFound:
+        work = self._gather(rows)
+        speculation = self._speculation
+        drafters = () if speculation is None else speculation.hidden_layers
+        layers = self._layers(work, drafters)
+        found = self.model.run(step_of(self._step_rows(rows), work, layers))
+        if found.best is not None:
+            drawn = work.draw_best(found.best)
+        else:
+            assert found.logits is not None, "a step gives the one or the other"
+            drawn = self._sample(work.draw_logits(found.logits), self._masked(rows, work.draws))
+        tokens = self._kept(rows, drawn)
+        if speculation is not None and speculation.watches:
+            own = found.hidden
+            if own is not None and layers != drafters:
+                own = own[:, : len(drafters)].contiguous() if drafters else None
+            speculation.computed(self._computed(rows, tokens), own)
+        brought = found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
+        if not work.embedded:
+            return brought
+        assert self._embedder is not None, "a runner that embeds has one"
+        assert found.hidden is not None
+        embeddings = self._embedder.embed_rows(found.hidden, layers, work.embedded, len(rows))
+        return replace(brought, embeddings=embeddings)
+
+    def _layers(self, work: StepWork, drafters: tuple[int, ...]) -> tuple[int, ...]:
+        """Whose states are wanted of a step: those for drafters, and for embeddings one more."""
+        if not work.embedded:
+            return drafters
+        assert self._embedder is not None, "a runner that embeds has one"
+        last = self._embedder.layer
+        return drafters if last in drafters else (*drafters, last)
+
+    def _step_rows(self, rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+        """The rows as the model is given them: of all together the same tokens in their order."""
+        return plan_rows(rows)
+
+    def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
+        """The draws with their grammars' masks: of all choices of a row the same one."""
+        samples = (drafted for drafted in rows if drafted.row.sample)
+        ids = [d.row.sequence_id for d in samples for _ in range(d.row.choices + len(d.draft))]
+        return self._grammars.masked(ids, draws)
+
+    def _gather(self, rows: Sequence[DraftedRow]) -> StepWork:
+        """What the model is asked, and what each of its outputs is for.
+
+        The first draw's tokens of each row are the list that the runner keeps.
+        """
+        work = StepWork()
+        for place, drafted in enumerate(rows):
+            row, draft = drafted.row, drafted.draft
+            known = self._known[row.sequence_id]
+            work.token_ids += known.token_ids[row.start : row.start + row.count - len(draft)]
+            work.token_ids += draft
+            if row.scored:
+                work.score(row, known.token_ids, known.sampling.prompt_logprobs or 0)
+            if known.embeds and row.sample:
+                work.embedded[place] = len(work.token_ids) - len(draft) - 1
+            if row.choices > 1:
+                work.draw_choices(_choices(known, row.choices))
+            elif row.sample:
+                work.draw(_draws(known, draft))
+        return work
+
+    def _kept(
+        self, rows: Sequence[DraftedRow], drawn: Sequence[int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each row: of those drawn the ones whose draft was right before them, or the
+
+        first ones of its choices. Those of the sequences themselves are appended to them.
+        """
+        at = 0
+        tokens: list[tuple[int, ...]] = []
+        for drafted in rows:
+            row, draft = drafted.row, drafted.draft
+            if not row.sample:
+                tokens.append(())
+                continue
+            known = self._known[row.sequence_id].token_ids
+            if row.choices > 1:
+                found = tuple(drawn[at : at + row.choices])
+                at += row.choices
+                known.append(found[0])
+            else:
+                kept = kept_tokens(draft, drawn[at : at + len(draft)])
+                found = tuple(drawn[at : at + kept + 1])
+                at += len(draft) + 1
+                known.extend(found)
+                if self._speculation is not None:
+                    self._speculation.verified(row.sequence_id, len(draft), kept)
+            tokens.append(found)
+        return tuple(tokens)
+
+    def _computed(
+        self, rows: Sequence[DraftedRow], tokens: tuple[tuple[int, ...], ...]
+    ) -> list[ComputedRow]:
+        """The rows as a drafter is told of them; ``tokens`` are what each has brought."""
+        computed = []
+        first = 0
+        for drafted, found in zip(rows, tokens, strict=True):
+            row, count = drafted.row, len(drafted.draft)
+            kept = len(found) - 1 if count else 0
+            known = self._known[row.sequence_id]
+            computed.append(ComputedRow(row, known, row.count - count + kept, count, first))
+            first += row.count
+        return computed
+
+
+def plan_rows(rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+    """The rows as they are computed."""
+    return tuple(drafted.row for drafted in rows)
+
+
+def accepted_of(rows: Sequence[DraftedRow], found: StepFound) -> int:
+    """How many drafted tokens were right, of all rows."""
+    kept = zip(rows, found.token_ids, strict=True)
+    return sum(len(tokens) - 1 for row, tokens in kept if row.draft)
+
+
+def _draws(known: KnownSequence, draft: tuple[int, ...]) -> list[SampleRow]:
+    """Of a sequence's next token, and of each behind a token of the draft as if it were right."""
+    return [
+        draw_of(known, [*known.token_ids, *draft[:place]] if place else known.token_ids)
+        for place in range(len(draft) + 1)
+    ]
+
+
+def _choices(known: KnownSequence, count: int) -> list[SampleRow]:
+    """Of the first tokens of a sequence's choices, its own first."""
+    return [draw_of(known, known.token_ids, known.choice + n) for n in range(count)]
+
+
+def step_of(
+    rows: tuple[PlanRow, ...], work: StepWork, hidden_layers: tuple[int, ...] = ()
+) -> StepInput:
+    """What the model is asked."""
+    greedy = not work.needs_logits
+    return StepInput(rows, work.token_ids, work.outputs, greedy, hidden_layers)
+
+
+def result_of(
+    plan: StepPlan,
+    found: StepFound,
+    seconds: float,
+    failed: tuple[tuple[int, str], ...],
+    drafted: int = 0,
+    accepted: int = 0,
+) -> StepResult:
+    """What the control loop is told of a step."""
+    return StepResult(
+        plan.step,
+        found.token_ids,
+        seconds,
+        failed,
+        drafted,
+        accepted,
+        found.logprobs,
+        found.prompt_logprobs,
+        found.embeddings,
+    )
+
+
+def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:
+    """The result of a plan of which the rows in these places were not computed."""
+    if not left_out:
+        return result
+    rows = len(result.token_ids) + len(left_out)
+    places = [place for place in range(rows) if place not in left_out]
+
+    def spread(found: Sequence[T], nothing: T) -> tuple[T, ...]:
+        if not found:
+            return ()
+        by_place = dict(zip(places, found, strict=True))
+        return tuple(by_place.get(place, nothing) for place in range(rows))
+
+    return replace(
+        result,
+        token_ids=spread(result.token_ids, ()),
+        failed=tuple((places[place], why) for place, why in result.failed),
+        logprobs=spread(result.logprobs, None),
+        prompt_logprobs=spread(result.prompt_logprobs, ()),
+        embeddings=spread(result.embeddings, None),
+        left_out=left_out,
+    )

@@ -1,0 +1,408 @@
+"""Attention of prompts' chunks over the paged cache: FlashAttention-2 (Dao, 2023), causal.
+
+The chunks of many sequences go in one launch. Their keys are in the cache already, the chunk's own
+included. The query heads of a group share a tile of rows, so that keys are read once for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.gpu.kernels.attention.paged_tile import add_values, key_scores, slots_of
+from engine.gpu.kernels.attention.reference import Scoring
+from engine.gpu.kernels.kv_blocks import PLAIN, KvBlocks
+from engine.gpu.kernels.launch import (
+    Launch,
+    capability_of,
+    check_strides,
+    interpreted,
+    power_of_two,
+)
+
+MOST_TILE_ROWS = 128
+"""Of the largest tile: tokens, times the query heads of a KV head."""
+
+_LEAST = 16
+_ASYNCHRONOUS_PRODUCTS = 90
+"""From this compute capability on, tensor cores read shared memory, which leaves registers free."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_range(  # type: ignore[no-untyped-def]
+    most,
+    total,
+    found,
+    query,
+    position,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    low,
+    high,
+    end,
+    stride_block,
+    stride_slot,
+    scale_block,
+    scale_slot,
+    window,
+    scale,
+    soft_cap,
+    tile: tl.constexpr,
+    tile_dim: tl.constexpr,
+    dim: tl.constexpr,
+    block_size: tl.constexpr,
+    kind: tl.constexpr,
+    masked: tl.constexpr,
+    windowed: tl.constexpr,
+    capped: tl.constexpr,
+):
+    """Online softmax over the keys ``low … high`` for a tile of rows."""
+    for start in range(low, high, tile):
+        tokens, inside, blocks, slots = slots_of(table, start, end, tile, block_size)
+        scores = key_scores(
+            query,
+            keys,
+            key_scales,
+            blocks,
+            slots,
+            inside,
+            stride_block,
+            stride_slot,
+            scale_block,
+            scale_slot,
+            scale,
+            soft_cap,
+            tile_dim,
+            dim,
+            kind,
+            capped,
+        )
+        if masked:
+            seen = tokens[None, :] <= position[:, None]
+            if windowed:
+                seen = seen & (tokens[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        most, total, found = add_values(
+            most,
+            total,
+            found,
+            scores,
+            values,
+            value_scales,
+            blocks,
+            slots,
+            inside,
+            stride_block,
+            stride_slot,
+            scale_block,
+            scale_slot,
+            tile_dim,
+            dim,
+            kind,
+            query.dtype,
+            windowed,
+        )
+    return most, total, found
+
+
+@triton.jit(do_not_specialize=["stride_table", "window"])  # type: ignore[untyped-decorator]
+def chunk_kernel(  # type: ignore[no-untyped-def]
+    queries,
+    data,
+    scales,
+    tables,
+    query_starts,
+    contexts,
+    out,
+    stride_query,
+    stride_query_head,
+    stride_block,
+    stride_value,
+    stride_head,
+    stride_slot,
+    scale_block,
+    scale_value,
+    scale_head,
+    scale_slot,
+    stride_table,
+    window,
+    scale,
+    soft_cap,
+    group: tl.constexpr,
+    rows: tl.constexpr,
+    dim: tl.constexpr,
+    tile_dim: tl.constexpr,
+    tile: tl.constexpr,
+    block_size: tl.constexpr,
+    kind: tl.constexpr,
+    windowed: tl.constexpr,
+    capped: tl.constexpr,
+    widen: tl.constexpr,
+):
+    """A tile of rows, each a token and a head, of one sequence and one KV head."""
+    sequence = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    # The last rows, which see the most keys, first.
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    begin = tl.load(query_starts + sequence)
+    count = tl.load(query_starts + sequence + 1) - begin
+    if number * rows < count * group:
+        context = tl.load(contexts + sequence)
+        row = number * rows + tl.arange(0, rows)
+        token = row // group
+        dims = tl.arange(0, tile_dim)
+        used = (token < count)[:, None] & (dims < dim)[None, :]
+        place = (begin + token).to(tl.int64)
+        heads = head * group + row % group
+        query = tl.load(
+            queries + (place * stride_query + heads * stride_query_head)[:, None] + dims[None, :],
+            mask=used,
+            other=0.0,
+        )
+        if widen:
+            query = query.to(tl.float32)
+        position = context + token
+        first = number * rows // group
+        last = tl.minimum((number * rows + rows - 1) // group, count - 1)
+        end = context + last + 1
+        keys = data + head.to(tl.int64) * stride_head
+        values = keys + stride_value
+        key_scales = scales
+        value_scales = scales
+        if kind != 0:
+            key_scales = scales + head.to(tl.int64) * scale_head
+            value_scales = key_scales + scale_value
+        table = tables + sequence * stride_table
+        most = tl.full((rows,), float("-inf"), tl.float32)
+        total = tl.zeros((rows,), tl.float32)
+        found = tl.zeros((rows, tile_dim), tl.float32)
+        if windowed:
+            middle = tl.maximum(context + first + 1 - window, 0) // tile * tile
+        else:
+            # Up to here every row sees every key.
+            middle = (context + first + 1) // tile * tile
+            most, total, found = _attend_range(
+                most,
+                total,
+                found,
+                query,
+                position,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+                table,
+                0,
+                middle,
+                end,
+                stride_block,
+                stride_slot,
+                scale_block,
+                scale_slot,
+                window,
+                scale,
+                soft_cap,
+                tile,
+                tile_dim,
+                dim,
+                block_size,
+                kind,
+                False,
+                False,
+                capped,
+            )
+        most, total, found = _attend_range(
+            most,
+            total,
+            found,
+            query,
+            position,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            table,
+            middle,
+            end,
+            end,
+            stride_block,
+            stride_slot,
+            scale_block,
+            scale_slot,
+            window,
+            scale,
+            soft_cap,
+            tile,
+            tile_dim,
+            dim,
+            block_size,
+            kind,
+            True,
+            windowed,
+            capped,
+        )
+        # Rows past the chunk's end may have seen nothing.
+        found = found / tl.where(total > 0, total, 1.0)[:, None]
+        target = out + ((place * tl.num_programs(1) * group + heads) * dim)[:, None] + dims[None, :]
+        tl.store(target, found.to(out.dtype.element_ty), mask=used)
+
+
+def chunk_attention(
+    queries: torch.Tensor,
+    blocks: KvBlocks,
+    layer: int,
+    tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    contexts: torch.Tensor,
+    scoring: Scoring,
+    *,
+    longest: int,
+) -> torch.Tensor:
+    """Each token of each sequence's chunk attends to the tokens before it and to itself.
+
+    ``queries`` [tokens, heads, dim], fp32, bf16 or fp16, chunk after chunk; ``tables`` int32
+    [sequences, blocks]; ``query_starts`` int32 [sequences + 1]: where each chunk begins among the
+    queries, and their end; ``contexts`` int32 [sequences]: tokens before each chunk. ``longest``
+    bounds the chunks' tokens. Returns like queries, contiguous.
+
+    A row's sums have the order of its keys, in tiles that begin at multiples of their size. The
+    tiles' size follows ``longest``, up to ``MOST_TILE_ROWS`` rows (tokens times the heads of a
+    group): with a ``longest`` that fills them, a row's bits do not depend on how a prompt is cut
+    and what else there is. Raises ValueError where shapes or types do not
+    fit.
+    """
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    chunk_launch(
+        out,
+        queries,
+        blocks,
+        layer,
+        tables,
+        query_starts,
+        contexts,
+        scoring,
+        longest,
+        capability_of(queries),
+    ).run()
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def _tiles(tile_dim: int, itemsize: int, rows: int, capability: int) -> _Tiles:
+    """What fits the registers without spilling; keys and values are in shared memory twice."""
+    if itemsize == 4:
+        return _Tiles(min(rows, 64), 32 if tile_dim <= 128 else 16, 4, 2)
+    if capability < _ASYNCHRONOUS_PRODUCTS:
+        return _Tiles(min(rows, 64), 32, 4 if tile_dim <= 128 else 8, 4)
+    if tile_dim <= 64:
+        return _Tiles(min(rows, MOST_TILE_ROWS), 64, 4, 4)
+    warps = 8 if rows >= MOST_TILE_ROWS else 4
+    return _Tiles(min(rows, MOST_TILE_ROWS), 64 if tile_dim <= 128 else 32, warps, 4)
+
+
+def chunk_launch(
+    out: torch.Tensor,
+    queries: torch.Tensor,
+    blocks: KvBlocks,
+    layer: int,
+    tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    contexts: torch.Tensor,
+    scoring: Scoring,
+    longest: int,
+    capability: int,
+) -> Launch:
+    """The launch of ``chunk_attention``, on a GPU of ``capability``."""
+    _check(queries, blocks, tables, query_starts, contexts)
+    _, heads, dim = queries.shape
+    group = heads // blocks.heads
+    tile_dim = max(_LEAST, power_of_two(dim))
+    most = power_of_two(longest * group)
+    tiles = _tiles(tile_dim, queries.element_size(), max(_LEAST, most), capability)
+    kind = blocks.kind(capability)
+    data = blocks.codes(kind)[:, layer]
+    scales = None if blocks.scales is None else blocks.scales[:, layer]
+    scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
+    return Launch(
+        chunk_kernel,
+        (-(-longest * group // tiles.rows), blocks.heads, len(contexts)),
+        {
+            "queries": queries,
+            "data": data,
+            "scales": scales,
+            "tables": tables,
+            "query_starts": query_starts,
+            "contexts": contexts,
+            "out": out,
+            "stride_query": queries.stride(0),
+            "stride_query_head": queries.stride(1),
+            "stride_block": data.stride(0),
+            "stride_value": data.stride(1),
+            "stride_head": data.stride(2),
+            "stride_slot": data.stride(3),
+            "scale_block": scale_strides[0],
+            "scale_value": scale_strides[1],
+            "scale_head": scale_strides[2],
+            "scale_slot": scale_strides[3],
+            "stride_table": tables.stride(0),
+            "window": scoring.window,
+            "scale": scoring.scale,
+            "soft_cap": scoring.soft_cap,
+        },
+        {
+            "group": group,
+            "rows": tiles.rows,
+            "dim": dim,
+            "tile_dim": tile_dim,
+            "tile": tiles.keys,
+            "block_size": blocks.block_size,
+            "kind": kind,
+            "windowed": scoring.window > 0,
+            "capped": scoring.soft_cap > 0,
+            "widen": interpreted(chunk_kernel),
+        },
+        warps=tiles.warps,
+        stages=tiles.stages,
+        # The masked tiles and the others are two loops: a key counts the same in both.
+        fusion=False,
+    )
+
+
+def _check(
+    queries: torch.Tensor,
+    blocks: KvBlocks,
+    tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    contexts: torch.Tensor,
+) -> None:
+    _, heads, dim = queries.shape
+    check_strides(queries, "queries")
+    check_strides(tables, "block tables")
+    if heads % blocks.heads or dim != blocks.dim:
+        raise ValueError(
+            f"{heads} query heads of {dim} do not fit {blocks.heads} KV heads of {blocks.dim}"
+        )
+    if blocks.kind(0) == PLAIN and blocks.data.dtype != queries.dtype:
+        raise ValueError(f"queries are {queries.dtype} and KV blocks {blocks.data.dtype}")
+    sequences = len(contexts)
+    if len(query_starts) != sequences + 1 or tables.shape[0] != sequences:
+        raise ValueError(f"{sequences} contexts need as many tables, and one start more")
+    named = (("tables", tables), ("query_starts", query_starts), ("contexts", contexts))
+    for name, tensor in named:
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32")
+    if not (query_starts.is_contiguous() and contexts.is_contiguous()):
+        raise ValueError("query_starts and contexts must be contiguous")

@@ -1,0 +1,298 @@
+"""Attention over the paged KV cache, in plain torch: right on every device.
+
+``attend`` is what the model calls; ``attend_dense`` is the definition that tests compare it with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from engine.kv.kv_cache import KvGroup
+from engine.scheduling.plan import PlanRow
+
+_TILE = 256
+"""Queries whose scores are in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer scores keys and which ones a query sees; the terms are those of ``attend``."""
+
+    scale: float
+    window: int
+    softcap: float
+
+    def first_key(self, position: int) -> int:
+        """The first position that a query at ``position`` attends to."""
+        return max(0, position - self.window + 1) if self.window else 0
+
+    def mask(self, start: int, stop: int, first: int, device: torch.device) -> torch.Tensor:
+        """bool [stop - start, stop - first]: which of the keys ``first …`` each query sees."""
+        positions = torch.arange(start, stop, device=device)[:, None]
+        behind = positions - torch.arange(first, stop, device=device)
+        return (behind >= 0) & (behind < self.window) if self.window else behind >= 0
+
+    def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """fp32 […, queries, keys]."""
+        scores = query.float() @ key.float().transpose(-1, -2) * self.scale
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMeta:
+    """One sequence's several query tokens: rows ``first … first + count - 1`` of the batch."""
+
+    first: int
+    count: int
+    start: int
+    table: torch.Tensor
+    """int64 [1, blocks]"""
+    lengths: torch.Tensor
+    """int64 [count]: keys that each query attends to."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMeta:
+    """How the rows of a batch attend: the same for every layer of a step."""
+
+    chunks: tuple[ChunkMeta, ...]
+    decode_rows: torch.Tensor
+    """int64 [sequences]: rows of sequences with one query token."""
+    decode_tables: torch.Tensor
+    """int64 [sequences, blocks], padded with a block of the same sequence: masked values still
+    take part in the sum with weight 0, and what overflowed elsewhere must not get in."""
+    decode_lengths: torch.Tensor
+    """int64 [sequences]: keys that each of them attends to."""
+    decode_mask: torch.Tensor
+    """bool [sequences, 1, 1, blocks * block_size]"""
+
+
+def attention_meta(
+    rows: tuple[PlanRow, ...], block_size: int, device: torch.device
+) -> AttentionMeta:
+    """The meta data of a plan's rows, whose query tokens follow one another in the batch."""
+    chunks: list[ChunkMeta] = []
+    singles: list[tuple[int, PlanRow]] = []
+    first = 0
+    for row in rows:
+        if row.count == 1:
+            singles.append((first, row))
+        else:
+            chunks.append(_chunk_meta(first, row, block_size, device))
+        first += row.count
+    used = [-(-(row.start + 1) // block_size) for _, row in singles]
+    width = max(used, default=0)
+    tables = [
+        (*row.block_table[:count], *row.block_table[:1] * (width - count))
+        for (_, row), count in zip(singles, used, strict=True)
+    ]
+    lengths = torch.tensor([row.start + 1 for _, row in singles], dtype=torch.int64, device=device)
+    mask = torch.arange(width * block_size, device=device) < lengths[:, None]
+    return AttentionMeta(
+        tuple(chunks),
+        torch.tensor([index for index, _ in singles], dtype=torch.int64, device=device),
+        torch.tensor(tables, dtype=torch.int64, device=device).view(len(singles), width),
+        lengths,
+        mask[:, None, None],
+    )
+
+
+def _chunk_meta(first: int, row: PlanRow, block_size: int, device: torch.device) -> ChunkMeta:
+    end = row.start + row.count
+    blocks = row.block_table[: -(-end // block_size)]
+    table = torch.tensor([blocks], dtype=torch.int64, device=device)
+    lengths = torch.arange(row.start + 1, end + 1, dtype=torch.int64, device=device)
+    return ChunkMeta(first, row.count, row.start, table, lengths)
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cache: KvGroup,
+    layer: int,
+    meta: AttentionMeta,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention of every row to its own sequence's tokens.
+
+    ``queries`` [tokens, heads, head_dim]; ``keys`` and ``values`` [tokens, kv_heads, head_dim] are
+    in the cache already and are used as they are where a chunk begins its sequence, unless the
+    cache holds codes: every query sees what was rounded once. Scores are multiplied by ``scale``
+    (1 / sqrt(head_dim) if None), then capped where ``softcap`` is not 0. A query attends to the
+    last ``window`` tokens, its own included; 0: to all. Returns [tokens, heads * head_dim].
+    """
+    tokens, heads, dim = queries.shape
+    scoring = Scoring(dim**-0.5 if scale is None else scale, window, softcap)
+    output = torch.empty_like(queries)
+    for chunk in meta.chunks:
+        rows = slice(chunk.first, chunk.first + chunk.count)
+        output[rows] = _attend_chunk(
+            queries[rows], keys[rows], values[rows], cache, layer, chunk, scoring
+        )
+    if len(meta.decode_rows):
+        found = _attend_singles(queries[meta.decode_rows], cache, layer, meta, scoring)
+        output[meta.decode_rows] = found
+    return output.view(tokens, heads * dim)
+
+
+def _attend_chunk(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cache: KvGroup,
+    layer: int,
+    chunk: ChunkMeta,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention of a prompt's chunk: [count, heads, head_dim]."""
+    end = chunk.start + chunk.count
+    if chunk.start == 0 and cache.data.dtype == keys.dtype:
+        origin = 0
+        key, value = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    else:
+        first_block = scoring.first_key(chunk.start) // cache.block_size
+        origin = first_block * cache.block_size
+        found = cache.gather(layer, chunk.table[:, first_block:], queries.dtype)
+        key, value = (x[:, :, : end - origin] for x in found)
+    if not scoring.softcap and not scoring.first_key(end - 1):
+        return _attend_causal(queries, key, value, scoring.scale)
+    # By tiles of queries, so that neither scores nor masks of a long chunk fill the memory.
+    tiles = []
+    for start in range(chunk.start, end, _TILE):
+        stop = min(start + _TILE, end)
+        rows = slice(start - chunk.start, stop - chunk.start)
+        seen = slice(scoring.first_key(start) - origin, stop - origin)
+        mask = scoring.mask(start, stop, scoring.first_key(start), queries.device)
+        tiles.append(_attend_tile(queries[rows], key[:, :, seen], value[:, :, seen], mask, scoring))
+    return torch.cat(tiles)
+
+
+def _attend_causal(
+    queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Queries [count, heads, dim] over keys [1, kv_heads, keys, dim]; the last one sees them all.
+
+    No mask in memory where a flash kernel is at hand.
+    """
+    count, keys = queries.shape[0], key.shape[2]
+    found = F.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        key,
+        value,
+        attn_mask=None if count == keys else _causal_mask(count, keys, queries.device),
+        is_causal=count == keys,
+        scale=scale,
+        enable_gqa=queries.shape[1] != key.shape[1],
+    )
+    return found[0].transpose(0, 1)
+
+
+def _causal_mask(count: int, keys: int, device: torch.device) -> torch.Tensor:
+    """bool [count, keys], or what a flash kernel has in its stead."""
+    if device.type == "cuda":
+        # Not on import: it takes torch's compiler with it, which is longer than all the rest.
+        from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
+
+        return causal_lower_right(count, keys)
+    return torch.ones(count, keys, dtype=torch.bool, device=device).tril(keys - count)
+
+
+def _attend_tile(
+    queries: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Queries [count, heads, dim] over keys [1, kv_heads, keys, dim]; mask [count, keys]."""
+    count, heads, dim = queries.shape
+    kv_heads, group = key.shape[1], heads // key.shape[1]
+    query = queries.view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
+    query = query.reshape(1, kv_heads, group * count, dim)
+    found = _weigh(query, key, value, mask.repeat(group, 1), scoring)
+    return found.view(kv_heads, group, count, dim).permute(2, 0, 1, 3).reshape_as(queries)
+
+
+def _attend_singles(
+    queries: torch.Tensor, cache: KvGroup, layer: int, meta: AttentionMeta, scoring: Scoring
+) -> torch.Tensor:
+    """Attention of sequences with one query token each: [sequences, heads, head_dim]."""
+    tables, mask = meta.decode_tables, meta.decode_mask
+    if scoring.window:
+        tables, mask = _windowed(meta, cache.block_size, scoring.window)
+    key, value = cache.gather(layer, tables, queries.dtype)
+    sequences, heads, dim = queries.shape
+    # The query heads of a group take the place of query tokens: one pass over the keys each.
+    group = heads // key.shape[1]
+    query = queries.view(sequences, key.shape[1], group, dim)
+    return _weigh(query, key, value, mask.expand(-1, 1, group, -1), scoring).reshape_as(queries)
+
+
+def _windowed(
+    meta: AttentionMeta, block_size: int, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of the blocks that windows reach into, and their masks, as ``AttentionMeta`` has them.
+
+    Every window of n tokens lies in as many blocks as the widest can.
+    """
+    tables, lengths = meta.decode_tables, meta.decode_lengths[:, None]
+    first = (lengths - window).clamp(min=0)
+    width = min(tables.shape[1], (window + block_size - 2) // block_size + 1)
+    columns = first // block_size + torch.arange(width, device=tables.device)
+    slots = torch.arange(block_size, device=tables.device)
+    positions = (columns[:, :, None] * block_size + slots).flatten(1)
+    mask = (positions >= first) & (positions < lengths)
+    return tables.gather(1, columns.clamp(max=tables.shape[1] - 1)), mask[:, None, None]
+
+
+def _weigh(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """[…, queries, dim] of queries over keys and values […, keys, dim], where the mask is true."""
+    if not scoring.softcap:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scoring.scale
+        )
+    scores = scoring.scores(query, key).masked_fill(~mask, -math.inf)
+    return (scores.softmax(dim=-1) @ value.float()).to(query.dtype)
+
+
+def attend_dense(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """The definition: queries [count, heads, dim] at positions ``start …`` over keys and values
+
+    [start + count, kv_heads, dim], in fp32. ``scale``, ``window`` and ``softcap`` are those of
+    ``attend``. Returns [count, heads * dim].
+    """
+    count, heads, dim = queries.shape
+    group = heads // keys.shape[1]
+    key = keys.float().repeat_interleave(group, dim=1)
+    value = values.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), key)
+    scores = scores * dim**-0.5 if scale is None else scores * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    behind = torch.arange(start, start + count)[:, None] - torch.arange(key.shape[0])
+    unseen = (behind < 0) | (behind >= window) if window else behind < 0
+    weights = scores.masked_fill(unseen.to(scores.device), -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).reshape(count, heads * dim)

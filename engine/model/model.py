@@ -1,0 +1,388 @@
+"""The decoder over the paged KV cache: Llama's (Touvron et al., 2023) and its relatives.
+
+What sets the families apart are the switches of ``ModelConfig``; ``engine.checkpoint.families``
+lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from engine.checkpoint.families import FAMILIES, ExpertNames, NormPlacement
+from engine.checkpoint.model_config import ExpertsConfig, ModelConfig
+from engine.kv.kv_cache import KvGroup
+from engine.model.attention import AttentionMeta, attend
+from engine.model.experts import Experts, mix_experts
+from engine.model.linear import Linear
+from engine.model.mlp import GatedMlp, gated_mlp
+from engine.model.named_tensors import TIED_HEAD, Matrix, NamedTensors
+from engine.model.rope import apply_rope, rope_table
+from engine.parallel.context_exchange import ContextExchange
+from engine.parallel.rank_model import RankModel
+from engine.quantization.weight import QuantizedWeight, dequantize
+
+_NORMS: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
+    "pre": ("input_layernorm", None, "post_attention_layernorm", None),
+    "sandwich": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+}
+"""Names of a layer's norms: before attention, after it, before the MLP, after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer. Norms are fp32 with the family's offset added; None: none there."""
+
+    attention_norm: torch.Tensor | None
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
+    mlp: GatedMlp | Experts
+    feature_norm: torch.Tensor | None = None
+    """Of an EAGLE layer (engine/speculation/heads/eagle_model.py): the norm of the features
+    beside the embeddings."""
+    residual_normed: bool = False
+    """Whether the residual stream of such a layer begins with the normed features."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one step, all sequences after one another. All tensors int64 [tokens]."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    meta: AttentionMeta
+
+
+class DecoderModel:
+    """Computes hidden states and logits; holds no state but its weights."""
+
+    combine: Linear | None = None
+    """Of an EAGLE head (engine/speculation/heads/eagle_model.py): makes a feature of what went
+    into some layers."""
+    rank: RankModel | None = None
+    """Of one rank of several (engine/parallel/): what it shares with the others."""
+    context: ContextExchange | None = None
+    """Of one rank of several that divide prompts: how it has the KV of the others' tokens."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Matrix],
+        device: torch.device,
+        rank: RankModel | None = None,
+    ) -> None:
+        """``weights`` has Hugging Face's names.
+
+        Of one ``rank`` of several, ``config`` and ``weights`` are its share of the model.
+
+        Raises ConfigError where one is missing or has another shape than ``config`` says.
+        """
+        self.config = config
+        self.rank = rank
+        tensors = NamedTensors(weights)
+        prefix = _prefix(config, tensors)
+        hidden, vocab = config.hidden_size, _vocabulary(config, rank)
+        self.embedding = tensors.matrix(f"{prefix}embed_tokens.weight", vocab, hidden)
+        self.dtype = tensors.take(f"{prefix}norm.weight", hidden).dtype
+        """Of the weights, where they are not quantised, and of what linear layers take."""
+        self.embedding_scale = torch.tensor(config.embedding_scale).to(self.dtype).item()
+        """Rounded to the weights' type, as the models were trained."""
+        self.layers = [_layer(config, tensors, prefix, n, rank) for n in range(config.layers)]
+        self.norm = _norm(config, tensors, f"{prefix}norm", hidden)
+        self.head = _head(config, tensors, self.embedding, vocab)
+        self.ropes = tuple(rope_table(spec, config.context_length, device) for spec in config.ropes)
+        """fp32 [context_length, 2, rotary_dim / 2] each."""
+
+    def hidden_states(
+        self,
+        batch: Batch,
+        cache: KvGroup,
+        layer_done: Callable[[int], None] | None = None,
+        layer_input: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """Compute a step's tokens and store their KV. Returns fp32 [tokens, hidden_size].
+
+        ``layer_done`` is told of each layer once its KV is stored, ``layer_input`` of what goes
+        into each layer, and with the number of layers of what is returned: nobody changes these.
+
+        The residual stream is fp32 whatever the weights are: in bf16 its rounding would be about
+        half of the logits' error, and it is too small to cost time.
+        """
+        x = self._embed(batch.token_ids)
+        rotations = [table[batch.positions] for table in self.ropes]
+        for index, layer in enumerate(self.layers):
+            if layer_input is not None:
+                layer_input(index, x)
+            rope = self.config.layer_ropes[index]
+            rotation = rotations[rope] if rope >= 0 else None
+            h = self._before(x, layer.attention_norm)
+            attended = self._attention(h, layer, index, batch, cache, rotation)
+            if layer_done is not None:
+                layer_done(index)
+            x = x + self._after(attended, layer.attention_post_norm)
+            mixed = self._mlp(self._before(x, layer.mlp_norm), layer.mlp)
+            x = x + self._after(mixed, layer.mlp_post_norm)
+        if layer_input is not None:
+            layer_input(len(self.layers), x)
+        return x
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """fp32 [tokens, hidden_size]."""
+        if self.rank is not None:
+            x = self.rank.embed(self.embedding, token_ids)
+        elif isinstance(self.embedding, QuantizedWeight):
+            x = dequantize(self.embedding.rows(token_ids))
+        else:
+            x = F.embedding(token_ids, self.embedding).float()
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """fp32, of ``x`` in fp32."""
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _before(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """What goes into linear layers: of the weights' type."""
+        normed = x if weight is None else self._norm(x, weight)
+        return normed.to(self.dtype)
+
+    def _after(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """What is added to the residual stream: fp32."""
+        return x if weight is None else self._norm(x, weight)
+
+    def _attention(
+        self,
+        h: torch.Tensor,
+        layer: Layer,
+        index: int,
+        batch: Batch,
+        cache: KvGroup,
+        rotation: torch.Tensor | None,
+    ) -> torch.Tensor:
+        config = self.config
+        query, key = layer.query(h), layer.key(h)
+        query_norm, key_norm = layer.query_norm, layer.key_norm
+        if self.rank is not None and config.qk_norm == "full":
+            assert query_norm is not None, "the config says that there is one"
+            assert key_norm is not None, "and the other"
+            weights = query_norm, key_norm
+            query, key = self.rank.norm_heads(query, key, weights, config.rms_norm_eps)
+            query_norm = key_norm = None
+        query = self._heads(query, query_norm, rotation)
+        key = self._heads(key, key_norm, rotation)
+        value = self._heads(layer.value(h), None, None)
+        cache.write(index, key, value, batch.blocks, batch.slots)
+        if self.context is not None:
+            self.context.spread(cache, index)
+        attended = attend(
+            query,
+            key,
+            value,
+            cache,
+            index,
+            batch.meta,
+            scale=config.attention_scale,
+            window=config.windows[index],
+            softcap=config.attention_softcap,
+        )
+        return self._joined(layer.output.to_float(attended))
+
+    def _joined(self, part: torch.Tensor) -> torch.Tensor:
+        """What all ranks have computed of a sublayer, of what this one has."""
+        return part if self.rank is None else self.rank.add(part)
+
+    def _heads(
+        self, x: torch.Tensor, norm: torch.Tensor | None, rotation: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[tokens, heads, head_dim] of ``x`` [tokens, heads * head_dim], normalised and rotated."""
+        shape = (len(x), -1, self.config.head_dim)
+        if norm is not None:
+            by_head = x.view(shape) if self.config.qk_norm == "head" else x
+            x = self._norm(by_head.float(), norm).to(x.dtype)
+        x = x.view(shape)
+        return x if rotation is None else apply_rope(x, rotation)
+
+    def _mlp(self, h: torch.Tensor, mlp: GatedMlp | Experts) -> torch.Tensor:
+        """fp32 [tokens, hidden_size]."""
+        if isinstance(mlp, GatedMlp):
+            return self._joined(gated_mlp(mlp, h, self.config.activation))
+        assert self.config.experts is not None
+        return self._joined(mix_experts(mlp, h, self.config.experts, self.config.activation))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [rows, vocab_size] of hidden states [rows, hidden_size].
+
+        Of several ranks on the first alone; on others [0, vocab_size].
+        """
+        found = self._own_logits(hidden)
+        return found if self.rank is None else self.rank.whole_logits(found, self.config.vocab_size)
+
+    def best(self, hidden: torch.Tensor) -> list[int]:
+        """The likeliest token of each row of hidden states, of equals the lowest.
+
+        Of several ranks on the first alone; on others there are none.
+        """
+        found = self._own_logits(hidden)
+        if self.rank is not None:
+            return self.rank.best(found)
+        tokens: list[int] = found.argmax(dim=-1).tolist()
+        return tokens
+
+    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the vocabulary that this rank has."""
+        found = self.head.to_float(self._before(hidden, self.norm))
+        cap = self.config.logits_softcap
+        return torch.tanh(found / cap) * cap if cap else found
+
+
+def _prefix(config: ModelConfig, tensors: NamedTensors) -> str:
+    """What the names of the decoder's tensors begin with."""
+    prefixes = FAMILIES[config.architecture].tensor_prefixes
+    return next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
+
+
+def _vocabulary(config: ModelConfig, rank: RankModel | None) -> int:
+    """How many tokens' rows embedding and head have."""
+    return config.vocab_size if rank is None else len(rank.share.vocabulary)
+
+
+def _head(config: ModelConfig, tensors: NamedTensors, embedding: Matrix, vocab: int) -> Linear:
+    hidden = config.hidden_size
+    if not config.tied_embeddings:
+        return tensors.linear("lm_head", vocab, hidden)
+    copied = TIED_HEAD in tensors
+    return Linear(tensors.matrix(TIED_HEAD, vocab, hidden) if copied else embedding)
+
+
+def _layer(
+    config: ModelConfig, tensors: NamedTensors, prefix: str, number: int, rank: RankModel | None
+) -> Layer:
+    base = f"{prefix}layers.{number}"
+    norms = [
+        None if name is None else _norm(config, tensors, f"{base}.{name}", config.hidden_size)
+        for name in _NORMS[config.norm_placement]
+    ]
+    query, key, value = _query_key_value(config, tensors, f"{base}.self_attn")
+    query_norm, key_norm = _qk_norms(config, tensors, f"{base}.self_attn")
+    wide = config.heads * config.head_dim
+    return Layer(
+        attention_norm=norms[0],
+        query=query,
+        key=key,
+        value=value,
+        output=tensors.linear(f"{base}.self_attn.o_proj", config.hidden_size, wide),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        attention_post_norm=norms[1],
+        mlp_norm=norms[2],
+        mlp_post_norm=norms[3],
+        mlp=_mlp(config, tensors, base, number, rank),
+    )
+
+
+def _norm(config: ModelConfig, tensors: NamedTensors, name: str, size: int) -> torch.Tensor:
+    return tensors.take(f"{name}.weight", size).float() + config.norm_offset
+
+
+def _query_key_value(
+    config: ModelConfig, tensors: NamedTensors, base: str
+) -> tuple[Linear, Linear, Linear]:
+    wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden = config.hidden_size
+    if FAMILIES[config.architecture].fused_projections:
+        rows = (wide, narrow, narrow)
+        query, key, value = tensors.split_linear(f"{base}.qkv_proj", rows, hidden)
+        return query, key, value
+    return (
+        tensors.linear(f"{base}.q_proj", wide, hidden),
+        tensors.linear(f"{base}.k_proj", narrow, hidden),
+        tensors.linear(f"{base}.v_proj", narrow, hidden),
+    )
+
+
+def _qk_norms(
+    config: ModelConfig, tensors: NamedTensors, base: str
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if config.qk_norm == "none":
+        return None, None
+    whole = config.qk_norm == "full"
+    query, key = (config.heads, config.kv_heads) if whole else (1, 1)
+    return (
+        _norm(config, tensors, f"{base}.q_norm", query * config.head_dim),
+        _norm(config, tensors, f"{base}.k_norm", key * config.head_dim),
+    )
+
+
+def _mlp(
+    config: ModelConfig, tensors: NamedTensors, base: str, number: int, rank: RankModel | None
+) -> GatedMlp | Experts:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    family = FAMILIES[config.architecture]
+    if config.experts is not None and number in config.experts.layers:
+        assert family.experts is not None
+        held = range(config.experts.count) if rank is None else rank.share.experts
+        return _experts(hidden, config.experts, family.experts, tensors, base, held)
+    if family.fused_projections:
+        gate, up = tensors.split_linear(f"{base}.mlp.gate_up_proj", (inner, inner), hidden)
+    else:
+        gate = tensors.linear(f"{base}.mlp.gate_proj", inner, hidden)
+        up = tensors.linear(f"{base}.mlp.up_proj", inner, hidden)
+    return GatedMlp(gate, up, tensors.linear(f"{base}.mlp.down_proj", hidden, inner))
+
+
+def _experts(
+    hidden: int,
+    config: ExpertsConfig,
+    names: ExpertNames,
+    tensors: NamedTensors,
+    base: str,
+    held: range,
+) -> Experts:
+    """Experts of a tensor each, as published, or fused, as transformers 5 holds them.
+
+    ``held``: those that there are weights of.
+    """
+    inner = config.intermediate_size
+    if f"{base}.mlp.experts.gate_up_proj" in tensors:
+        router = tensors.linear(f"{base}.mlp.gate", config.count, hidden)
+        fused = f"{base}.mlp.experts"
+        gate_up = tensors.take(f"{fused}.gate_up_proj", len(held), 2 * inner, hidden)
+        down = tensors.take(f"{fused}.down_proj", len(held), hidden, inner)
+        return Experts(
+            router,
+            tuple(
+                GatedMlp(Linear(gate_up[n, :inner]), Linear(gate_up[n, inner:]), Linear(down[n]))
+                for n in range(len(held))
+            ),
+            held.start,
+        )
+    block = f"{base}.{names.block}"
+    return Experts(
+        tensors.linear(f"{block}.gate", config.count, hidden),
+        tuple(
+            GatedMlp(
+                tensors.linear(f"{block}.experts.{n}.{names.gate}", inner, hidden),
+                tensors.linear(f"{block}.experts.{n}.{names.up}", inner, hidden),
+                tensors.linear(f"{block}.experts.{n}.{names.down}", hidden, inner),
+            )
+            for n in held
+        ),
+        held.start,
+    )

@@ -1,0 +1,67 @@
+"""A checkpoint's weights by name, checked against the shapes that the config makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+from baton.errors import ConfigError
+from engine.model.linear import Linear
+from engine.quantization.weight import QuantizedWeight
+
+Matrix = torch.Tensor | QuantizedWeight
+TIED_HEAD = "tied_lm_head.weight"
+"""The name of a quantised copy of the embedding, for a model whose head that is."""
+Kind = TypeVar("Kind", bound=Matrix)
+
+
+class NamedTensors:
+    """Gives out weights as they are and as linear layers; its methods raise ConfigError."""
+
+    def __init__(self, weights: Mapping[str, Matrix]) -> None:
+        self._weights = weights
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor that must not be quantised."""
+        weight = self._weights.get(name)
+        if isinstance(weight, QuantizedWeight):
+            raise ConfigError(f"the model's tensor {name} is quantised; it is served plain only")
+        return _checked(name, weight, shape)
+
+    def matrix(self, name: str, *shape: int) -> Matrix:
+        """A tensor that may be quantised."""
+        return _checked(name, self._weights.get(name), shape)
+
+    def linear(self, name: str, outputs: int, inputs: int) -> Linear:
+        """A layer with the bias that the checkpoint has for it, if any."""
+        return Linear(self.matrix(f"{name}.weight", outputs, inputs), self._bias(name, outputs))
+
+    def split_linear(self, name: str, outputs: tuple[int, ...], inputs: int) -> tuple[Linear, ...]:
+        """Several layers whose weights lie under one another in one tensor; views of it."""
+        weight = self.matrix(f"{name}.weight", sum(outputs), inputs)
+        bias = self._bias(name, sum(outputs))
+        layers, end = [], 0
+        for count in outputs:
+            rows = slice(end, end + count)
+            part = weight.rows(rows) if isinstance(weight, QuantizedWeight) else weight[rows]
+            layers.append(Linear(part, None if bias is None else bias[rows]))
+            end += count
+        return tuple(layers)
+
+    def _bias(self, name: str, outputs: int) -> torch.Tensor | None:
+        return self.take(f"{name}.bias", outputs) if f"{name}.bias" in self._weights else None
+
+
+def _checked(name: str, weight: Kind | None, shape: tuple[int, ...]) -> Kind:
+    if weight is None:
+        raise ConfigError(f"the model's weights have no tensor {name}")
+    if tuple(weight.shape) != shape:
+        raise ConfigError(
+            f"the model's tensor {name} is {tuple(weight.shape)}; its config.json makes it {shape}"
+        )
+    return weight

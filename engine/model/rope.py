@@ -1,0 +1,88 @@
+"""Rotary position embedding (Su et al., RoFormer, 2021) and the scalings of its frequencies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.checkpoint.rope_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
+
+
+def rope_table(spec: RopeSpec, context: int, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of every position: fp32 [context, 2, rotary_dim / 2].
+
+    The attention factor of a scaling that has one is in them: it multiplies queries and keys.
+    """
+    even = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device)
+    waves = spec.theta ** (even / spec.rotary_dim)
+    frequencies, factor = _scaled(1.0 / waves, spec, context)
+    positions = torch.arange(context, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=1) * factor
+
+
+def _scaled(frequencies: torch.Tensor, spec: RopeSpec, context: int) -> tuple[torch.Tensor, float]:
+    """The scaled frequencies and the attention factor."""
+    match spec.scaling:
+        case None:
+            return frequencies, 1.0
+        case LinearScaling(factor):
+            return frequencies / factor, 1.0
+        case Llama3Scaling() as scaling:
+            return _llama3(frequencies, scaling), 1.0
+        case LongRopeScaling() as scaling:
+            long = context > scaling.original_context
+            chosen = scaling.long_factors if long else scaling.short_factors
+            return frequencies / frequencies.new_tensor(chosen), scaling.attention_factor
+        case YarnScaling() as scaling:
+            return _yarn(frequencies, spec, scaling), scaling.attention_factor
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    low = scaling.original_context / scaling.low_freq_factor
+    high = scaling.original_context / scaling.high_freq_factor
+    blend = (scaling.original_context / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    stretched = torch.where(wavelengths > low, frequencies / scaling.factor, frequencies)
+    between = (wavelengths <= low) & (wavelengths >= high)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(frequencies: torch.Tensor, spec: RopeSpec, scaling: YarnScaling) -> torch.Tensor:
+    def dimension(turns: float) -> float:
+        """The dimension that turns so often within the original context."""
+        ratio = scaling.original_context / (turns * 2 * math.pi)
+        return spec.rotary_dim * math.log(ratio) / (2 * math.log(spec.theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    if low == high:
+        # The paper's code does the same: a step instead of a division by zero.
+        high += 0.001
+    index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
+    stretch = ((index - low) / (high - low)).clamp(0, 1)
+    return frequencies * (1 - stretch) + frequencies / scaling.factor * stretch
+
+
+def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate the first ``rotary_dim`` dimensions of ``x`` [tokens, heads, head_dim], in fp32.
+
+    ``table`` [tokens, 2, rotary_dim / 2] says where each token stands.
+    """
+    rotary_dim = 2 * table.shape[-1]
+    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
+    cos, sin = table[:, 0, None], table[:, 1, None]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)

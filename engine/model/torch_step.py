@@ -1,0 +1,81 @@
+"""Steps in plain torch: right on every device and for every type."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kv.kv_cache import KvGroup
+from engine.model.attention import attention_meta
+from engine.model.model import Batch, DecoderModel
+from engine.step.step import StepInput, StepOutput
+
+
+class LayerInputs:
+    """Gathers what goes into some layers: see ``StepInput.hidden_layers``."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self._layers = layers
+        self._found: dict[int, torch.Tensor] = {}
+
+    def take(self, layer: int, hidden: torch.Tensor) -> None:
+        """``hidden`` fp32 [tokens, hidden_size] goes into ``layer``."""
+        if layer in self._layers:
+            self._found[layer] = hidden
+
+    def found(self) -> torch.Tensor | None:
+        """fp32 [tokens, layers, hidden_size]; None of no layers."""
+        if not self._layers:
+            return None
+        return torch.stack([self._found[layer] for layer in self._layers], dim=1)
+
+
+class TorchStepModel:
+    """The reference implementation of ``engine.step.step.StepModel``."""
+
+    def __init__(self, model: DecoderModel, cache: KvGroup, device: torch.device) -> None:
+        self._model = model
+        self._cache = cache
+        self._device = device
+        self.layers_done = 0
+
+    def clear_progress(self) -> None:
+        self.layers_done = 0
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> StepOutput:
+        inputs = LayerInputs(step.hidden_layers)
+        hidden = self._model.hidden_states(
+            self._batch(step),
+            self._cache,
+            self._layer_done,
+            inputs.take if step.hidden_layers else None,
+        )
+        wanted = hidden[step.outputs]
+        if step.greedy:
+            return StepOutput(self._model.best(wanted), None, inputs.found())
+        return StepOutput(None, self._model.logits(wanted), inputs.found())
+
+    def _layer_done(self, layer: int) -> None:
+        # On a GPU it has only been asked for.
+        if self._device.type == "cpu":
+            self.layers_done = layer + 1
+
+    def use_threads(self, threads: int) -> None:
+        """Torch keeps the threads that it has: its pool waits busily, and others need the cores."""
+
+    def _batch(self, step: StepInput) -> Batch:
+        size = self._cache.block_size
+        positions: list[int] = []
+        blocks: list[int] = []
+        for row in step.rows:
+            span = range(row.start, row.start + row.count)
+            positions.extend(span)
+            blocks.extend(row.block_table[position // size] for position in span)
+        where = torch.tensor(positions, device=self._device)
+        return Batch(
+            torch.tensor(step.token_ids, device=self._device),
+            where,
+            torch.tensor(blocks, device=self._device),
+            where % size,
+            attention_meta(step.rows, size, self._device),
+        )

@@ -1,0 +1,294 @@
+"""The tiers behind a block pool: what is copied ahead of eviction, and what a prompt finds there.
+
+Blocks go down one tier at a time, the oldest first: those that the pool would evict next, then
+those for which the first tier would make room next. They are copied *ahead*, so that evicting costs
+nothing: of each level as many blocks as it could soon give away are free, or have a copy below. A
+copy stays where it is when its block comes back.
+
+A cached block is copied without being pinned, so that copying never takes from what can be
+allocated: if it is evicted meanwhile, its copy is thrown away.
+
+Plain Python, owned by the control loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.block_tier import BlockTier, Copy
+
+_AHEAD = 0.5
+"""Of a level's blocks: so many can be given away at once. A long prompt takes many at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spill:
+    """A copy that is to be made."""
+
+    source: BlockTier | None
+    """None: the pool."""
+    place: int
+    """The block there, or the slot."""
+    target: BlockTier
+    copy: Copy
+    origin: Copy | None
+    """What is read, where it is no block of the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where one block of a prompt is: in the pool, or in a tier."""
+
+    digest: bytes
+    block: int | None
+    """Of the pool; None: ``copy`` of ``tier`` has it."""
+    tier: BlockTier | None = None
+    copy: Copy | None = None
+
+
+class BlockTiers:
+    """Implements ``engine.scheduling.block_pool.CacheWatcher``; see the module's text."""
+
+    def __init__(self, pool: BlockPool, tiers: Sequence[BlockTier]) -> None:
+        """``tiers`` are the fastest first."""
+        self.pool = pool
+        self.tiers = tuple(tiers)
+        pool.watcher = self
+        self._bare: OrderedDict[int, None] = OrderedDict()
+        """Cached blocks of the pool without a copy in the first tier, the longest idle first."""
+        self._bare_copies: list[OrderedDict[bytes, Copy]] = [OrderedDict() for _ in self.tiers]
+        """Of each tier the copies that no lower one has, in about the order of their last use."""
+        self._turn = len(self.tiers) - 1
+        """Of the level that was copied from last: 0 is the pool."""
+        self._spilling: dict[int, Spill] = {}
+        """Blocks of the pool that are being copied."""
+        self._leading: Counter[bytes] = Counter()
+        self._changed: dict[bytes, None] = {}
+
+    # What the pool tells
+
+    def idle(self, block: int) -> None:
+        """See ``CacheWatcher``."""
+        digest, _ = self.pool.contents(block)
+        for tier in self.tiers:
+            tier.touch(digest)
+        # One that came from a lower tier goes to the first one too: it was wanted.
+        if not self.tiers[0].has(digest):
+            self._bare[block] = None
+
+    def busy(self, block: int) -> None:
+        """See ``CacheWatcher``."""
+        self._bare.pop(block, None)
+
+    def evicted(self, block: int) -> None:
+        """See ``CacheWatcher``."""
+        self._bare.pop(block, None)
+        # What is being copied from it is torn.
+        self._spilling.pop(block, None)
+
+    # Down
+
+    @property
+    def wants_spill(self) -> bool:
+        """Whether ``next_spill`` has something."""
+        return self._pool_is_behind() or any(
+            self._is_behind(level) for level in range(len(self.tiers) - 1)
+        )
+
+    def _pool_is_behind(self) -> bool:
+        if not self._bare:
+            return False
+        wanted = min(int(self.pool.total * _AHEAD), self.tiers[0].total)
+        return self.pool.available - len(self._bare) < wanted
+
+    def _is_behind(self, level: int) -> bool:
+        tier, bare = self.tiers[level], self._bare_copies[level]
+        if not bare:
+            return False
+        wanted = min(int(tier.total * _AHEAD), self.tiers[level + 1].total)
+        return tier.room + len(tier) - len(bare) < wanted
+
+    def next_spill(self) -> Spill | None:
+        """The next copy to make, None where nothing is behind. ``end_spill`` must follow.
+
+        The levels take turns: under pressure the first tier must not lose what the next one lacks.
+        """
+        for _ in self.tiers:
+            self._turn = (self._turn + 1) % len(self.tiers)
+            spill = self._from_pool() if self._turn == 0 else self._from_tier(self._turn - 1)
+            if spill is not None:
+                return spill
+        return None
+
+    def _from_pool(self) -> Spill | None:
+        while self._pool_is_behind():
+            block, _ = self._bare.popitem(last=False)
+            digest, leading = self.pool.contents(block)
+            copy = self._begin_write(0, digest, leading)
+            if copy is not None:
+                spill = Spill(None, block, self.tiers[0], copy, None)
+                self._spilling[block] = spill
+                return spill
+        return None
+
+    def _from_tier(self, level: int) -> Spill | None:
+        source, target = self.tiers[level], self.tiers[level + 1]
+        while self._is_behind(level):
+            _, origin = self._bare_copies[level].popitem(last=False)
+            copy = self._begin_write(level + 1, origin.digest, origin.leading)
+            if copy is not None:
+                source.begin_read(origin)
+                return Spill(source, origin.slot, target, copy, origin)
+        return None
+
+    def _begin_write(self, level: int, digest: bytes, leading: tuple[bytes, ...]) -> Copy | None:
+        begun = self.tiers[level].begin_write(digest, leading)
+        if begun is None:
+            return None
+        copy, victim = begun
+        if victim is not None:
+            self._forget(level, victim)
+        return copy
+
+    def end_spill(self, spill: Spill, *, failed: bool = False, damaged: bool = False) -> bool:
+        """A copy has been made. Returns whether it can be found now.
+
+        ``failed``: its slot could not be written; ``damaged``: it is not what it should be.
+        """
+        if spill.source is None:
+            is_whole = self._spilling.pop(spill.place, None) is spill
+        else:
+            is_whole = True
+            if spill.origin is not None:
+                spill.source.end_read(spill.origin)
+        if failed:
+            spill.target.retire(spill.copy)
+            return False
+        if not is_whole or damaged:
+            spill.target.abandon(spill.copy)
+            return False
+        if not spill.target.end_write(spill.copy):
+            return False
+        level = self.tiers.index(spill.target)
+        self._hold(level, spill.copy)
+        return True
+
+    def _hold(self, level: int, copy: Copy) -> None:
+        if not any(tier.has(copy.digest) for tier in self.tiers[level + 1 :]):
+            self._bare_copies[level][copy.digest] = copy
+        self._changed[copy.digest] = None
+        for prefix in copy.leading:
+            self._leading[prefix] += 1
+            self._changed[prefix] = None
+
+    def _forget(self, level: int, copy: Copy) -> None:
+        self._bare_copies[level].pop(copy.digest, None)
+        self._changed[copy.digest] = None
+        for prefix in copy.leading:
+            self._leading[prefix] -= 1
+            if not self._leading[prefix]:
+                del self._leading[prefix]
+            self._changed[prefix] = None
+
+    # Up
+
+    def find(self, hashes: Iterable[bytes]) -> list[Found]:
+        """The longest run of leading hashes that are held anywhere. Pins nothing."""
+        run = []
+        for digest in hashes:
+            found = self._find(digest)
+            if found is None:
+                break
+            run.append(found)
+        return run
+
+    def _find(self, digest: bytes) -> Found | None:
+        block = self.pool.holder(digest)
+        if block is not None:
+            return Found(digest, block)
+        for tier in self.tiers:
+            copy = tier.find(digest)
+            if copy is not None:
+                return Found(digest, None, tier, copy)
+        return None
+
+    def begin_load(self, run: Iterable[Found]) -> None:
+        """The copies of a run keep their slots until ``end_load``."""
+        for found in run:
+            if found.tier is not None and found.copy is not None:
+                found.tier.begin_read(found.copy)
+                found.tier.touch(found.digest)
+
+    def end_load(self, run: Iterable[Found], bad: Iterable[bytes] = ()) -> None:
+        """See ``begin_load``. Copies of the hashes ``bad`` are forgotten: they are damaged."""
+        damaged = set(bad)
+        for found in run:
+            if found.tier is None or found.copy is None:
+                continue
+            found.tier.end_read(found.copy)
+            if found.digest in damaged and found.tier.find(found.digest) is found.copy:
+                self._forget(self.tiers.index(found.tier), found.copy)
+                found.tier.drop(found.copy)
+
+    # What the prefix index is told
+
+    @property
+    def total(self) -> int:
+        """Blocks that can be held, the pool's and the tiers'."""
+        return self.pool.total + sum(tier.total for tier in self.tiers)
+
+    def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes stored and removed since the last call, by pool and tiers together."""
+        stored, removed = self.pool.drain_changes()
+        changed, self._changed = self._changed, {}
+        gone = [digest for digest in removed if not self._holds(digest)]
+        for digest in changed:
+            # What the pool holds was told when it came there; what it has lost is in ``removed``.
+            if self.pool.holds(digest):
+                continue
+            (stored if self._holds(digest) else gone).append(digest)
+        return stored, list(dict.fromkeys(gone))
+
+    def held_hashes(self) -> list[bytes]:
+        """Every hash that the prefix index is to know of."""
+        held = dict.fromkeys(self.pool.held_hashes())
+        for tier in self.tiers:
+            held.update((copy.digest, None) for copy in tier)
+        held.update(dict.fromkeys(self._leading))
+        return list(held)
+
+    def _holds(self, digest: bytes) -> bool:
+        in_tier = any(tier.find(digest) for tier in self.tiers)
+        return in_tier or digest in self._leading
+
+    # Emptying
+
+    def drop_cache(self) -> int:
+        """Forget every block that nobody uses, in the pool and in all tiers; returns how many."""
+        copied = {copy.digest for tier in self.tiers for copy in tier}
+        alone = sum(1 for digest in copied if self.pool.holder(digest) is None)
+        dropped = self.pool.counts().cached + alone
+        self.pool.drop_cache()
+        for level, tier in enumerate(self.tiers):
+            for copy in tier.drop_all():
+                self._forget(level, copy)
+        return dropped
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is being read or written."""
+        return all(tier.is_idle for tier in self.tiers)
+
+    def check(self) -> None:
+        """Assert that the books agree."""
+        for tier, bare in zip(self.tiers, self._bare_copies, strict=True):
+            tier.check()
+            assert all(tier.find(digest) is copy for digest, copy in bare.items()), "a lost copy"
+        leading = Counter(prefix for tier in self.tiers for copy in tier for prefix in copy.leading)
+        assert leading == self._leading, "leading hashes disagree"
+        for block in self._bare:
+            digest, _ = self.pool.contents(block)
+            assert self.tiers[0].find(digest) is None, "a copied block is bare"

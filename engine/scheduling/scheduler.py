@@ -1,0 +1,515 @@
+"""The step scheduler: which sequences compute which tokens in the next step.
+
+One scheduler serves both roles. A prefill worker's sequences are ``prefill_only``; a decode
+worker's arrive with their KV computed; either may be computed in chunks, and a step may mix both.
+
+A sequence's life here:
+
+    (a sibling) ─first token sampled from its parent's logits→ running, over shared blocks
+    waiting ─admitted→ running ─finished, aborted→ gone
+    running ─preempted (blocks ran out)→ waiting, first in line, all KV to be computed again
+    running ─preempted, may be handed back→ gone: its router places it again (``take_handed_back``)
+    running ─prefill_only, first token sampled→ held (its blocks are being sent) ─release→ gone
+
+Blocks of a sequence that ends are released when no plan in flight names it any more: until then the
+engine may still write to them. Plain Python, owned by the control loop; up to two plans in flight.
+
+Where a call in here raises (for example, MemoryError), the scheduler can go on: a method changes
+its state at once, after all calls that may raise. Blocks that must be released stay noted until
+they are. A plan whose result cannot be taken in is in flight until ``fail`` ends it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from baton.errors import InvalidRequest
+from baton.request import FinishReason
+from engine.scheduling.block_pool import BlockPool, OutOfBlocks
+from engine.scheduling.findable_blocks import FindableBlocks
+from engine.scheduling.plan import PlanRow, StepPlan, StepResult
+from engine.scheduling.plan_in_flight import PlanInFlight
+from engine.scheduling.preemption import victim_of
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_bounds import SequenceBounds
+from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.step_rows import StepRows
+
+
+class Scheduler:
+    """Plans steps over a block pool; see the module's text for the states."""
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self._bounds = SequenceBounds(limits)
+        self._findable = FindableBlocks(pool, limits)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.held: set[Sequence] = set()
+        self.preemptions = 0
+        self.stays: Callable[[Sequence], bool] = _goes
+        """Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
+        self._leaving: set[Sequence] = set()
+        self._giving_back: dict[Sequence, None] = {}
+        """Sequences that leave, or were preempted, and still have blocks.
+
+        A plan in flight may write to those."""
+        self._handed_back: list[Sequence] = []
+        self._expired: list[Sequence] = []
+        self._dropped: list[int] = []
+        self._step = 0
+        self._plans: dict[int, PlanInFlight] = {}
+
+    # What callers ask
+
+    @property
+    def plans_in_flight(self) -> int:
+        return len(self._plans)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens whose KV is still to be computed before their sequence can decode."""
+        rest = (s.target - s.scheduled for s in (*self.waiting, *self.running))
+        return sum(count for count in rest if count > 1)
+
+    @property
+    def wanted_blocks(self) -> int:
+        """Blocks that sequences in line have still to be given, cached ones included."""
+        return sum(self._bounds.blocks_for(s.target) - len(s.block_table) for s in self.waiting)
+
+    @property
+    def has_preempted(self) -> bool:
+        return any(sequence.preempted for sequence in self.waiting)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """Running sequences whose next step brings their next token: these wait for it."""
+        return [s for s in self.running if s.target - s.scheduled == 1 and not s.prefill_only]
+
+    @property
+    def next_chunk_start(self) -> int | None:
+        """How many tokens lie before the next chunk of a prompt, None where there is no prompt."""
+        prompts = (s for s in (*self.running, *self.waiting) if s.target - s.scheduled > 1)
+        first = next(prompts, None)
+        return None if first is None else first.scheduled
+
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running or self.held or self._plans or self._leaving)
+
+    # Joining and leaving
+
+    def add(self, sequence: Sequence, blocks: Iterable[int] = ()) -> None:
+        """Queue a sequence whose KV is to be computed, except that of its leading ``blocks``.
+
+        These are full, are computed, and end before its last token; it owns them from now on.
+        Raises InvalidRequest for one that has nothing left to generate: it would never end. Its
+        blocks are released then.
+        """
+        blocks = list(blocks)
+        if not self._bounds.can_run(sequence):
+            self.pool.release(blocks)
+            raise InvalidRequest(
+                f"{len(sequence.token_ids)} tokens leave nothing to generate: the context is "
+                f"{self.limits.context_length} tokens, "
+                f"max_tokens is {sequence.spec.sampling.max_tokens}"
+            )
+        if blocks:
+            sequence.cached_tokens = len(blocks) * self.limits.block_size
+            self.add_computed(sequence, blocks, sequence.cached_tokens)
+        else:
+            self.waiting.append(sequence)
+
+    def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
+        """Queue a sequence whose first ``computed`` tokens are in ``blocks``, which it now owns."""
+        sequence.block_table = blocks
+        sequence.computed = sequence.scheduled = computed
+        self.waiting.append(sequence)
+        self._findable.register(sequence)
+        self._findable.deduplicate(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """End a sequence in whatever state it is; idempotent."""
+        if sequence in self.running or sequence in self.held or sequence in self.waiting:
+            self._leave(sequence)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """End those whose deadline has come, so that no step computes them; returns them.
+
+        Sequences that are held cost no step: whoever holds them has their deadline.
+        """
+        for sequence in [s for s in (*self.waiting, *self.running) if s.deadline <= now]:
+            if sequence not in self._expired:
+                self._expired.append(sequence)
+            self.remove(sequence)
+        expired, self._expired = self._expired, []
+        return expired
+
+    def _leave(self, sequence: Sequence, *, handed_back: bool = False) -> None:
+        self._leaving.add(sequence)
+        self._giving_back[sequence] = None
+        if handed_back:
+            self._handed_back.append(sequence)
+            self.preemptions += 1
+            sequence.preempted = True
+        self.held.discard(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._release_if_idle(sequence)
+
+    def _release_if_idle(self, sequence: Sequence) -> None:
+        if sequence not in self._giving_back or sequence.in_flight:
+            return
+        copied = () if sequence.copy_of is None else (sequence.copy_of,)
+        starts_again = sequence.scores_prompt
+        self.pool.release([*copied, *sequence.spare, *sequence.block_table])
+        if starts_again:
+            sequence.prompt_logprobs = []
+        sequence.block_table, sequence.spare, sequence.copy_of = [], [], None
+        sequence.computed = sequence.scheduled = sequence.registered = 0
+        if sequence.known_to_engine:
+            self._dropped.append(sequence.sequence_id)
+            sequence.known_to_engine = False
+        del self._giving_back[sequence]
+        self._leaving.discard(sequence)
+
+    def _release_all_idle(self) -> None:
+        """Release sequences that are no longer in flight; an error may have kept their blocks."""
+        for sequence in tuple(self._giving_back):
+            self._release_if_idle(sequence)
+
+    # Planning
+
+    def schedule(self, most_prompt_tokens: int | None = None) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute now.
+
+        At most ``most_prompt_tokens``, which is positive, belong to chunks of prompts: for the sake
+        of sequences that decode beside them. None sets no bound but the step's own.
+        """
+        budget = self.limits.chunk_tokens
+        chunks = budget if most_prompt_tokens is None else most_prompt_tokens
+        self._release_all_idle()
+        preemptions = self.preemptions
+        rows = StepRows(self.limits, self._bounds)
+        decoding = [s for s in self.running if s.target - s.scheduled == 1]
+        computing = [s for s in self.running if s.target - s.scheduled > 1]
+        for sequence in (*decoding, *computing):
+            is_chunk = sequence.target - sequence.scheduled > 1
+            most = min(budget, chunks) if is_chunk else budget
+            if most == 0:
+                break
+            if sequence.preempted or not self._bounds.can_run(sequence):
+                continue
+            if not self._grow(sequence):
+                continue
+            self._make_room(sequence)
+            count = rows.add(sequence, most)
+            budget -= count
+            chunks -= count if is_chunk else 0
+        rows.drop_preempted()
+        # Blocks that a preemption brought are for the running ones, unless none of them can run.
+        if not rows or self.preemptions == preemptions:
+            self._admit(rows, chunks)
+        while not (rows or self.running or self._plans) and self._strip_last_in_line():
+            self._admit(rows, chunks)
+        return self._send(rows) if rows else None
+
+    def _send(self, rows: StepRows) -> StepPlan:
+        """The plan, in flight from now on."""
+        plan = rows.make_plan(self._step + 1, tuple(self._dropped))
+        flight = PlanInFlight(rows.rows, [source for source, _ in plan.copies])
+        rows.mark_planned()
+        self._step += 1
+        self._dropped = []
+        self._plans[self._step] = flight
+        return plan
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Blocks for all tokens that there may be; preempts the latest arrivals if it must."""
+        tokens = max(
+            sequence.target,
+            min(self._bounds.known_at_most(sequence), self._bounds.most_tokens(sequence)),
+        )
+        missing = self._bounds.blocks_for(tokens) - len(sequence.block_table)
+        while missing > self.pool.available:
+            if self._blocks_are_coming():
+                return False
+            candidates = [s for s in self.running if s is sequence or not s.prefill_only]
+            victim = victim_of(candidates, self.pool, self.limits.block_size)
+            self._preempt(victim)
+            if victim is sequence or victim in self._giving_back:
+                return False
+        if missing > 0:
+            sequence.block_table.extend(self.pool.allocate(missing))
+        return True
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """Blocks for drafts, where there are more than the sequences that run may soon need.
+
+        A sequence keeps them: its next tokens go there.
+        """
+        if not self._bounds.may_draft(sequence):
+            return
+        tokens = min(
+            self._bounds.known_at_most(sequence) + self.limits.draft_tokens,
+            self._bounds.most_tokens(sequence),
+        )
+        missing = self._bounds.blocks_for(tokens) - len(sequence.block_table)
+        if 0 < missing <= self.pool.available - len(self.running):
+            sequence.block_table.extend(self.pool.allocate(missing))
+
+    def _blocks_are_coming(self) -> bool:
+        """Whether a sequence gives its blocks back as soon as the plans in flight have ended."""
+        return bool(self._giving_back)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the blocks of a running or waiting sequence.
+
+        Where it may be handed back it goes on elsewhere, unless its blocks come back here sooner:
+        here it would be computed again beside decoding sequences.
+        """
+        if sequence.may_be_handed_back and not self.stays(sequence):
+            self._leave(sequence, handed_back=True)
+            return
+        self._giving_back[sequence] = None
+        self.preemptions += 1
+        sequence.preemptions += 1
+        sequence.preempted = True
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.waiting.appendleft(sequence)
+        self._release_if_idle(sequence)
+
+    def take_handed_back(self) -> list[Sequence]:
+        """Those that were handed back since this was last asked: they have left."""
+        handed_back, self._handed_back = self._handed_back, []
+        return handed_back
+
+    def _strip_last_in_line(self) -> bool:
+        """Take the blocks of one that waits, for the one that is first: else both wait for ever."""
+        if self.waiting and self.waiting[0].returning:
+            return False
+        for sequence in reversed(self.waiting):
+            if sequence is not self.waiting[0] and sequence.block_table:
+                self._preempt(sequence)
+                return True
+        return False
+
+    def _admit(self, rows: StepRows, chunks: int) -> None:
+        """Let those in line join; ``chunks`` prompt tokens may be computed besides ``rows``."""
+        budget = self.limits.chunk_tokens - rows.tokens
+        while budget and len(self.running) < self.limits.max_sequences:
+            sequence = self._next_in_line(prompts=chunks > 0)
+            if sequence is None:
+                break
+            self.waiting.remove(sequence)
+            sequence.preempted = False
+            self.running.append(sequence)
+            is_chunk = sequence.target - sequence.scheduled > 1
+            count = rows.add(sequence, min(budget, chunks) if is_chunk else budget)
+            budget -= count
+            chunks -= count if is_chunk else 0
+
+    def _next_in_line(self, *, prompts: bool) -> Sequence | None:
+        """The first that waits, with its blocks; where it lacks some, one that holds its own.
+
+        Without ``prompts`` one that decodes at once: it need not wait for a prompt's turn.
+        """
+        for sequence in self.waiting:
+            if not prompts and (
+                not sequence.block_table or sequence.target - sequence.scheduled > 1
+            ):
+                continue
+            may_go = sequence is self.waiting[0] or sequence.block_table
+            if sequence.returning:
+                continue
+            if may_go and not sequence.in_flight and self._take_blocks(sequence):
+                return sequence
+        return None
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Cached blocks of the longest known prefix, and new ones for the rest."""
+        if not sequence.block_table:
+            hits = self._findable.prefix_of(sequence)
+            missing = self._bounds.blocks_for(sequence.target) - len(hits)
+            # Room for one more block each keeps the running ones from preempting at once.
+            headroom = len(self.running)
+            if missing + headroom > self.pool.available - self.pool.evictable(hits):
+                return False
+            self.pool.pin(hits)
+            sequence.block_table = hits
+            sequence.registered = len(hits)
+            sequence.computed = sequence.scheduled = len(hits) * self.limits.block_size
+            sequence.cached_tokens = sequence.computed
+        missing = self._bounds.blocks_for(sequence.target) - len(sequence.block_table)
+        try:
+            sequence.block_table.extend(self.pool.allocate(max(missing, 0)))
+        except OutOfBlocks:
+            return False
+        return True
+
+    # Results
+
+    def complete(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """Take in a step's result. Sequences that have left meanwhile are not reported.
+
+        Where this raises, nothing of the step has been reported, and ``fail`` ends it.
+        """
+        updates = []
+        flight = self._plans[plan.step]
+        self._unpin(flight)
+        failures = {flight.rows[place][0]: why for place, why in result.failed}
+        token_s = result.seconds / (plan.tokens + result.drafted)
+        while (place := flight.land(self._leaving)) is not None:
+            sequence, row = flight.rows[place]
+            left = sequence in self._leaving
+            if not left and sequence in failures:
+                self.remove(sequence)
+                updates.append(SequenceUpdate(sequence, (), 0, failure=failures[sequence]))
+            elif not left and place in result.left_out:
+                self.remove(sequence)
+                updates.append(SequenceUpdate(sequence, (), 0, lost=True))
+            elif not left:
+                if row.choices > 1:
+                    flight.stayed += sequence.siblings
+                self._count(sequence, row, token_s)
+                updates += self._apply(sequence, row, result, place)
+            self._release_if_idle(sequence)
+        del self._plans[plan.step]
+        return updates
+
+    def _unpin(self, flight: PlanInFlight) -> None:
+        self.pool.release(flight.copied)
+        flight.copied = []
+
+    def _count(self, sequence: Sequence, row: PlanRow, token_s: float) -> None:
+        if row.start < len(sequence.spec.token_ids):
+            sequence.computed_here += row.count
+            sequence.compute_s += row.count * token_s
+
+    def fail(self, plan: StepPlan) -> list[Sequence]:
+        """A step broke: its sequences end. Returns those that had not left already."""
+        flight = self._plans[plan.step]
+        while flight.land(self._leaving) is not None:
+            pass
+        for sequence in flight.stayed:
+            self.remove(sequence)
+        self._unpin(flight)
+        self._release_all_idle()
+        # The engine may not have dropped these: they are dropped again, except for sequences that
+        # have come back meanwhile.
+        every = (*self.running, *self.waiting, *self.held, *self._leaving)
+        known = {sequence.sequence_id for sequence in every if sequence.known_to_engine}
+        self._dropped += [number for number in plan.dropped if number not in known]
+        del self._plans[plan.step]
+        return flight.stayed
+
+    def _apply(
+        self, sequence: Sequence, row: PlanRow, result: StepResult, place: int
+    ) -> list[SequenceUpdate]:
+        """Of the sequence, and of the siblings that have begun with it."""
+        tokens = result.token_ids[place]
+        logprobs = (result.logprobs[place] if result.logprobs else None) or ()
+        if row.scored:
+            # Also of one that has lost its blocks meanwhile: with its first token it keeps them.
+            sequence.prompt_logprobs += result.prompt_logprobs[place]
+        if sequence.spec.embeds and result.embeddings:
+            sequence.embedding = result.embeddings[place] or ()
+        begun: list[Sequence] = []
+        if row.choices > 1:
+            # Before the sequence's own token: with that it may end, and its blocks are needed.
+            begun = self.fork(sequence, tokens[1:])
+            tokens = tokens[:1]
+        accepted = []
+        for token in tokens:
+            sequence.token_ids.append(token)
+            accepted.append(token)
+            sequence.finish_reason = self._bounds.finish_reason(sequence, token)
+            if sequence.finish_reason:
+                break
+        if not sequence.preempted:
+            # The KV of the drafted tokens that were right is there too, and of no others.
+            extra = max(0, len(accepted) - 1)
+            sequence.scheduled += extra
+            sequence.computed = len(sequence.token_ids) - 1 if accepted else row.start + row.count
+            self._findable.register(sequence)
+        if sequence.prefill_only and accepted and not _all_ended((sequence, *begun)):
+            self.running.remove(sequence)
+            self.held.add(sequence)
+        elif sequence.finish_reason:
+            self.remove(sequence)
+        prompt_tokens = max(0, min(row.start + row.count, sequence.prompt_length) - row.start)
+        own = SequenceUpdate(sequence, tuple(accepted), prompt_tokens, logprobs[: len(accepted)])
+        return [
+            own,
+            *(
+                SequenceUpdate(fork, (fork.token_ids[-1],), 0, logprobs[n : n + 1])
+                for n, fork in enumerate(begun, 1)
+            ),
+        ]
+
+    # Several answers from one prompt
+
+    def fork(self, sequence: Sequence, tokens: Iterable[int]) -> list[Sequence]:
+        """Begin a sequence's siblings, which it has no more then, each with its first token.
+
+        The KV of all tokens that the sequence came with must be computed or given up. Those that
+        have not ended with that token run, unless the sequence is ``prefill_only``.
+        """
+        forks, sequence.siblings = list(sequence.siblings), ()
+        for fork, token in zip(forks, tokens, strict=True):
+            fork.token_ids.append(token)
+            fork.cached_tokens = sequence.cached_tokens
+            fork.finish_reason = self._bounds.finish_reason(fork, token)
+            if not (fork.finish_reason or sequence.prefill_only):
+                self._begin(fork, sequence)
+        self.pool.release(sequence.spare)
+        sequence.spare = []
+        return forks
+
+    def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """See ``SequenceBounds``."""
+        return self._bounds.finish_reason(sequence, token)
+
+    def _begin(self, fork: Sequence, parent: Sequence) -> None:
+        """Let a fork run over its parent's full blocks and one of its own.
+
+        Its first step writes into that one, which is filled from the parent's before. Where there
+        is no block for it, or the parent has lost its own, the fork's KV is computed anew.
+        """
+        if parent not in self._giving_back and self._has_spare(parent):
+            computed, size = len(parent.spec.token_ids), self.limits.block_size
+            full = computed // size
+            shared = parent.block_table[:full]
+            copied = parent.block_table[full] if computed % size else None
+            self.pool.pin(shared if copied is None else [*shared, copied])
+            fork.copy_of = copied
+            fork.block_table = [*shared, parent.spare.pop()]
+            fork.registered = full
+            fork.computed = fork.scheduled = computed
+            if len(self.running) < self.limits.max_sequences:
+                self.running.append(fork)
+                return
+        elif fork.may_be_handed_back:
+            self._leave(fork, handed_back=True)
+            return
+        self.waiting.appendleft(fork)
+
+    def _has_spare(self, parent: Sequence) -> bool:
+        """Whether there is a block for a fork; it is the parent's until it is the fork's."""
+        if not parent.spare and self.pool.available:
+            parent.spare = self.pool.allocate(1)
+        return bool(parent.spare)
+
+
+def _goes(sequence: Sequence) -> bool:
+    """Without tiers behind the pool its blocks are computed again: elsewhere."""
+    return False
+
+
+def _all_ended(sequences: Iterable[Sequence]) -> bool:
+    return all(sequence.finish_reason for sequence in sequences)

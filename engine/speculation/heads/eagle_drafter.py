@@ -1,0 +1,299 @@
+"""An EAGLE-3 head guesses what the model will say, token by token: chains, no trees.
+
+A row of the head is a token and the feature of the token before it
+(engine/speculation/heads/eagle_model.py); the
+keys and values of a token's row lie in the token's own slot. So what a full block holds depends on
+the block's tokens and those before them alone, and can be shared like the model's part. Of the
+first token, and of one whose predecessor's feature is not here (it was computed elsewhere, or came
+from the prefix cache), the row has zeros for the feature: one row of many, and one step without a
+draft after a handoff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.cpu.decoder import CpuDecoder
+from engine.sampling.sampling import SampleRow, draw_of
+from engine.scheduling.plan import PlanRow
+from engine.speculation.heads.draft_draws import DraftDraws
+from engine.speculation.heads.eagle_model import EagleModel
+from engine.speculation.model.filled_slots import FilledSlots
+from engine.speculation.model_drafter import ComputedRow, DraftQuery
+from engine.speculation.speculation import MOST_DRAFT_TOKENS
+from engine.step.step import CoreShare, StepInput, StepModel
+
+_MOST_WAITING = 16
+"""Tokens of a sequence whose rows may wait until it drafts: so many cost little more than one."""
+_MOST_MISSING = 16
+"""Rows of so many tokens may have zeros for their features: with more a head knows too little."""
+_OUTPUT = (1,)
+"""What the head's one layer puts out, as ``StepInput.hidden_layers`` has it."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What the model's layers made of a sequence's latest tokens."""
+
+    start: int
+    """The first of them."""
+    states: list[torch.Tensor] = field(default_factory=list)
+    """fp32 [tokens, feature_layers, hidden_size] each, one after another."""
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(len(states) for states in self.states)
+
+    def between(self, first: int, end: int) -> torch.Tensor:
+        """Those of tokens ``first`` … ``end - 1``."""
+        states = self.states[0] if len(self.states) == 1 else torch.cat(self.states)
+        return states[first - self.start : end - self.start]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a sequence that the head computes."""
+
+    row: PlanRow
+    token_ids: list[int]
+
+
+class EagleDrafter:
+    """Implements ``engine.speculation.model_drafter.ModelDrafter``. Owned by the engine thread."""
+
+    name = "eagle"
+    most_tokens = MOST_DRAFT_TOKENS
+
+    def __init__(
+        self,
+        model: EagleModel,
+        steps: StepModel,
+        filled: FilledSlots,
+        sampler: Callable[[torch.Tensor, list[SampleRow]], list[int]],
+    ) -> None:
+        """``steps`` computes the head over the cache's group ``drafter``; ``filled`` is of that."""
+        self._model = model
+        self._steps = steps
+        self._filled = filled
+        self._draws = DraftDraws(model.token_ids, model.config.vocab_size, sampler)
+        self._shape = (len(model.feature_layers), model.target_hidden_size)
+        self._waiting: dict[int, _Waiting] = {}
+        self._done: dict[int, int] = {}
+        """Of each sequence: so many of its tokens' rows are known to be filled."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """See ``ModelDrafter``."""
+        return self._model.feature_layers
+
+    def backlog(self, query: DraftQuery) -> int | None:
+        """See ``ModelDrafter``."""
+        last = query.row.start
+        waiting = self._waiting.get(query.row.sequence_id)
+        if waiting is None or waiting.end != last:
+            return None
+        filled = self._filled_of(query.row, last)
+        return None if self._missing(query.row, filled) > _MOST_MISSING else last - filled
+
+    def catch_up(self, query: DraftQuery, most: int) -> None:
+        """See ``ModelDrafter``."""
+        row = query.row
+        start = self._filled_of(row, row.start)
+        end = min(start + most, row.start)
+        self._take_in([_part(row, query.known.token_ids, start, end)])
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
+        """See ``ModelDrafter``. Each step is one of all sequences that still draft."""
+        parts = []
+        for query in queries:
+            row, tokens = query.row, query.known.token_ids
+            parts.append(_part(row, tokens, self._filled_of(row, row.start), row.start + 1))
+        states: torch.Tensor | None = self._states(parts)
+        features: torch.Tensor | None = None
+        drafts: list[list[int]] = [[] for _ in queries]
+        going = list(range(len(queries)))
+        for length in range(1, max(query.most for query in queries) + 1):
+            outputs = _last_places(parts)
+            draws = [
+                draw_of(queries[n].known, [*queries[n].known.token_ids, *drafts[n]]) for n in going
+            ]
+            greedy = self._draws.are_greedy(draws)
+            step = _step(parts, outputs, greedy=greedy, states=states, features=features)
+            tokens, features = self._drawn(step, draws)
+            states = None
+            for n, token in zip(going, tokens, strict=True):
+                drafts[n].append(token)
+            if length == 1:
+                for part in parts:
+                    # The model computes the last one next: see ``begin``.
+                    self._fill(part.row, part.row.start, part.row.start + part.row.count - 1)
+            on = [place for place, n in enumerate(going) if queries[n].most > length]
+            going = [going[place] for place in on]
+            if len(on) < len(features):
+                features = features[on]
+            parts = [
+                _Part(_rows(queries[n].row, queries[n].row.start + length, 1), drafts[n][-1:])
+                for n in going
+            ]
+        return drafts
+
+    def _drawn(self, step: StepInput, draws: list[SampleRow]) -> tuple[list[int], torch.Tensor]:
+        """The token behind each part, and the feature that stands for the part's last token."""
+        found = self._steps.run(step)
+        assert found.hidden is not None
+        behind = found.hidden[:, 0]
+        if len(step.outputs) < len(behind):
+            behind = behind[step.outputs]
+        if found.best is not None:
+            return self._draws.named(found.best), behind
+        assert found.logits is not None, "a step gives the one or the other"
+        return self._draws.draw(found.logits, draws), behind
+
+    def begin(self, rows: Sequence[PlanRow]) -> None:
+        """See ``ModelDrafter``."""
+        self._filled.spoil(rows)
+
+    def computed(
+        self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
+    ) -> int:
+        """See ``ModelDrafter``. What was computed of prompts is taken in at once, always: later it
+
+        cannot be, since the features are too large to be kept, and it costs a fiftieth of what the
+        model takes. Tokens of answers are when a block of them is full, since then it may be sent,
+        or when many wait.
+        """
+        assert hidden is not None, "the model was asked for them"
+        parts = []
+        for found in rows:
+            row = found.row
+            if found.drafted:
+                # The draft began with the row of the last token, features and all.
+                self._fill(row, row.start, row.start + 1)
+            end = row.start + found.right
+            self._keep(row, hidden[found.first : found.first + found.right])
+            start = self._filled_of(row, end)
+            if self._missing(row, start) > _MOST_MISSING:
+                # The last one is what a row behind it needs.
+                self._forget_before(row.sequence_id, end - 1)
+            elif start < end and self._is_due(found, end - start):
+                parts.append(_part(row, found.known.token_ids, start, end))
+        if parts:
+            self._take_in(parts)
+        return sum(part.row.count for part in parts if part.row.count > _MOST_WAITING)
+
+    def _is_due(self, found: ComputedRow, waiting: int) -> bool:
+        """Whether so many rows that wait are to be computed behind this step."""
+        start, size = found.row.start, self._filled.block_size
+        full = (start + found.right) // size > start // size
+        return _is_chunk(found) or full or waiting > _MOST_WAITING
+
+    def _missing(self, row: PlanRow, filled: int) -> int:
+        """Of so many tokens behind those that are filled there is no feature for their rows."""
+        return self._waiting[row.sequence_id].start - filled
+
+    def _keep(self, row: PlanRow, states: torch.Tensor) -> None:
+        waiting = self._waiting.get(row.sequence_id)
+        if waiting is None or waiting.end != row.start:
+            waiting = self._waiting[row.sequence_id] = _Waiting(row.start)
+        # A copy: of a step of many tokens one is kept.
+        waiting.states.append(states.clone())
+
+    def _take_in(self, parts: Sequence[_Part]) -> None:
+        """Compute rows for their keys and values alone."""
+        self._steps.run(_step(parts, [], greedy=True, states=self._states(parts)))
+        for part in parts:
+            end = part.row.start + part.row.count
+            self._fill(part.row, part.row.start, end)
+            self._forget_before(part.row.sequence_id, end - 1)
+
+    def _states(self, parts: Iterable[_Part]) -> torch.Tensor:
+        """fp32 [tokens, feature_layers, hidden_size] of all parts' rows: of the token before each.
+
+        The head's C++ makes features of them: torch's threads would wait busily behind that, on the
+        cores that the model needs next.
+        """
+        found = []
+        for part in parts:
+            start, end = part.row.start - 1, part.row.start + part.row.count - 1
+            waiting = self._waiting.get(part.row.sequence_id)
+            first = end if waiting is None else min(end, max(start, waiting.start))
+            if first > start:
+                found.append(torch.zeros(first - start, *self._shape))
+            if waiting is not None and first < end:
+                found.append(waiting.between(first, end))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _forget_before(self, sequence_id: int, position: int) -> None:
+        """Of the tokens before ``position`` the rows behind them are filled."""
+        waiting = self._waiting.get(sequence_id)
+        if waiting is not None and waiting.start < position:
+            kept = waiting.between(position, waiting.end).clone()
+            self._waiting[sequence_id] = _Waiting(position, [kept])
+
+    def _fill(self, row: PlanRow, start: int, end: int) -> None:
+        self._filled.fill(row.block_table, start, end)
+        self._done[row.sequence_id] = end
+        self._forget_before(row.sequence_id, end - 1)
+
+    def _filled_of(self, row: PlanRow, tokens: int) -> int:
+        """How many of a sequence's first ``tokens`` tokens are taken in."""
+        known = min(tokens, self._done.get(row.sequence_id, 0))
+        found = self._filled.count(row.block_table, tokens, known)
+        self._done[row.sequence_id] = found
+        return found
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``ModelDrafter``."""
+        self._waiting.pop(sequence_id, None)
+        self._done.pop(sequence_id, None)
+
+    def use_threads(self, threads: int) -> None:
+        """See ``ModelDrafter``."""
+        self._steps.use_threads(threads)
+
+    def share_cores(self, share: CoreShare) -> None:
+        """See ``ModelDrafter``."""
+        if isinstance(self._steps, CpuDecoder):
+            self._steps.share_cores(share)
+
+
+def _is_chunk(found: ComputedRow) -> bool:
+    """Of a prompt."""
+    return found.row.count > 1 and not found.drafted
+
+
+def _step(
+    parts: Sequence[_Part],
+    outputs: list[int],
+    *,
+    greedy: bool,
+    states: torch.Tensor | None,
+    features: torch.Tensor | None = None,
+) -> StepInput:
+    token_ids = [token for part in parts for token in part.token_ids]
+    rows = tuple(part.row for part in parts)
+    states = None if states is None else states.contiguous()
+    features = None if features is None else features.contiguous()
+    hidden = _OUTPUT if outputs else ()
+    return StepInput(rows, token_ids, outputs, greedy, hidden, features, states)
+
+
+def _part(row: PlanRow, tokens: Sequence[int], start: int, end: int) -> _Part:
+    return _Part(_rows(row, start, end - start), list(tokens[start:end]))
+
+
+def _rows(row: PlanRow, start: int, count: int) -> PlanRow:
+    """Some tokens of a row's sequence."""
+    return PlanRow(row.sequence_id, start, count, row.block_table, True)
+
+
+def _last_places(parts: Iterable[_Part]) -> list[int]:
+    """Which of the step's tokens is each part's last."""
+    places, end = [], 0
+    for part in parts:
+        end += part.row.count
+        places.append(end - 1)
+    return places
