@@ -24,13 +24,13 @@ from decode_worker.room import RETRY_AFTER_S
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
 from kvtransfer.ticket import Attempt
-from worker.fetch import Fetcher, PrefixSource, source_of
-from worker.first_token import first_of, first_token
+from worker.fetch.fetch import Fetcher, PrefixSource, source_of
 from worker.role import WorkerContext
+from worker.services.first_token import first_of, first_token
 
 
 class LocalPrefill:
-    """``run`` is a ``worker.prefill_service.Runner``."""
+    """``run`` is a ``worker.services.prefill_service.Runner``."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 from kvtransfer.pair import Identity, check_peer
 from kvtransfer.ticket import Attempt, Ticket
-from worker.block_receiver import BlockReceiver
+from worker.exchange.block_receiver import BlockReceiver
 
 
 @dataclass(slots=True)

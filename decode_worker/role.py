@@ -35,11 +35,11 @@ from decode_worker.service import DecodeServicer
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
 from kvtransfer.ticket import Attempt, Ticket
-from worker.beats import Beats
-from worker.fetch import Fetcher
-from worker.fetch_estimates import FetchEstimates
-from worker.prefill_service import PrefillServicer
+from worker.fetch.fetch import Fetcher
+from worker.fetch.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
+from worker.services.beats import Beats
+from worker.services.prefill_service import PrefillServicer
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from baton.config import Config, PoolConfig
 from baton.errors import ConfigError
 from decode_worker.role import DecodeRole
 from loadtest.line_service import Asker, Fields, run_helper
-from worker.cores import host_cores
+from worker.cores.cores import host_cores
 from worker.process import WorkerProcess
 from worker.settings import WorkerSettings
 

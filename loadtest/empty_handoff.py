@@ -32,7 +32,7 @@ from loadtest.bench_store import bench_store
 from loadtest.line_service import Fields, helper
 from loadtest.transfer_end import transfer_end
 from loadtest.transfer_rows import EmptyHandoff
-from worker.exchange import Exchange
+from worker.exchange.exchange import Exchange
 
 EMPTY_PER_REPETITION = 20
 """How many empty handoffs stand for one repetition of a large transfer."""

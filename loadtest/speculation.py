@@ -41,7 +41,7 @@ from loadtest.machine import Machine, this_machine
 from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
 from loadtest.whole_table import print_whole, whole_table, write_json
 from router.text.tokenizer import Tokenizer
-from worker.calibration import calibrate
+from worker.costs.calibration import calibrate
 
 Say = Callable[[str], None]
 

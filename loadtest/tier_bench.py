@@ -35,12 +35,12 @@ from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import make_sequence
 from loadtest.bench_app import Figures, ModelFolder, bench_app, say
 from loadtest.machine import this_machine
-from worker.calibration import calibrate
-from worker.cores import host_cores
-from worker.kv_tiers import KvTiers
-from worker.pool_memory import PoolMemory
-from worker.step_costs import StepCosts
-from worker.tier_storage import DiskStorage, HostStorage, TierStorage
+from worker.cores.cores import host_cores
+from worker.costs.calibration import calibrate
+from worker.costs.step_costs import StepCosts
+from worker.device.pool_memory import PoolMemory
+from worker.offload.kv_tiers import KvTiers
+from worker.offload.tier_storage import DiskStorage, HostStorage, TierStorage
 
 Say = Callable[[str], None]
 

@@ -17,11 +17,11 @@ from baton.metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
-from worker.block_receiver import BlockReceiver
-from worker.exchange import Exchange
-from worker.process_tuning import keep_buffers, spare_the_interpreter
-from worker.rank_link import RankLinks
-from worker.transports import make_transports
+from worker.device.process_tuning import keep_buffers, spare_the_interpreter
+from worker.exchange.block_receiver import BlockReceiver
+from worker.exchange.exchange import Exchange
+from worker.exchange.rank_link import RankLinks
+from worker.exchange.transports import make_transports
 
 LOOPBACK = "127.0.0.1"
 TRANSFER_THREADS = 2

@@ -18,8 +18,8 @@ from loadtest.bench_pool import bench_pool, identity_of
 from loadtest.line_service import Asker, Fields, run_helper
 from loadtest.transfer_end import LOOPBACK, transfer_end
 from loadtest.transfer_limits import grpc_sink, socket_sink
-from worker.exchange import Exchange
-from worker.transfer_service import TransferServicer
+from worker.exchange.exchange import Exchange
+from worker.services.transfer_service import TransferServicer
 
 RECEIVER = "receiver"
 """Its incarnation."""

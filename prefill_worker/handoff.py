@@ -27,8 +27,8 @@ from kvtransfer.outbound import Outbound
 from kvtransfer.push_fan import BlockPush
 from kvtransfer.put_plan import Part, PutPlan
 from kvtransfer.transport import Peer
-from worker.converted_blocks import ConvertedBlocks, Staging
-from worker.handoff_calls import HandoffCalls
+from worker.conversion.converted_blocks import ConvertedBlocks, Staging
+from worker.exchange.handoff_calls import HandoffCalls
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)

@@ -24,13 +24,13 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
 from kvtransfer.transport import Peer
 from prefill_worker.handoff import Handoff
-from worker.beats import Beats
-from worker.converted_blocks import Staging
-from worker.fetch import Fetcher, PrefixSource, source_of
-from worker.fetch_estimates import FetchEstimates
-from worker.first_token import first_of, first_token
-from worker.prefill_service import PrefillServicer
+from worker.conversion.converted_blocks import Staging
+from worker.fetch.fetch import Fetcher, PrefixSource, source_of
+from worker.fetch.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
+from worker.services.beats import Beats
+from worker.services.first_token import first_of, first_token
+from worker.services.prefill_service import PrefillServicer
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ import torch
 from engine.engine import Engine, EngineSettings, build_engine, device_of, warm_up
 from engine.kv.kv_cache import Allocate
 from engine.parallel.ranks import LeadRank
-from worker.calibration import alone, calibrate
-from worker.cores import CoreBoard, host_cores
-from worker.device import use_device
-from worker.engine_thread import run_sharing
-from worker.known_costs import KnownCosts
-from worker.placement import place
+from worker.core.engine_thread import run_sharing
+from worker.cores.cores import CoreBoard, host_cores
+from worker.costs.calibration import alone, calibrate
+from worker.costs.known_costs import KnownCosts
+from worker.costs.step_costs import StepCosts
+from worker.device.device import use_device
+from worker.device.placement import place
 from worker.settings import WorkerSettings
-from worker.step_costs import StepCosts
 
 StartEngine = Callable[[WorkerSettings, Allocate, LeadRank | None], Engine]
 """Makes an engine that is ready for steps, its KV blocks in the memory that it is given; with the

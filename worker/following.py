@@ -6,7 +6,7 @@
 
 It has weights and KV blocks, and no sequences, calls or registry entry of its own. One thread
 computes steps; where the model is divided, an event loop serves rank 0 and the ranks of peers
-(``worker/rank_server.py``).
+(``worker/exchange/rank_server.py``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from engine.parallel.ranks import FORM_S, FollowingRank
 from engine.parallel.step_channel import GroupAddress
 from kvtransfer.memory import BlockMemory
 from kvtransfer.transport import Transport
-from worker.cores import give_way
-from worker.device import DeviceWatch, use_device
-from worker.device_fault import described
+from worker.cores.cores import give_way
+from worker.device.device import DeviceWatch, use_device
+from worker.device.device_fault import described
+from worker.device.pool_memory import PoolMemory
 from worker.engine_start import engine_settings
-from worker.pool_memory import PoolMemory
-from worker.rank_server import MakeTransports, RankServer
+from worker.exchange.rank_server import MakeTransports, RankServer
+from worker.exchange.transports import make_transports
 from worker.settings import WorkerSettings
-from worker.transports import make_transports
 
 _TRANSFER_THREADS = 2
 _START_S = 10.0

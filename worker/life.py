@@ -31,21 +31,21 @@ from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S
 from kvtransfer.memory import BlockMemory
 from kvtransfer.pair import Identity, PairLimits
-from worker.block_receiver import BlockReceiver
-from worker.cache_service import CacheServicer
-from worker.control_loop import ControlLoop
-from worker.control_service import ControlServicer, Drainable
-from worker.exchange import Exchange
-from worker.index_publisher import IndexPublisher
+from worker.core.control_loop import ControlLoop
+from worker.costs.step_costs import StepCosts
+from worker.exchange.block_receiver import BlockReceiver
+from worker.exchange.exchange import Exchange
+from worker.exchange.rank_link import RankLinks
+from worker.exchange.transports import make_transports
 from worker.intake import Intake
-from worker.kv_tiers import KvTiers
-from worker.mounting import Mounting
-from worker.rank_link import RankLinks
+from worker.offload.kv_tiers import KvTiers
+from worker.registry.index_publisher import IndexPublisher
 from worker.role import Role, RoleFactory, WorkerContext
+from worker.services.cache_service import CacheServicer
+from worker.services.control_service import ControlServicer, Drainable
+from worker.services.mounting import Mounting
+from worker.services.transfer_service import TransferServicer
 from worker.settings import WorkerSettings
-from worker.step_costs import StepCosts
-from worker.transfer_service import TransferServicer
-from worker.transports import make_transports
 
 log = logging.getLogger(__name__)
 

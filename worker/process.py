@@ -15,7 +15,7 @@ cached blocks and the tiers behind them, metrics.
 
 Everything but the engine's steps and the copying of blocks runs on one event loop. What keeps
 promises to peers never waits for Redis: the registry entry has a task of its own
-(``worker/own_entry.py``).
+(``worker/registry/own_entry.py``).
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from baton.registry import DRAINING, Registry, WorkerRecord
 from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
 from engine.roofline.roofline import Ceilings
-from worker.chunk_slack import ChunkSlack
-from worker.control_loop import ENGINE_HANG_S, ControlLoop
-from worker.cores import CoreBoard
-from worker.device import DeviceWatch, use_device
+from worker.core.chunk_slack import ChunkSlack
+from worker.core.control_loop import ENGINE_HANG_S, ControlLoop
+from worker.core.gauges import WorkerGauges
+from worker.core.step_meter import StepMeter
+from worker.cores.cores import CoreBoard
+from worker.costs.step_costs import StepCosts
+from worker.device.device import DeviceWatch, use_device
+from worker.device.pool_memory import PoolMemory
+from worker.device.process_tuning import keep_buffers, spare_the_interpreter
 from worker.engine_start import Measure, StartEngine, core_board, measure, start_engine
-from worker.gauges import WorkerGauges
-from worker.kv_tiers import KvTiers, make_storages
 from worker.life import Lasting, Life
-from worker.own_entry import OwnEntry
-from worker.pool_memory import PoolMemory
-from worker.process_tuning import keep_buffers, spare_the_interpreter
+from worker.offload.kv_tiers import KvTiers, make_storages
+from worker.registry.own_entry import OwnEntry
 from worker.role import RoleFactory, WorkerContext
 from worker.settings import WorkerSettings
-from worker.step_costs import StepCosts
-from worker.step_meter import StepMeter
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from engine.engine import Engine
 from engine.local import make_sequence
 from engine.scheduling.sequence import Sequence
 from kvtransfer.memory import BlockMemory
-from worker.control_loop import ControlLoop, SequenceListener
-from worker.exchange import Exchange
+from worker.core.control_loop import ControlLoop, SequenceListener
+from worker.exchange.exchange import Exchange
 from worker.intake import Intake
-from worker.kv_tiers import KvTiers
+from worker.offload.kv_tiers import KvTiers
 from worker.settings import WorkerSettings
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from loadtest.simulator.hardware import Accelerator
 from loadtest.simulator.model_shape import ModelShape
 from loadtest.simulator.step_model import DecodeLine, Peak, StepShape, StepWork
-from worker.step_costs import StepCosts, fit
+from worker.costs.step_costs import StepCosts, fit
 
 _CHUNKS = ((64, 0), (256, 0), (512, 512), (1024, 0), (2048, 0), (2048, 6144), (8192, 0))
 _BATCHES = ((1, 128), (1, 2048), (8, 512), (16, 2048), (32, 256), (64, 1024), (128, 512))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loadtest.simulator.step_model import DecodeLine, StepShape
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.sharing import Doing, Sharing
-from worker.patience import BREAK_S, PATIENCE_S
+from worker.cores.patience import BREAK_S, PATIENCE_S
 
 
 class Tenant(Protocol):

@@ -7,11 +7,11 @@ simulated worker.
 from __future__ import annotations
 
 from engine.scheduling.scheduler import Scheduler
-from worker.chunk_slack import PRIOR_MS, ChunkSlack
-from worker.pace import KEPT, Pace
-from worker.step_costs import StepCosts
-from worker.step_history import KEPT as KEPT_STEPS
-from worker.step_planner import StepPlanner
+from worker.core.chunk_slack import PRIOR_MS, ChunkSlack
+from worker.core.step_history import KEPT as KEPT_STEPS
+from worker.core.step_planner import StepPlanner
+from worker.costs.pace import KEPT, Pace
+from worker.costs.step_costs import StepCosts
 
 
 class LeapingPlanner(StepPlanner):

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from loadtest.simulator.sharing import ALONE, Sharing
-from worker.step_costs import StepCosts, fit
+from worker.costs.step_costs import StepCosts, fit
 
 _LEAST_MS = 1e-3
 _LEAST_CALL_S = 0.0005
@@ -56,7 +56,7 @@ class TimedSharing:
     alone_gap_s: float
     """Between tokens while no prompt was computed."""
     beside_gap_s: float
-    """While one was, for the first ``worker.patience.PATIENCE_S``."""
+    """While one was, for the first ``worker.cores.patience.PATIENCE_S``."""
     beside_long_gap_s: float
     """While one was, behind that."""
     alone_first_s: float

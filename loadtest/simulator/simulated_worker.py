@@ -347,7 +347,7 @@ class SimulatedWorker:
         for update in updates:
             if update.token_ids:
                 _owner(update.sequence).took_token(self.number, step)
-        # As in ``worker.control_loop``: planned first, then told.
+        # As in ``worker.core.control_loop``: planned first, then told.
         self.settle()
         self._listener.on_step(self, updates)
         self.catch_up()

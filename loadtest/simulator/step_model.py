@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.scheduling.plan import PlanRow, StepPlan
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

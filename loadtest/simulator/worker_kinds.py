@@ -18,7 +18,7 @@ from loadtest.simulator.hardware import ACCELERATORS
 from loadtest.simulator.model_shape import DEFAULT_MODEL, ModelShape, model_shape
 from loadtest.simulator.sharing import Sharing
 from loadtest.simulator.worker_profile import WorkerProfile
-from worker.step_costs import Coefficients, StepCosts
+from worker.costs.step_costs import Coefficients, StepCosts
 
 PROFILE_VERSION = 1
 """What was added since may be lacking: then it is as if nobody shared a host."""

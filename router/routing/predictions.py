@@ -22,7 +22,7 @@ from router.routing.worker_table import Floats, WorkerTable
 
 LEAST_CHUNK_TOKENS = 16
 """A local prompt makes at least this progress in a step, whatever it costs the others
-(``worker.chunk_slack``)."""
+(``worker.core.chunk_slack``)."""
 _LEAST_MS = 1e-3
 
 

@@ -24,7 +24,7 @@ from kvtransfer.host_memory import HostMemory
 from kvtransfer.memory import BlockMemory
 from kvtransfer.transfer import Transfer
 from kvtransfer.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink
-from worker.gpu_memory import GpuMemory
+from worker.device.gpu_memory import GpuMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_BYTES = 1 << 20

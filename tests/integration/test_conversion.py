@@ -18,7 +18,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.pair import Identity
 from kvtransfer.transport import Peer
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
-from worker.kv_converter import Converter
+from worker.conversion.kv_converter import Converter
 from worker.role import WorkerContext
 
 HASH_BLOCK = 16

@@ -16,7 +16,7 @@ from router.core.request import OutputDelta
 from tests.integration.test_handoff import BLOCK, prompt_of
 from tests.integration.test_moves import Asked, busiest_decode, moved
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
-from worker.pace import Pace
+from worker.costs.pace import Pace
 
 log = logging.getLogger(__name__)
 

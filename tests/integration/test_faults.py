@@ -48,8 +48,8 @@ from tests.integration.test_handoff import local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, valkey
 from tests.support.proxy import flip_one_byte, proxy
 from tests.support.standing_engine import standing_engine
-from worker.block_receiver import NO_TRANSPORT
-from worker.handoff_calls import HandoffCalls
+from worker.exchange.block_receiver import NO_TRANSPORT
+from worker.exchange.handoff_calls import HandoffCalls
 from worker.role import WorkerContext
 
 Pair = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]

@@ -29,8 +29,8 @@ from baton.request import Geometry, GroupShape, LoadSnapshot
 from engine.scheduling.block_pool import BlockPool
 from tests.chaos.harness.clock import Clock
 from tests.support.mini_cluster import free_port, valkey
-from worker import index_publisher
-from worker.index_publisher import IndexPublisher
+from worker.registry import index_publisher
+from worker.registry.index_publisher import IndexPublisher
 
 DEADLINE_S = 60.0
 

@@ -22,7 +22,7 @@ from baton.hashing import HASH_BYTES
 from baton.prefix_index import PrefixIndex
 from baton.redis_client import redis_client
 from engine.scheduling.block_pool import BlockPool
-from worker.index_publisher import IndexPublisher
+from worker.registry.index_publisher import IndexPublisher
 
 TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 WORKERS = 4

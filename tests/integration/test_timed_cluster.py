@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.peer_servers import SERVED_NAME
 from loadtest.research.timed.cluster import TimedCluster, TimedSettings, timed_cluster
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 

@@ -25,7 +25,7 @@ from loadtest.gpu.models import write_folder
 from loadtest.gpu.place import Place
 from loadtest.gpu.results import Check, Fact, Item, Result, Timing
 from loadtest.gpu.shapes import SHAPES, llama_1b, miniature
-from worker.calibration import calibrate
+from worker.costs.calibration import calibrate
 
 _REGRET = 0.25
 """How far below the best logit of fp32 that of a drawn token may lie. Logits of random weights have

@@ -16,7 +16,7 @@ import numpy as np
 
 from loadtest.simulator.step_log import Floats
 from loadtest.simulator.step_model import DecodeLine, StepShape
-from worker.step_costs import StepCosts, fit
+from worker.costs.step_costs import StepCosts, fit
 
 _MIXED = 1.1
 """A step with prompts and sequences that decode takes so many times what prompts of as many tokens

@@ -8,7 +8,7 @@ from loadtest.generator.slo import Slo
 from loadtest.research.timed.cluster import TimedSettings
 from loadtest.research.validation.timed_case import shape_of
 from loadtest.simulator.cluster_shape import ClusterShape
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 WORKERS = 6
 RATIOS = tuple((prefill, WORKERS - prefill) for prefill in range(1, WORKERS))

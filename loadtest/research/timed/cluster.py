@@ -31,7 +31,7 @@ from loadtest.line_service import Fields, Helper, helper
 from loadtest.peer_servers import SERVED_NAME
 from loadtest.research.timed.model_folder import write_model_folder
 from loadtest.router_child import RouterChild, router_child
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 Process = TypeVar("Process")
 

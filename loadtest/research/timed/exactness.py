@@ -26,7 +26,7 @@ from loadtest.peer_servers import SERVED_NAME
 from loadtest.research.timed.cluster import Steps, TimedCluster, TimedSettings, timed_cluster
 from loadtest.stream_client import HttpTarget
 from loadtest.whole_table import print_whole, whole_table
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 _COSTS = StepCosts(prefill=(10.0, 0.2, 0.0), step=(50.0, 0.0, 0.0))
 """20 tokens a second of each sequence, whatever their number."""

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from baton.errors import ConfigError
 from loadtest.byte_tokenizer import write_tokenizer
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 VOCABULARY = 2048
 CONTEXT_TOKENS = 131_072

@@ -15,11 +15,11 @@ from loadtest.research.timed.model_folder import read_step_costs
 from loadtest.research.timed.step_model import TimedStepModel
 from loadtest.simulator.fitted_costs import FittedCosts
 from prefill_worker.role import PrefillRole
-from worker.cores import CoreBoard
+from worker.cores.cores import CoreBoard
+from worker.costs.step_costs import StepCosts
 from worker.process import WorkerProcess
 from worker.role import RoleFactory
 from worker.settings import WorkerSettings
-from worker.step_costs import StepCosts
 
 
 class TimedProcess:

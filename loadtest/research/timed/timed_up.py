@@ -24,7 +24,7 @@ from loadtest.peer_servers import SERVED_NAME
 from loadtest.research.timed.model_folder import write_model_folder
 from loadtest.research.timed.timed_actors import TimedSupervisorActor
 from loadtest.research.validation.timed_case import COSTS
-from worker.step_costs import Coefficients, StepCosts
+from worker.costs.step_costs import Coefficients, StepCosts
 
 KV_POOL_MIB = 8
 """16384 blocks of 16 tokens."""

@@ -35,7 +35,7 @@ from loadtest.line_service import Helper, helper
 from loadtest.machine import this_machine
 from loadtest.research.timings.rank_bench_receiver import RECEIVER
 from loadtest.transfer_end import transfer_end
-from worker.exchange import Exchange
+from worker.exchange.exchange import Exchange
 
 SENDER = "sender"
 CASES = ((1, 2), (2, 1), (2, 2), (2, 4), (4, 2))

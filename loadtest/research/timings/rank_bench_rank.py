@@ -12,9 +12,9 @@ from kvtransfer.layout import KvLayout
 from loadtest.bench_pool import bench_pool
 from loadtest.line_service import Asker, Fields, run_helper
 from loadtest.transfer_end import LOOPBACK, TRANSFER_THREADS
-from worker.process_tuning import keep_buffers, spare_the_interpreter
-from worker.rank_server import RankServer
-from worker.transports import make_transports
+from worker.device.process_tuning import keep_buffers, spare_the_interpreter
+from worker.exchange.rank_server import RankServer
+from worker.exchange.transports import make_transports
 
 
 async def _work(asker: Asker, start: Fields) -> None:

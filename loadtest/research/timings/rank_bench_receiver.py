@@ -17,8 +17,8 @@ from kvtransfer.ticket import Ticket
 from loadtest.bench_pool import bench_pool
 from loadtest.line_service import Asker, Fields, run_helper
 from loadtest.transfer_end import LOOPBACK, transfer_end
-from worker.block_receiver import BlockReceiver
-from worker.transfer_service import TransferServicer
+from worker.exchange.block_receiver import BlockReceiver
+from worker.services.transfer_service import TransferServicer
 
 RECEIVER = "receiver"
 """Its incarnation."""

@@ -11,7 +11,7 @@ from loadtest.research.validation.validate import LiveCluster
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.fitted_costs import FittedCosts
 from loadtest.simulator.worker_profile import WorkerProfile
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts(prefill=(15.0, 0.4, 0.00002), step=(30.0, 1.5, 0.002))
 """A GPU's pattern, slowed so that two cores carry eight workers: a prompt token costs much less

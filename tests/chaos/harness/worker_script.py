@@ -42,10 +42,10 @@ from kvtransfer import outbound
 from kvtransfer.ticket import Ticket
 from prefill_worker.handoff import Handoff
 from prefill_worker.role import PrefillRole
-from worker.block_receiver import BlockReceiver
+from worker.exchange.block_receiver import BlockReceiver
 from worker.process import WorkerProcess
+from worker.services.transfer_service import PairContext, TransferServicer
 from worker.settings import WorkerSettings
-from worker.transfer_service import PairContext, TransferServicer
 
 _PATIENCE_S = 100.0
 

@@ -44,7 +44,7 @@ from tests.unit.engine.speculation.test_speculation import (
     SEEDED,
     some_tokens,
 )
-from worker.engine_thread import EngineThread
+from worker.core.engine_thread import EngineThread
 
 WRONG = (0.0, 1.0, 0.3)
 

@@ -10,7 +10,7 @@ from loadtest.simulator.fitted_costs import FittedCosts
 from loadtest.simulator.sharing import Sharing
 from loadtest.simulator.worker_profile import WorkerProfile
 from loadtest.traces import TracedRequest
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 # Odd numbers, so that no two events fall on the same moment by chance.
 COSTS = StepCosts((3.137, 0.1713, 0.0000213), (5.119, 0.2917, 0.0013177))

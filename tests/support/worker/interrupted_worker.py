@@ -48,8 +48,8 @@ from engine.step.step import StepInput, StepOutput
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.engine.drafters import WholeDrafts
 from tests.support.fake_grammars import FakeMatcher
-from worker.control_loop import ControlLoop
-from worker.step_planner import StepPlanner
+from worker.core.control_loop import ControlLoop
+from worker.core.step_planner import StepPlanner
 
 SIZE = 4
 VOCAB = 13

@@ -24,12 +24,13 @@ from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.memory import BlockMemory
 from kvtransfer.transport import Peer
 from tests.support.engine.fake_engine import FakeEngine
-from worker import control_loop, fetch
-from worker.block_receiver import BlockReceiver
-from worker.chunk_slack import ChunkSlack
-from worker.control_loop import ControlLoop
-from worker.exchange import Exchange
-from worker.gauges import WorkerGauges
+from worker.core import control_loop
+from worker.core.chunk_slack import ChunkSlack
+from worker.core.control_loop import ControlLoop
+from worker.core.gauges import WorkerGauges
+from worker.exchange.block_receiver import BlockReceiver
+from worker.exchange.exchange import Exchange
+from worker.fetch import fetch
 from worker.role import WorkerContext
 
 SIZE = 4
@@ -40,7 +41,7 @@ BLOCK_BYTES = 64
 
 
 class ManualThread:
-    """Stands for ``worker.engine_thread.EngineThread``."""
+    """Stands for ``worker.core.engine_thread.EngineThread``."""
 
     def __init__(
         self, runner: Any, done: Callable[..., None], board: object = None, *, fail: object

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from baton.request import Geometry
 from tests.support.worker.ranked_worker import RankMemory, make_transports, model_kv
-from worker.rank_server import RankServer
+from worker.exchange.rank_server import RankServer
 
 
 def say(what: object) -> None:

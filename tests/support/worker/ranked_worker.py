@@ -35,11 +35,11 @@ from kvtransfer.shared_pool import SharedPool, allocate
 from kvtransfer.shm_transport import ShmTransport
 from kvtransfer.ticket import Ticket
 from kvtransfer.transport import Peer, Transport
-from worker.block_receiver import BlockReceiver
-from worker.exchange import Exchange
-from worker.rank_link import RankLinks
-from worker.rank_server import RankServer
-from worker.transfer_service import TransferServicer
+from worker.exchange.block_receiver import BlockReceiver
+from worker.exchange.exchange import Exchange
+from worker.exchange.rank_link import RankLinks
+from worker.exchange.rank_server import RankServer
+from worker.services.transfer_service import TransferServicer
 
 DEADLINE_S = 20.0
 LIMITS = PairLimits(window_bytes=4 << 20, silence_s=3.0)

@@ -21,12 +21,12 @@ from engine.local import generate, make_sequence
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
 from kvtransfer.host_memory import HostMemory
-from worker.control_loop import ControlLoop
-from worker.gauges import WorkerGauges
-from worker.kv_tiers import KvTiers
-from worker.step_costs import StepCosts
-from worker.tier_estimates import TierEstimates
-from worker.tier_storage import DiskStorage, HostStorage, TierStorage
+from worker.core.control_loop import ControlLoop
+from worker.core.gauges import WorkerGauges
+from worker.costs.step_costs import StepCosts
+from worker.offload.kv_tiers import KvTiers
+from worker.offload.tier_estimates import TierEstimates
+from worker.offload.tier_storage import DiskStorage, HostStorage, TierStorage
 
 BLOCK = 16
 DEADLINE_S = 30.0

@@ -36,7 +36,7 @@ from tests.support.worker.manual_worker import (
     settle,
     spec_of,
 )
-from worker.fetch_estimates import FetchEstimates
+from worker.fetch.fetch_estimates import FetchEstimates
 
 HOLDER = prefill_pb2.PrefixSource(address="127.0.0.1:1", incarnation="prefill-0:1", blocks=99)
 

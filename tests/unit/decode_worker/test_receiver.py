@@ -33,7 +33,7 @@ from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from kvtransfer.ticket import Ticket, TicketState
 from kvtransfer.ticket_book import TOMBSTONE_S
-from worker.block_receiver import NO_TRANSPORT, BlockReceiver
+from worker.exchange.block_receiver import NO_TRANSPORT, BlockReceiver
 
 GEOMETRY = Geometry(2, 1, 1, 8, "float32")
 BLOCK_BYTES = 192

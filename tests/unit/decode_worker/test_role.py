@@ -25,7 +25,7 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
-from worker.block_receiver import BlockReceiver
+from worker.exchange.block_receiver import BlockReceiver
 from worker.intake import Intake
 from worker.role import WorkerContext
 

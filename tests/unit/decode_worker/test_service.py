@@ -12,7 +12,7 @@ from baton.v1 import decode_pb2
 from decode_worker.outbox import Outbox
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeServicer
-from worker.beats import DEFAULT_BEATS
+from worker.services.beats import DEFAULT_BEATS
 
 
 class Role:

@@ -34,12 +34,12 @@ from tests.unit.handoff_model.memory import (
 from tests.unit.handoff_model.network import Channel, Network, Server
 from tests.unit.handoff_model.process import Process
 from tests.unit.handoff_model.transports import PullTransport, PushTransport, Watch
-from worker.block_receiver import BlockReceiver
-from worker.control_loop import ControlLoop
-from worker.exchange import Exchange
-from worker.gauges import WorkerGauges
+from worker.core.control_loop import ControlLoop
+from worker.core.gauges import WorkerGauges
+from worker.exchange.block_receiver import BlockReceiver
+from worker.exchange.exchange import Exchange
 from worker.role import Role, WorkerContext
-from worker.transfer_service import TransferServicer
+from worker.services.transfer_service import TransferServicer
 
 FINGERPRINT = "model"
 GEOMETRY = Geometry(BLOCK_SIZE, 2, 1, 4, "float16")
@@ -53,7 +53,7 @@ LIMITS = PairLimits(window_bytes=3 * BLOCK_BYTES, silence_s=1.0, batch_deadline_
 
 
 class SimulatedEngineThread:
-    """Stands for ``worker.control_loop.EngineThread``: steps take virtual time.
+    """Stands for ``worker.core.control_loop.EngineThread``: steps take virtual time.
 
     Every step checks that the KV it reads is that of the sequence's own tokens.
     """
@@ -362,7 +362,7 @@ TIMED_MODULES = (
     "kvtransfer.outbound",
     "prefill_worker.handoff",
     "prefill_worker.role",
-    "worker.control_loop",
-    "worker.fetch",
+    "worker.core.control_loop",
+    "worker.fetch.fetch",
 )
 """All that read the clock."""

@@ -53,9 +53,9 @@ class World:
             self._patches.enter_context(mock.patch.object(module, "time", clock))
         tickets = itertools.count()
         secrets = SimpleNamespace(token_hex=lambda _: f"ticket-{next(tickets)}")
-        module = importlib.import_module("worker.block_receiver")
+        module = importlib.import_module("worker.exchange.block_receiver")
         self._patches.enter_context(mock.patch.object(module, "secrets", secrets))
-        module = importlib.import_module("worker.control_loop")
+        module = importlib.import_module("worker.core.control_loop")
         thread = mock.patch.object(module, "EngineThread", SimulatedEngineThread)
         self._patches.enter_context(thread)
 

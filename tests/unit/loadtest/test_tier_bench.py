@@ -11,7 +11,7 @@ from rich.console import Console
 from loadtest import tier_bench
 from loadtest.tier_bench import KINDS, TierBenchSettings, bench_tiers
 from tests.support.models import make_tiny_model
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 
 def test_every_way_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

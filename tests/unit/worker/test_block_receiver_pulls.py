@@ -9,7 +9,7 @@ from baton.errors import TicketEnded
 from baton.metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.ticket import Purpose, Ticket
-from worker.block_receiver import NO_TRANSPORT, BlockReceiver
+from worker.exchange.block_receiver import NO_TRANSPORT, BlockReceiver
 
 SIZE = 64
 ATTEMPT = ("pull:1", 0)

@@ -12,9 +12,9 @@ import torch
 
 from baton.config import Config, PoolConfig
 from worker import engine_start
+from worker.costs.step_costs import StepCosts
 from worker.engine_start import core_board, engine_settings, measure
 from worker.settings import WorkerSettings
-from worker.step_costs import StepCosts
 
 
 def settings_for(device: str, board: Path | None) -> WorkerSettings:

@@ -22,9 +22,9 @@ from engine.parallel.ranks import LeadRank
 from engine.scheduling.block_pool import BlockPool
 from worker.intake import Intake
 from worker.life import Life
-from worker.own_entry import OwnEntry
-from worker.own_lease import OwnLease
 from worker.process import LEAVE_S, WorkerProcess
+from worker.registry.own_entry import OwnEntry
+from worker.registry.own_lease import OwnLease
 from worker.role import WorkerContext
 from worker.settings import WorkerSettings
 
@@ -195,7 +195,7 @@ async def test_what_was_promised_is_renewed_while_the_registry_never_answers(
 async def test_a_call_to_the_registry_has_one_deadline(
     living: Living, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.own_entry.CALL_S", 0.01)
+    monkeypatch.setattr("worker.registry.own_entry.CALL_S", 0.01)
     async with asyncio.timeout(20.0):
         await living.process._entry.tell()
     assert not living.process._entry._lease.registered

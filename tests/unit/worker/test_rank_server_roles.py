@@ -13,7 +13,7 @@ from baton.grpc_channel import open_channel
 from baton.tls import PeerRole
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from tests.support.certificates import Authority
-from worker.rank_server import RankServer
+from worker.exchange.rank_server import RankServer
 
 DEADLINE_S = 60.0
 

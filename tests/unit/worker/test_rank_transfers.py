@@ -25,8 +25,8 @@ from tests.support.worker.ranked_worker import (
     until,
     workers,
 )
-from worker.rank_link import RankPush
-from worker.rank_receiver import RankReceiver
+from worker.exchange.rank_link import RankPush
+from worker.exchange.rank_receiver import RankReceiver
 
 CASES = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)]
 """Ranks of writer and receiver."""

@@ -14,7 +14,7 @@ from loadtest.simulator.analytical_costs import AnalyticalCosts, Efficiency
 from loadtest.simulator.hardware import ACCELERATORS
 from loadtest.simulator.model_shape import MODELS, ModelShape, model_shape
 from loadtest.simulator.step_model import Peak, StepShape, shape_of_rows
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,7 +10,7 @@ from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.host import Host
 from loadtest.simulator.sharing import ALONE, Doing, Sharing
 from tests.support.loadtest.clusters import profile
-from worker.patience import BREAK_S, PATIENCE_S
+from worker.cores.patience import BREAK_S, PATIENCE_S
 
 SHARING = Sharing(
     decode_beside_prefill=1.5,

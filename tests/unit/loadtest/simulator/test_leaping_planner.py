@@ -14,9 +14,9 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from loadtest.simulator.leaping_planner import LeapingPace, LeapingPlanner, LeapingSlack
-from worker.chunk_slack import LEAST_TOKENS
-from worker.step_costs import StepCosts
-from worker.step_history import MeanStep
+from worker.core.chunk_slack import LEAST_TOKENS
+from worker.core.step_history import MeanStep
+from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts((1.0, 0.5, 0.0), (5.0, 0.25, 0.001))
 BATCH = 3

@@ -14,7 +14,7 @@ from loadtest.simulator.live_timings import (
     live_costs,
 )
 from loadtest.simulator.sharing import ALONE
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 TRUE = StepCosts((9.0, 0.4, 0.0001), (6.0, 0.8, 0.0012))
 CALL_S = 0.002

@@ -13,7 +13,7 @@ from baton.errors import Unavailable
 from loadtest.simulator.probe_requests import Limits, ProbeRequests
 from loadtest.simulator.sharing_probe import Window, timed_between, timed_sharing
 from tests.unit.loadtest.simulator.fake_api import client_of, tokens
-from worker.patience import PATIENCE_S
+from worker.cores.patience import PATIENCE_S
 
 LIMITS = Limits(1000, 4000, 4, 16_000, 1024.0)
 

@@ -19,8 +19,8 @@ from loadtest.research.timed.step_model import FIRST_TOKEN_ID, TOKEN_IDS, TimedS
 from loadtest.simulator.fitted_costs import FittedCosts
 from router.text.tokenizer import Tokenizer
 from tests.support.models import make_tiny_model
+from worker.costs.step_costs import StepCosts
 from worker.settings import WorkerSettings
-from worker.step_costs import StepCosts
 
 COSTS = StepCosts(prefill=(1.0, 0.01, 0.0), step=(2.0, 0.1, 0.0))
 

@@ -16,7 +16,7 @@ from loadtest.research.timed.step_model import (
     TimedStepModel,
 )
 from loadtest.simulator.fitted_costs import FittedCosts
-from worker.step_costs import StepCosts
+from worker.costs.step_costs import StepCosts
 
 VOCABULARY = 100
 COSTS = FittedCosts(StepCosts(prefill=(10.0, 0.5, 0.001), step=(20.0, 2.0, 0.01)))

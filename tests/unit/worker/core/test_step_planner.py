@@ -1,0 +1,69 @@
+"""When the next step may be planned."""
+
+from __future__ import annotations
+
+from baton.request import SequenceSpec
+from baton.sampling_params import SamplingParams
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence
+from worker.core.chunk_slack import LEAST_TOKENS, ChunkSlack
+from worker.core.step_planner import StepPlanner
+from worker.costs.step_costs import StepCosts
+
+COSTS = StepCosts((1.0, 0.5, 0.0), (5.0, 0.0, 0.0))
+
+
+def add(scheduler: Scheduler, number: int, prompt: int, answer: int = 10) -> None:
+    sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
+    spec = SequenceSpec(f"r{number}", 0, "router", (number,) * prompt, prompt, sampling)
+    scheduler.add(Sequence(number, spec, stop_ids=(), hash_key=b""))
+
+
+def complete(scheduler: Scheduler, plan: StepPlan) -> None:
+    tokens = tuple((1,) if row.sample else () for row in plan.rows)
+    scheduler.complete(plan, StepResult(plan.step, tokens, 0.01))
+
+
+def scheduler() -> Scheduler:
+    return Scheduler(BlockPool(100), SchedulerLimits(16, 64, 8, 1000))
+
+
+def test_a_gpu_plans_behind_a_long_step_and_a_cpu_does_not() -> None:
+    for is_cpu, expected in ((False, 2), (True, 1)):
+        scheduled = scheduler()
+        planner = StepPlanner(scheduled, None, is_cpu=is_cpu)
+        add(scheduled, 1, 200)
+        plans = []
+        while (plan := planner.next_plan()) is not None:
+            plans.append(plan)
+        assert len(plans) == expected
+
+
+def test_a_cpu_plans_behind_single_tokens() -> None:
+    scheduled = scheduler()
+    planner = StepPlanner(scheduled, None, is_cpu=True)
+    add(scheduled, 1, 10)
+    plan = planner.next_plan()
+    assert plan is not None
+    complete(scheduled, plan)
+    assert planner.next_plan() is not None
+    assert planner.next_plan() is not None
+    assert planner.next_plan() is None
+
+
+def test_prompts_beside_decoding_take_what_the_slo_leaves() -> None:
+    scheduled = scheduler()
+    planner = StepPlanner(scheduled, ChunkSlack(COSTS, 0.025), is_cpu=True)
+    add(scheduled, 1, 10)
+    plan = planner.next_plan()
+    assert plan is not None
+    complete(scheduled, plan)
+    add(scheduled, 2, 60)
+    plan = planner.next_plan()
+    assert plan is not None
+    # 25 ms less a step of 5, at half a millisecond a token.
+    assert sorted(row.count for row in plan.rows) == [1, 40]
+    assert LEAST_TOKENS < 40

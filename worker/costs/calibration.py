@@ -1,0 +1,151 @@
+"""What an engine's steps cost, measured by running some of them before the worker serves.
+
+The steps are real ones of the worker's own engine, on blocks that are given back: of no sequence,
+and found by nobody. They are as many as fit into a second; what they leave uncertain is learned
+from the steps that follow.
+
+A host's workers measure one after another, and each with all the cores that a step of its takes
+while it is alone. What sharing the cores costs depends on what the others do at the time: that too
+is left to the steps that follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from baton.sampling_params import SamplingParams
+from engine.engine import Engine
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
+from worker.costs.step_costs import Coefficients, StepCosts, fit
+
+Run = Callable[[StepPlan], StepResult]
+"""Runs a step on the engine, with the threads that it would take in service."""
+
+BUDGET_S = 0.4
+"""For the prompts' chunks, and once more for the decode steps."""
+LONGEST_WAIT_S = 5.0
+"""For the other workers of the host; after that it is measured beside them."""
+_LEAST_SHAPES = 3
+"""As many as there are coefficients: measured whatever they take."""
+_RUNS = 2
+"""Of each shape; the shorter time counts, since whatever disturbs a step makes it longer."""
+_CHUNKS = (
+    (32, 0),
+    (128, 0),
+    (32, 512),
+    (64, 256),
+    (256, 0),
+    (128, 1024),
+    (512, 0),
+    (512, 2048),
+    (2048, 0),
+    (2048, 6144),
+    (8192, 0),
+)
+"""Prompt tokens of a step, and tokens before them."""
+_BATCHES = ((1, 32), (8, 32), (1, 1024), (4, 256), (16, 64), (8, 512), (32, 64), (64, 256))
+"""Sequences of a step that decode, and tokens of each of them before it."""
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@contextlib.contextmanager
+def alone(path: Path | None) -> Iterator[None]:
+    """One worker of the host at a time; ``path`` is a file that its workers share, if they do."""
+    if path is None:
+        yield
+        return
+    lock = FileLock(path)
+    with contextlib.suppress(Timeout):
+        lock.acquire(timeout=LONGEST_WAIT_S)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def calibrate(engine: Engine, run: Run, budget_s: float = BUDGET_S) -> StepCosts:
+    """Measure, for about twice ``budget_s`` seconds. Nothing else may use the engine meanwhile."""
+    chunks = [Shape(count, start, 1) for count, start in _CHUNKS]
+    batches = [Shape(1, start, batch) for batch, start in _BATCHES]
+    return StepCosts(
+        _measure(engine, run, chunks, budget_s), _measure(engine, run, batches, budget_s)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A step of ``batch`` sequences, each with ``count`` tokens behind ``start`` others."""
+
+    count: int
+    start: int
+    batch: int
+
+    @property
+    def point(self) -> tuple[float, float]:
+        """What the coefficients are multiplied with: see ``StepCosts``."""
+        if self.count == 1:
+            return self.batch, self.batch * (self.start + 1)
+        return self.count, self.count * (self.start + self.count / 2)
+
+    def blocks(self, block_size: int) -> int:
+        """Of one of its sequences. A sequence that decodes gets a token more with each run."""
+        return -(-(self.start + self.count + _RUNS) // block_size)
+
+    def fits(self, engine: Engine) -> bool:
+        """Whether the engine's limits allow such a step, and its pool has the blocks."""
+        limits = engine.scheduler.limits
+        return (
+            self.start + self.count + _RUNS < limits.context_length
+            and self.batch <= limits.max_sequences
+            and self.count <= limits.most_tokens(self.start)
+            and self.batch * self.count <= limits.chunk_tokens
+            and self.batch * self.blocks(limits.block_size) <= engine.pool.available
+        )
+
+
+def _measure(engine: Engine, run: Run, shapes: Sequence[Shape], budget_s: float) -> Coefficients:
+    """The coefficients of the shapes that fit the engine and the time."""
+    points: list[tuple[float, float]] = []
+    ms: list[float] = []
+    ends_at = time.monotonic() + budget_s
+    for shape in shapes:
+        if not shape.fits(engine):
+            continue
+        if len(points) >= _LEAST_SHAPES:
+            a, b, c = fit(points, ms)
+            x, y = shape.point
+            if time.monotonic() + _RUNS * (a + b * x + c * y) / 1e3 > ends_at:
+                continue
+        points.append(shape.point)
+        ms.append(_time(engine, run, shape))
+    return fit(points, ms)
+
+
+def _time(engine: Engine, run: Run, shape: Shape) -> float:
+    """Milliseconds of a step of this shape."""
+    each = shape.blocks(engine.scheduler.limits.block_size)
+    blocks = engine.pool.allocate(shape.batch * each)
+    tables = [tuple(blocks[n * each : (n + 1) * each]) for n in range(shape.batch)]
+    length = shape.start + shape.count
+    new = tuple(NewSequence(n, (0,) * length, length, _GREEDY, ()) for n in range(shape.batch))
+    decodes = shape.count == 1
+    try:
+        took = []
+        for number in range(_RUNS):
+            # A decode step leaves a token that the next one computes; a chunk is computed again.
+            start = shape.start + number if decodes else shape.start
+            rows = tuple(
+                PlanRow(n, start, shape.count, tables[n], decodes) for n in range(shape.batch)
+            )
+            took.append(run(StepPlan(0, () if number else new, (), rows)).seconds)
+        for n in range(shape.batch):
+            engine.runner.forget(n)
+    finally:
+        engine.pool.release(blocks)
+    return max(min(took), 1e-6) * 1e3

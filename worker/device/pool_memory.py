@@ -1,0 +1,42 @@
+"""The memory of a worker's KV blocks: where it comes from, and how transports see it."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kv.kv_cache import KvCache, allocate_plain
+from kvtransfer.host_memory import HostMemory
+from kvtransfer.memory import BlockMemory
+from kvtransfer.shared_pool import SharedPool, allocate
+
+
+class PoolMemory:
+    """``allocate`` is called once, while the engine is built; ``of`` after that."""
+
+    def __init__(self, *, shared: bool) -> None:
+        """``shared``: on a CPU, whether other processes of the host may map the blocks."""
+        self._shared = shared
+        self._pool: SharedPool | None = None
+
+    def allocate(self, size: int, device: torch.device) -> torch.Tensor:
+        """uint8 [size] of zeros. Raises ConfigError where there is too little memory."""
+        if device.type != "cpu" or not self._shared:
+            return allocate_plain(size, device)
+        self._pool = allocate(size)
+        return torch.from_numpy(self._pool.data)
+
+    def of(self, cache: KvCache) -> BlockMemory:
+        """The blocks of ``cache``, which lie in what was allocated."""
+        blocks = cache.bytes
+        if blocks.is_cuda:
+            # Slow to import, and of no use on CPUs.
+            from worker.device.gpu_memory import GpuMemory  # noqa: PLC0415
+
+            return GpuMemory(blocks)
+        return HostMemory(blocks.numpy(), self._pool.file if self._pool is not None else None)
+
+    def close(self) -> None:
+        """Let nobody else map the blocks from now on; idempotent."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

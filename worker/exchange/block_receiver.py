@@ -1,0 +1,367 @@
+"""The receiving side of every transfer to this worker: promises blocks, lets copies in, ends them.
+
+Owned by the control loop. The states are those of ``kvtransfer.ticket``; ``now`` is passed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
+from baton.metrics import WorkerMetrics
+from baton.request import Geometry
+from engine.scheduling.block_pool import BlockPool
+from kvtransfer.layout import KvLayout
+from kvtransfer.push_fan import fail
+from kvtransfer.share_layout import ShareLayout, shares_to
+from kvtransfer.ticket import Attempt, Purpose, Ticket
+from worker.exchange.ticket_receiver import TicketReceiver
+
+NO_TRANSPORT = "none"
+"""Counts as the transport of a ticket that ended before a byte of it came."""
+
+
+class TicketListener(Protocol):
+    """Whoever waits for a ticket."""
+
+    def completed(self, ticket: Ticket) -> None:
+        """Every byte of an open ticket is in place."""
+
+    def released(self, ticket: Ticket, error: BatonError) -> None:
+        """A ticket has ended before its commit, and why."""
+
+
+class TicketRanks(Protocol):
+    """The other ranks of this worker: see ``worker.exchange.rank_link``."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Which they are."""
+
+    def check(self) -> None:
+        """Raises WorkerFailed where one is gone."""
+
+    def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
+        """Have all of them let in what a writer brings; each tells when it does."""
+
+    def close_ticket(self, ticket_id: str) -> None:
+        """Have all of them let in nothing more; each tells when nothing is copied."""
+
+    def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
+        """Have all of them await the first of its missing blocks alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """A ticket of which ranks are still to be told."""
+
+    awaited: set[int]
+    done: asyncio.Future[None]
+
+
+class BlockReceiver(TicketReceiver):
+    """Implements ``kvtransfer.inbound.TicketKeeper``."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        metrics: WorkerMetrics,
+        *,
+        block_bytes: int,
+        lease_s: float,
+        worker: str = "",
+        geometry: Geometry | None = None,
+        ranks: TicketRanks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``lease_s``: a ticket whose writer is silent for this long ends.
+
+        ``block_bytes`` are those of this rank's blocks, ``geometry`` is the worker's, needed where
+        it or a writer has several ranks; ``ranks`` are its other ones, if there are any.
+        ``worker``: the slot's name, as metrics have it. ``clock``: see ``TicketReceiver``.
+        """
+        super().__init__(clock)
+        self.listeners: list[TicketListener] = []
+        self.pool = pool
+        self._metrics = metrics
+        self.block_bytes = block_bytes
+        self._lease_s = lease_s
+        self._worker = worker
+        self._geometry = geometry
+        self._ranks = ranks
+        self._opening: dict[str, _Opening] = {}
+        self._completing: dict[str, asyncio.Future[None]] = {}
+        """Of tickets for whose last bytes somebody waits."""
+
+    def promise(
+        self,
+        attempt: Attempt,
+        writer: str,
+        *,
+        missing: int,
+        pinned: list[int],
+        now: float,
+        purpose: Purpose = Purpose.HANDOFF,
+        geometry: Geometry | None = None,
+    ) -> Ticket:
+        """Take ``missing`` blocks for a writer, and pin those that are held.
+
+        ``geometry`` is the writer's; None: it is this worker's own. Where this worker has several
+        ranks the writer must not begin before ``opened``. Raises TicketEnded after an abort,
+        ``OutOfBlocks``, WorkerFailed where a rank is gone; then nothing is taken.
+        """
+        self.book.check_alive(attempt)
+        if self._ranks is not None:
+            self._ranks.check()
+        writers = geometry or self._geometry
+        self.pool.pin(pinned)
+        try:
+            blocks = self.pool.allocate(missing)
+        except BaseException:
+            self.pool.release(pinned)
+            raise
+        ticket = Ticket(
+            secrets.token_hex(8),
+            attempt,
+            writer,
+            missing=blocks,
+            pinned=pinned,
+            block_bytes=self.block_bytes,
+            lease_s=self._lease_s,
+            now=now,
+            purpose=purpose,
+            shares=self._shares(writers),
+            others=self._ranks.numbers if self._ranks is not None and missing else (),
+        )
+        self.book.add(ticket)
+        if self._ranks is not None and missing:
+            assert writers is not None, "a worker of several ranks has a geometry"
+            done = asyncio.get_running_loop().create_future()
+            self._opening[ticket.ticket_id] = _Opening(set(self._ranks.numbers), done)
+            self._ranks.open_ticket(ticket, writers)
+        return ticket
+
+    def _shares(self, writer: Geometry | None) -> Sequence[ShareLayout]:
+        """What this rank gets of each rank of a writer; nothing where both have one only."""
+        own = self._geometry
+        if own is None or writer is None or own.tensor_parallel == writer.tensor_parallel == 1:
+            return ()
+        return shares_to(KvLayout.of(writer), KvLayout.of(own), 0)
+
+    def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
+        """Done once all ranks let in what its writer brings; fails with what ends the ticket.
+
+        None: there is nothing to wait for.
+        """
+        opening = self._opening.get(ticket_id)
+        return None if opening is None else opening.done
+
+    def whole(self, ticket_id: str) -> asyncio.Future[None] | None:
+        """Done once every byte is in place on all ranks; fails with what ends the ticket.
+
+        None: it is. Raises TicketEnded for one that there is not.
+        """
+        if self.book.get(ticket_id).is_complete:
+            return None
+        whole = self._completing.get(ticket_id)
+        if whole is None:
+            whole = self._completing[ticket_id] = asyncio.get_running_loop().create_future()
+        return whole
+
+    # Copies
+
+    def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
+        """``copied`` bytes were verified and are in place."""
+        ticket = self._end_copy(ticket_id)
+        self._count_bytes(ticket, transport, copied)
+        self._check_complete(ticket)
+
+    def _count_bytes(self, ticket: Ticket, transport: str, count: int) -> None:
+        self._metrics.handoff_bytes.labels(transport=transport).inc(count)
+        writer = ticket.writer.partition(":")[0]
+        self._metrics.received_bytes.labels(self._worker, writer, transport).inc(count)
+
+    def _check_complete(self, ticket: Ticket) -> None:
+        if ticket.is_open and ticket.is_complete:
+            whole = self._completing.pop(ticket.ticket_id, None)
+            if whole is not None and not whole.done():
+                whole.set_result(None)
+            for listener in self.listeners:
+                listener.completed(ticket)
+
+    def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
+        """Bytes were damaged, or did not come: the ticket ends."""
+        outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"
+        ticket = self.book.get(ticket_id)
+        if ticket.is_open:
+            self.book.bury(ticket.attempt, now)
+        self._release(ticket, outcome, error)
+        self._end_copy(ticket_id)
+
+    def drop_copy(self, ticket_id: str) -> None:
+        """A copy ended without having begun, because its ticket has."""
+        self._end_copy(ticket_id)
+
+    def _end_copy(self, ticket_id: str) -> Ticket:
+        ticket = self.book.get(ticket_id)
+        was_quarantined = ticket.is_quarantined
+        ticket.end_copy()
+        self._check_quarantine(ticket, was_quarantined=was_quarantined)
+        return ticket
+
+    def _check_quarantine(self, ticket: Ticket, *, was_quarantined: bool) -> None:
+        if was_quarantined and not ticket.is_quarantined:
+            self.pool.end_quarantine(ticket.missing)
+            self.book.drop(ticket)
+
+    # What other ranks of this worker tell
+
+    def rank_opened(self, ticket_id: str, rank: int) -> None:
+        """Its writers may begin there."""
+        opening = self._opening.get(ticket_id)
+        if opening is None:
+            return
+        opening.awaited.discard(rank)
+        if not opening.awaited:
+            del self._opening[ticket_id]
+            if not opening.done.done():
+                opening.done.set_result(None)
+
+    def rank_filled(self, ticket_id: str, rank: int, transport: str, count: int) -> None:
+        """All bytes of that rank, ``count``, were verified and are in place."""
+        ticket = self.book.find_id(ticket_id)
+        if ticket is not None:
+            self._count_bytes(ticket, transport, count)
+            ticket.rank_filled(rank, count)
+            self._check_complete(ticket)
+
+    def rank_failed(self, ticket_id: str, error: BatonError) -> None:
+        """Bytes were damaged there, or will not come: the ticket ends."""
+        ticket = self.book.find_id(ticket_id)
+        if ticket is not None and ticket.is_open:
+            self.book.bury(ticket.attempt, self.clock())
+            outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"
+            self._release(ticket, outcome, error)
+
+    def rank_freed(self, ticket_id: str, rank: int) -> None:
+        """Nothing is copied there any more."""
+        ticket = self.book.find_id(ticket_id)
+        if ticket is not None:
+            was_quarantined = ticket.is_quarantined
+            ticket.rank_freed(rank)
+            self._check_quarantine(ticket, was_quarantined=was_quarantined)
+
+    def rank_gone(self, error: BatonError) -> None:
+        """A rank can be reached no longer: every ticket ends. Its blocks stay in quarantine, for
+
+        nobody can tell what is copied there: the worker ends with its rank.
+        """
+        for ticket in self.book:
+            self._release(ticket, "error", error)
+
+    # Endings
+
+    def shorten(self, ticket_id: str, count: int) -> None:
+        """Give back the missing blocks that the writer does not have; see ``Ticket.shorten``."""
+        dropped = self.book.get(ticket_id).shorten(count)
+        if dropped and self._ranks is not None:
+            self._ranks.shorten_ticket(ticket_id, count)
+        self.pool.release(dropped)
+
+    def commit(self, ticket_id: str, writer: str, now: float) -> Ticket:
+        """The blocks are the caller's: pinned ones first, then what was missing.
+
+        Raises TicketEnded, and HandoffError where bytes are missing.
+        """
+        ticket = self.book.get(ticket_id)
+        ticket.commit(writer)
+        self.book.drop(ticket)
+        if self._ranks is not None and ticket.missing:
+            self._ranks.close_ticket(ticket_id)
+        # An attempt has one ticket for life: a reserve that comes late gets none.
+        self.book.bury(ticket.attempt, now)
+        transport = self._count(ticket, "ok")
+        if ticket.purpose is Purpose.HANDOFF:
+            seconds = now - ticket.reserved_at
+            self._metrics.handoff_seconds.labels(transport=transport).observe(seconds)
+        else:
+            self._metrics.pulled_blocks.labels(transport=transport).inc(len(ticket.missing))
+        return ticket
+
+    @contextmanager
+    def holding(self, ticket_id: str, writer: str) -> Iterator[None]:
+        """Hold a ticket while a commit waits for this worker: see ``Ticket.hold``.
+
+        Raises TicketEnded where the ticket is not open for that writer.
+        """
+        ticket = self.book.get(ticket_id)
+        ticket.hold(writer)
+        try:
+            yield
+        finally:
+            ticket.let_go(self.clock())
+
+    def abort(self, attempt: Attempt, now: float, outcome: str = "aborted") -> None:
+        """End an attempt's ticket, or see that it never gets one; idempotent.
+
+        ``outcome`` is how the metrics call it.
+        """
+        self.book.bury(attempt, now)
+        ticket = self.book.find(attempt)
+        if ticket is not None:
+            self._release(ticket, outcome, TicketEnded("its writer or its request has ended"))
+
+    def writer_gone(self, writer: str, now: float) -> None:
+        """A writer's stream has broken: what it had not sent will not come."""
+        error = HandoffError(f"the connection to {writer} broke before all blocks had come")
+        for ticket in self.book:
+            if ticket.writer == writer and ticket.is_open and not ticket.is_complete:
+                self.book.bury(ticket.attempt, now)
+                self._release(ticket, "error", error)
+
+    def sweep(self, now: float) -> None:
+        """End what has expired."""
+        for ticket in self.book.expired(now):
+            self.book.bury(ticket.attempt, now)
+            error = HandoffError(f"nothing was heard of {ticket.writer} for {self._lease_s} s")
+            self._release(ticket, "expired", error)
+        self.book.sweep(now)
+
+    def close(self) -> None:
+        """End every ticket."""
+        for ticket in self.book:
+            self._release(ticket, "aborted", TicketEnded("this worker is stopping"))
+
+    def _release(self, ticket: Ticket, outcome: str, error: BatonError) -> None:
+        if not ticket.release():
+            return
+        if self._ranks is not None and ticket.missing:
+            self._ranks.close_ticket(ticket.ticket_id)
+        opening = self._opening.pop(ticket.ticket_id, None)
+        if opening is not None:
+            fail(opening.done, error)
+        whole = self._completing.pop(ticket.ticket_id, None)
+        if whole is not None:
+            fail(whole, error)
+        self.pool.release(ticket.pinned)
+        if ticket.is_quarantined:
+            self.pool.quarantine(ticket.missing)
+        else:
+            self.pool.release(ticket.missing)
+            self.book.drop(ticket)
+        self._count(ticket, outcome)
+        for listener in self.listeners:
+            listener.released(ticket, error)
+
+    def _count(self, ticket: Ticket, outcome: str) -> str:
+        transport = self._transports.pop(ticket.ticket_id, NO_TRANSPORT)
+        is_pull = ticket.purpose is Purpose.PULL
+        counter = self._metrics.pulls if is_pull else self._metrics.handoffs
+        counter.labels(transport=transport, outcome=outcome).inc()
+        return transport

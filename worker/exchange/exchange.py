@@ -1,0 +1,237 @@
+"""All pairs of this worker with others: what it sends, and what it receives.
+
+Owned by the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import Protocol
+
+import grpc.aio
+
+from baton import convert
+from baton.errors import BatonError, GeometryMismatch
+from baton.grpc_channel import open_channel
+from baton.grpc_errors import call_errors
+from baton.tls import TlsFiles
+from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer.inbound import Inbound
+from kvtransfer.memory import BlockMemory
+from kvtransfer.negotiation import Fit
+from kvtransfer.outbound import Outbound
+from kvtransfer.pair import Identity, PairLimits, check_peer
+from kvtransfer.push_fan import BlockPush, PushFan
+from kvtransfer.transport import Peer, Transport
+from worker.exchange.block_receiver import BlockReceiver
+from worker.exchange.handoff_calls import HandoffCalls
+from worker.exchange.outbound_pairs import OutboundPairs
+from worker.exchange.rank_link import RankLinks
+from worker.exchange.rank_sender import RankedPeer, RankSender
+
+
+class Behind(Protocol):
+    """What is behind the block pool: see ``worker.offload.tier_loader``."""
+
+    async def recall(self, hashes: Sequence[bytes]) -> None:
+        """Have the leading blocks of these hashes in the pool, where that pays."""
+
+
+class Exchange:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        transports: Sequence[Transport],
+        receiver: BlockReceiver,
+        limits: PairLimits,
+        executor: Executor,
+        ranks: RankLinks | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """``transports`` are registered; ``executor`` reads blocks. ``ranks`` are the worker's
+
+        others, and open; None: it has one only. ``tls``: what this worker shows others.
+        """
+        self.identity = identity
+        self._address = ""
+        self.receiver = receiver
+        self.inbound = Inbound(identity, transports, receiver, limits)
+        receiver.listeners.append(self.inbound)
+        self._transports = transports
+        self._tls = tls
+        self._pool = receiver.pool
+        self._pairs = OutboundPairs(
+            identity, transports, limits, executor, self._connect, receiver.clock
+        )
+        self._sender = RankSender(identity, self._pairs)
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.listen(receiver)
+        self.behind: Behind | None = None
+        self._given = 0
+        self._calls: dict[Outbound, HandoffCalls] = {}
+
+    @property
+    def address(self) -> str:
+        """host:port of this worker's gRPC server; set once it listens."""
+        return self._address
+
+    @address.setter
+    def address(self, address: str) -> None:
+        self._address = address
+        if self._ranks is not None:
+            self.inbound.rank_addresses = (address, *self._ranks.addresses)
+
+    def _connect(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, self._tls, "worker")
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The one channel to a worker's gRPC server."""
+        return self._pairs.channel(address)
+
+    async def outbound(self, peer: Peer) -> Outbound:
+        """The open pair to a receiver; opened where there is none. Raises BatonError."""
+        return await self._pairs.outbound(peer)
+
+    def push(self, pair: Outbound, ticket_id: str, memory: BlockMemory | None = None) -> BlockPush:
+        """Begin to send blocks to a ticket of a receiver, by all ranks of both workers at once.
+
+        ``memory`` is as ``Outbound.push`` has it. Raises HandoffError.
+        """
+        degrees = self.identity.geometry.tensor_parallel, pair.geometry.tensor_parallel
+        if degrees == (1, 1):
+            return pair.push(ticket_id, memory)
+        own, *others = pair.rank_addresses or (pair.peer.address,)
+        # By the address that this worker knows it by: so rank 0's pair is the one that is open.
+        addresses = (pair.peer.address or own, *others)
+        receiver = RankedPeer(pair.peer.incarnation, pair.geometry, addresses)
+        ways: list[BlockPush] = [self._sender.push(ticket_id, receiver)]
+        if self._ranks is not None:
+            ways += self._ranks.push(ticket_id, receiver)
+        return PushFan(ways)
+
+    def handoff_calls(self, pair: Outbound) -> HandoffCalls:
+        """The calls that go with a pair: they end when it breaks, with its error."""
+        calls = self._calls.get(pair)
+        if calls is None:
+            calls = HandoffCalls(self.channel(pair.peer.address), pair.peer.incarnation)
+            self._calls[pair] = calls
+            pair.broken.add_done_callback(lambda broken: self._end_calls(pair, broken.result()))
+        return calls
+
+    def _end_calls(self, pair: Outbound, error: BatonError) -> None:
+        self._calls.pop(pair).end(error)
+
+    async def give(
+        self, reader: Identity, peer: Peer, meant: str, ticket_id: str, hashes: Sequence[bytes]
+    ) -> int:
+        """Send another worker, for its own ticket, the leading blocks of ``hashes`` held here.
+
+        Returns how many have landed. They are pinned as long as this call runs: it is the read
+        ticket of whoever pulls. Raises BatonError.
+        """
+        if check_peer(self.identity, reader, meant) is Fit.CONVERTIBLE:
+            raise GeometryMismatch(
+                "blocks are pulled as they are: "
+                f"{reader.incarnation} has {reader.geometry}, "
+                f"{self.identity.incarnation} has {self.identity.geometry}"
+            )
+        if self.behind is not None:
+            await self.behind.recall(hashes)
+        blocks = self._pool.match(hashes)
+        if not blocks:
+            return 0
+        self._pool.pin(blocks)
+        self._given += 1
+        try:
+            await self._give(peer, ticket_id, blocks)
+        finally:
+            self._given -= 1
+            self._pool.release(blocks)
+        return len(blocks)
+
+    async def _give(self, peer: Peer, ticket_id: str, blocks: Sequence[int]) -> None:
+        pair = await self.outbound(peer)
+        push = self.push(pair, ticket_id)
+        try:
+            for target, block in enumerate(blocks):
+                push.put_layers(target, block, 0, self.identity.geometry.layers)
+            push.end()
+            await asyncio.shield(push.done)
+        except asyncio.CancelledError:
+            push.cancel()
+            # The pair notices a silent peer: this ends.
+            await asyncio.wait([push.done])
+            raise
+
+    async def ask(
+        self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
+    ) -> int:
+        """Have another worker send, for a ticket of this one, what it holds: see ``give``.
+
+        Returns how many of the leading blocks of ``hashes`` have landed. Raises BatonError.
+        """
+        request = transfer_pb2.PullRequest(
+            fingerprint=self.identity.fingerprint,
+            geometry=convert.geometry_to_proto(self.identity.geometry),
+            holder=holder.incarnation,
+            reader=self.identity.incarnation,
+            reader_address=self.address,
+            ticket_id=ticket_id,
+            block_hashes=hashes,
+        )
+        with self._pairs.using(holder.address) as channel:
+            stub = transfer_pb2_grpc.TransferServiceStub(channel)
+            with call_errors(holder.incarnation):
+                response = await stub.Pull(request, timeout=deadline_s)
+        return int(response.blocks)
+
+    def is_idle(self) -> bool:
+        """Whether no block is promised here, nor read for others."""
+        return not len(self.receiver.book) and not self._given
+
+    def heartbeat(self) -> None:
+        """Renew leases, give up silent peers, end what has expired."""
+        now = self.receiver.clock()
+        self._pairs.heartbeat(now)
+        if self._ranks is not None:
+            self._ranks.heartbeat(now)
+        self.inbound.sweep(now)
+        self.receiver.sweep(now)
+
+    def check_ranks(self) -> None:
+        """Raises WorkerFailed where another rank of this worker is gone."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    def pairs(self) -> dict[str, str]:
+        """The transport by which this worker sends to each receiver, by its incarnation."""
+        return self._pairs.transports()
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes announced to receivers that have not landed."""
+        return self._pairs.in_flight_bytes
+
+    def staging(self) -> dict[str, int]:
+        """Bytes between blocks and wire, by transport."""
+        return {transport.name: transport.staging_bytes for transport in self._transports}
+
+    async def close(self) -> None:
+        """End every pair and transport."""
+        await self._pairs.end_opening()
+        self.receiver.close()
+        self.inbound.close()
+        calls = list(self._calls.values())
+        await self._pairs.close_pairs()
+        for each in calls:
+            await each.close()
+        if self._ranks is not None:
+            await self._ranks.close()
+        await self._pairs.close_channels()
+        for transport in self._transports:
+            await asyncio.to_thread(transport.close)

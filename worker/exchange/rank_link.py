@@ -1,0 +1,386 @@
+"""Rank 0's end of its stream to another rank of its worker.
+
+    opening ─the rank has begun→ open
+    opening, open ─the stream breaks, the rank is silent, close→ broken
+
+A broken link stays broken, and its worker ends with it: without one rank nothing can be computed.
+What is being pushed by the rank fails at once, and so do the tickets into which it receives. Owned
+by the control loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+import grpc.aio
+
+from baton import convert
+from baton.background import end_tasks
+from baton.errors import BatonError, HandoffError, WorkerFailed
+from baton.grpc_channel import open_channel
+from baton.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
+from baton.listening import listening
+from baton.request import Geometry
+from baton.silence import SilenceWatch
+from baton.tls import TlsFiles
+from baton.v1 import rank_pb2, rank_pb2_grpc
+from kvtransfer.pair import Identity, PairLimits
+from kvtransfer.push_fan import fail
+from kvtransfer.ticket import Ticket
+from worker.exchange.rank_sender import RankedPeer
+
+log = logging.getLogger(__name__)
+
+Command = rank_pb2.RankCommand
+Call = grpc.aio.StreamStreamCall[rank_pb2.JoinRequest, rank_pb2.JoinResponse]
+
+
+class RankListener(Protocol):
+    """Whoever is told what a rank says of tickets."""
+
+    def rank_opened(self, ticket_id: str, rank: int) -> None:
+        """Its writers may begin there."""
+
+    def rank_filled(self, ticket_id: str, rank: int, transport: str, count: int) -> None:
+        """All bytes of that rank, ``count``, are in place."""
+
+    def rank_failed(self, ticket_id: str, error: BatonError) -> None:
+        """Bytes were damaged there, or will not come."""
+
+    def rank_freed(self, ticket_id: str, rank: int) -> None:
+        """Nothing is copied there any more."""
+
+    def rank_gone(self, error: BatonError) -> None:
+        """The rank can be reached no longer."""
+
+
+class RankLink:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        rank: int,
+        address: str,
+        limits: PairLimits,
+        silence_s: float,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """``address`` is host:port of the rank's gRPC server, ``limits`` are those of its pairs.
+
+        A rank that owes an answer for ``silence_s`` is given up.
+        """
+        self.rank = rank
+        self.address = address
+        self.listener: RankListener | None = None
+        self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
+        self._limits = limits
+        self._silence = SilenceWatch[int](silence_s)
+        self._channel = open_channel(address, tls, "worker")
+        self._call: Call | None = None
+        self._commands: asyncio.Queue[Command] = asyncio.Queue()
+        self._pushes: dict[str, RankPush] = {}
+        self._owes = False
+        """Whether the rank has not answered a beat yet."""
+        self._beats = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # Its life
+
+    async def open(self, identity: Identity) -> None:
+        """Have the rank begin a life as one of this worker. Raises BatonError."""
+        begin = rank_pb2.BeginRank(
+            incarnation=identity.incarnation,
+            fingerprint=identity.fingerprint,
+            geometry=convert.geometry_to_proto(identity.geometry),
+            rank=self.rank,
+            window_bytes=self._limits.window_bytes,
+            silence_ms=int(self._limits.silence_s * 1000),
+            lead_silence_ms=int(self._silence.limit_s * 1000),
+        )
+        # A connection has a second to be made: on a very busy machine not the first one is.
+        call: Call = rank_pb2_grpc.RankServiceStub(self._channel).Join(wait_for_ready=True)
+        self._call = call
+        try:
+            async with listening(self._silence.limit_s), stream_errors(call, self._name):
+                await call.write(rank_pb2.JoinRequest(commands=[Command(begin=begin)]))
+                first = await call.read()
+            if not isinstance(first, rank_pb2.JoinResponse):
+                raise await stream_ending(call, self._name)
+            if not first.events or not first.events[0].HasField("begun"):
+                raise HandoffError(f"{self._name} has not begun")
+        except TimeoutError:
+            silent = WorkerFailed(f"{self._name} has not begun in {self._silence.limit_s} s")
+            self._break(silent)
+            raise silent from None
+        except BaseException as error:
+            failure = error if isinstance(error, BatonError) else None
+            self._break(failure or WorkerFailed(f"{self._name} was not reached"))
+            raise
+        self._tasks = [
+            asyncio.create_task(self._guard(self._listen), name="rank-listen"),
+            asyncio.create_task(self._guard(self._speak), name="rank-speak"),
+        ]
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self.rank} of this worker"
+
+    def heartbeat(self, now: float) -> None:
+        """Give the rank up where it owes an answer for too long."""
+        if self.broken.done():
+            return
+        if not self._owes:
+            self._owes = True
+            self._commands.put_nowait(Command(beat=rank_pb2.RankBeat()))
+        if self._silence.tick({self.rank: self._beats}, now):
+            self._break(WorkerFailed(f"{self._name} was silent for {self._silence.limit_s:.1f} s"))
+
+    async def close(self) -> None:
+        """End it; idempotent."""
+        self._break(WorkerFailed(f"the link to {self._name} was closed"))
+        await end_tasks(self._tasks)
+        await self._channel.close()
+
+    def _break(self, error: BatonError) -> None:
+        if self.broken.done():
+            return
+        self.broken.set_result(error)
+        for task in self._tasks:
+            task.cancel()
+        if self._call is not None:
+            self._call.cancel()
+        for push in list(self._pushes.values()):
+            push.over(error)
+        self._pushes.clear()
+        if self.listener is not None:
+            self.listener.rank_gone(error)
+
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        except asyncio.CancelledError:
+            self._break(WorkerFailed(f"{self._name}: the stream was cancelled"))
+            raise
+        except Exception as error:
+            self._break(as_baton_error(error))
+
+    async def _speak(self) -> None:
+        assert self._call is not None, "not open"
+        while True:
+            commands = [await self._commands.get()]
+            while not self._commands.empty():
+                commands.append(self._commands.get_nowait())
+            async with stream_errors(self._call, self._name):
+                await self._call.write(rank_pb2.JoinRequest(commands=commands))
+
+    async def _listen(self) -> None:
+        assert self._call is not None, "not open"
+        while True:
+            async with stream_errors(self._call, self._name):
+                response = await self._call.read()
+            if not isinstance(response, rank_pb2.JoinResponse):
+                raise await stream_ending(self._call, self._name)
+            for event in response.events:
+                self._take(event)
+
+    def _take(self, event: rank_pb2.RankEvent) -> None:
+        listener = self.listener
+        match event.WhichOneof("event"):
+            case "beat":
+                self._owes = False
+                self._beats += 1
+            case "push_over":
+                over = event.push_over
+                push = self._pushes.pop(over.ticket_id, None)
+                if push is not None:
+                    failure = error_from_code(over.code, over.error) if over.code else None
+                    push.over(failure, over.bytes)
+            case "ticket_opened" if listener is not None:
+                listener.rank_opened(event.ticket_opened.ticket_id, self.rank)
+            case "ticket_filled" if listener is not None:
+                filled = event.ticket_filled
+                listener.rank_filled(filled.ticket_id, self.rank, filled.transport, filled.bytes)
+            case "ticket_failed" if listener is not None:
+                failed = event.ticket_failed
+                listener.rank_failed(failed.ticket_id, error_from_code(failed.code, failed.error))
+            case "ticket_freed" if listener is not None:
+                listener.rank_freed(event.ticket_freed.ticket_id, self.rank)
+
+    # What the rank is told
+
+    def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
+        """Have it let in what the ranks of a writer bring for a ticket."""
+        message = rank_pb2.OpenTicket(
+            ticket_id=ticket.ticket_id,
+            writer=ticket.writer,
+            geometry=convert.geometry_to_proto(writer),
+            missing=ticket.missing,
+            lease_ms=int(ticket.lease_s * 1000),
+        )
+        self._commands.put_nowait(Command(open_ticket=message))
+
+    def close_ticket(self, ticket_id: str) -> None:
+        """Have it let in nothing more."""
+        message = rank_pb2.CloseTicket(ticket_id=ticket_id)
+        self._commands.put_nowait(Command(close_ticket=message))
+
+    def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
+        """Have it await the first of a ticket's missing blocks alone."""
+        message = rank_pb2.ShortenTicket(ticket_id=ticket_id, blocks=blocks)
+        self._commands.put_nowait(Command(shorten_ticket=message))
+
+    def push(self, ticket_id: str, receiver: RankedPeer) -> RankPush:
+        """Have it send its part of blocks to a ticket of a receiver."""
+        push = RankPush(ticket_id, self._commands.put_nowait)
+        if self.broken.done():
+            push.over(self.broken.result())
+            return push
+        message = rank_pb2.OpenPush(
+            ticket_id=ticket_id,
+            receiver=receiver.incarnation,
+            geometry=convert.geometry_to_proto(receiver.geometry),
+            addresses=receiver.addresses,
+        )
+        self._commands.put_nowait(Command(open_push=message))
+        self._pushes[ticket_id] = push
+        return push
+
+
+class RankPush:
+    """Implements ``kvtransfer.push_fan.BlockPush``, by another rank."""
+
+    def __init__(self, ticket_id: str, tell: Callable[[Command], None]) -> None:
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ticket_id = ticket_id
+        self._tell = tell
+        self._puts: rank_pb2.PutBlocks | None = None
+        """What is told with the next turn of the loop: blocks of the same layers in one message."""
+        self._ended = False
+
+    def put_layers(self, target: int, source: int, first: int, last: int) -> None:
+        """See ``BlockPush``."""
+        if self.done.done() or self._ended:
+            return
+        puts = self._puts
+        if puts is not None and (puts.first_layer, puts.last_layer) != (first, last):
+            self._flush()
+            puts = None
+        if puts is None:
+            puts = self._puts = rank_pb2.PutBlocks(
+                ticket_id=self._ticket_id, first_layer=first, last_layer=last
+            )
+            asyncio.get_running_loop().call_soon(self._flush)
+        puts.targets.append(target)
+        puts.sources.append(source)
+
+    def _flush(self) -> None:
+        puts, self._puts = self._puts, None
+        if puts is not None and not self.done.done():
+            self._tell(Command(put_blocks=puts))
+
+    def end(self) -> None:
+        """See ``BlockPush``."""
+        if not (self.done.done() or self._ended):
+            self._ended = True
+            self._flush()
+            self._tell(Command(end_push=rank_pb2.EndPush(ticket_id=self._ticket_id)))
+
+    def cancel(self) -> None:
+        """See ``BlockPush``."""
+        if not self.done.done():
+            self._ended = True
+            self._puts = None
+            end = rank_pb2.EndPush(ticket_id=self._ticket_id, is_cancelled=True)
+            self._tell(Command(end_push=end))
+
+    def over(self, error: BatonError | None, count: int = 0) -> None:
+        """Nothing of it is read by that rank any longer."""
+        if error is not None:
+            fail(self.done, error)
+        elif not self.done.done():
+            self.done.set_result(count)
+
+
+class RankLinks:
+    """The links to all other ranks of this worker."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        limits: PairLimits,
+        silence_s: float,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """``addresses`` are those of the ranks from 1 on, ``limits`` are of their pairs with peers.
+
+        ``silence_s``: as for the group that computes, after which a rank is given up.
+        """
+        self.links = [
+            RankLink(rank, address, limits, silence_s, tls)
+            for rank, address in enumerate(addresses, 1)
+        ]
+        self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
+        """The first of them that has broken, and why."""
+        for link in self.links:
+            link.broken.add_done_callback(self._broke)
+
+    def _broke(self, broken: asyncio.Future[BatonError]) -> None:
+        if not self.broken.done():
+            self.broken.set_result(broken.result())
+
+    @property
+    def numbers(self) -> list[int]:
+        return [link.rank for link in self.links]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [link.address for link in self.links]
+
+    async def open(self, identity: Identity) -> None:
+        """Have all ranks begin. Raises BatonError where one does not; then none is left open."""
+        try:
+            await asyncio.gather(*(link.open(identity) for link in self.links))
+        except BaseException:
+            await self.close()
+            raise
+
+    def listen(self, listener: RankListener) -> None:
+        """Tell it what ranks say of tickets."""
+        for link in self.links:
+            link.listener = listener
+
+    def check(self) -> None:
+        """Raises WorkerFailed where a rank is gone."""
+        if self.broken.done():
+            raise WorkerFailed(self.broken.result().message)
+
+    def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
+        """Have all ranks let in what a writer brings for a ticket."""
+        for link in self.links:
+            link.open_ticket(ticket, writer)
+
+    def close_ticket(self, ticket_id: str) -> None:
+        """Have all ranks let in nothing more."""
+        for link in self.links:
+            link.close_ticket(ticket_id)
+
+    def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
+        """Have all ranks await the first of a ticket's missing blocks alone."""
+        for link in self.links:
+            link.shorten_ticket(ticket_id, blocks)
+
+    def push(self, ticket_id: str, receiver: RankedPeer) -> list[RankPush]:
+        """Have all ranks send their parts of blocks."""
+        return [link.push(ticket_id, receiver) for link in self.links]
+
+    def heartbeat(self, now: float) -> None:
+        """Give up who is silent."""
+        for link in self.links:
+            link.heartbeat(now)
+
+    async def close(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(link.close() for link in self.links))

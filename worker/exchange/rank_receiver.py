@@ -1,0 +1,154 @@
+"""What a rank other than rank 0 receives: its parts of tickets that rank 0 has given out.
+
+    open ─all bytes verified, of as many blocks as the writer has→ filled ─rank 0 closes it→ gone
+    open ─damaged bytes, expiry, its writer goes→ failed ─rank 0 closes it→ gone
+    open, failed ─rank 0 closes it, the last copy ended→ freed, gone
+
+Rank 0 hears of each of them, and owns the blocks. Owned by the control loop of the rank; ``now`` is
+passed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from baton import convert
+from baton.errors import BatonError, HandoffError, TicketEnded
+from baton.v1 import rank_pb2
+from kvtransfer.layout import KvLayout
+from kvtransfer.pair import Identity
+from kvtransfer.share_layout import shares_to
+from kvtransfer.ticket import Ticket
+from worker.exchange.ticket_receiver import TicketReceiver
+
+Event = rank_pb2.RankEvent
+
+
+class RankReceiver(TicketReceiver):
+    """Implements ``kvtransfer.inbound.TicketKeeper``; see the module's text."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        tell: Callable[[Event], None],
+        released: Callable[[Ticket, BatonError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``tell`` sends to rank 0; ``released`` gets every ticket that has ended unfilled.
+
+        ``clock``: see ``TicketReceiver``.
+        """
+        super().__init__(clock)
+        self._identity = identity
+        self._tell = tell
+        self._released = released
+        self._closed: set[str] = set()
+        """Of those whose last copy has not ended."""
+
+    def open(self, message: rank_pb2.OpenTicket, now: float) -> None:
+        """Let in what a writer brings."""
+        source = KvLayout.of(convert.geometry_from_proto(message.geometry))
+        target = KvLayout.of(self._identity.geometry)
+        ticket = Ticket(
+            message.ticket_id,
+            (message.ticket_id, 0),
+            message.writer,
+            missing=list(message.missing),
+            pinned=[],
+            block_bytes=target.of_rank(self._identity.rank).block_bytes,
+            lease_s=message.lease_ms / 1000,
+            now=now,
+            shares=shares_to(source, target, self._identity.rank),
+        )
+        self.book.add(ticket)
+        self._tell(Event(ticket_opened=rank_pb2.TicketOpened(ticket_id=ticket.ticket_id)))
+
+    def close(self, ticket_id: str) -> None:
+        """Let in nothing more, and say when nothing is copied any longer."""
+        try:
+            ticket = self.book.get(ticket_id)
+        except TicketEnded:
+            return
+        self._closed.add(ticket_id)
+        if ticket.release():
+            self._released(ticket, TicketEnded(f"ticket {ticket_id} was closed"))
+        self._drop_ended(ticket)
+
+    def shorten(self, ticket_id: str, blocks: int) -> None:
+        """Await the first missing blocks alone. A ticket in whose blocks copies are ends."""
+        try:
+            ticket = self.book.get(ticket_id)
+            ticket.shorten(blocks)
+        except TicketEnded:
+            return  # rank 0 was told
+        except HandoffError as error:
+            self._fail(ticket, error)
+            return
+        self._check_filled(ticket)
+
+    def close_all(self) -> None:
+        """Rank 0 is gone."""
+        for ticket in self.book:
+            self.close(ticket.ticket_id)
+
+    def _drop_ended(self, ticket: Ticket) -> None:
+        if ticket.ticket_id in self._closed and not ticket.copies:
+            self._closed.discard(ticket.ticket_id)
+            self._transports.pop(ticket.ticket_id, None)
+            self.book.drop(ticket)
+            self._tell(Event(ticket_freed=rank_pb2.TicketFreed(ticket_id=ticket.ticket_id)))
+
+    # What pairs tell
+
+    def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
+        """``copied`` bytes were verified and are in place."""
+        ticket = self.book.get(ticket_id)
+        ticket.end_copy()
+        self._check_filled(ticket)
+        self._drop_ended(ticket)
+
+    def _check_filled(self, ticket: Ticket) -> None:
+        if ticket.is_open and ticket.is_complete:
+            filled = rank_pb2.TicketFilled(
+                ticket_id=ticket.ticket_id,
+                bytes=ticket.expected_bytes,
+                transport=self._transports.get(ticket.ticket_id, ""),
+            )
+            self._tell(Event(ticket_filled=filled))
+
+    def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
+        """Bytes were damaged, or did not come."""
+        ticket = self.book.get(ticket_id)
+        ticket.end_copy()
+        self._fail(ticket, error)
+        self._drop_ended(ticket)
+
+    def drop_copy(self, ticket_id: str) -> None:
+        """A copy ended without having begun, because its ticket has."""
+        ticket = self.book.get(ticket_id)
+        ticket.end_copy()
+        self._drop_ended(ticket)
+
+    def writer_gone(self, writer: str, now: float) -> None:
+        """A writer's stream has broken: what it had not sent will not come."""
+        error = HandoffError(f"the connection to {writer} broke before all blocks had come")
+        for ticket in self.book:
+            if ticket.writer == writer and not ticket.is_complete:
+                self._fail(ticket, error)
+
+    def sweep(self, now: float) -> None:
+        """End what has expired. What is filled waits for rank 0."""
+        for ticket in self.book.expired(now):
+            if not ticket.is_complete:
+                silent = f"nothing was heard of {ticket.writer} for {ticket.lease_s} s"
+                self._fail(ticket, HandoffError(f"{self._identity.name}: {silent}"))
+
+    def _fail(self, ticket: Ticket, error: BatonError) -> None:
+        if not ticket.release():
+            return
+        self._released(ticket, error)
+        failed = rank_pb2.TicketFailed(
+            ticket_id=ticket.ticket_id, error=error.message, code=error.code or ""
+        )
+        self._tell(Event(ticket_failed=failed))

@@ -1,0 +1,86 @@
+"""A thread that copies blocks between tiers, one job after another.
+
+    new ─start→ running ─stop→ stopping → ended
+
+It is a daemon, because a disk that does not answer must not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+
+from worker.cores.cores import give_way
+from worker.device.device import use_device
+
+Result = TypeVar("Result")
+
+
+class TierThread:
+    """Made and used on the control loop, except for what it runs."""
+
+    def __init__(self, name: str, device: torch.device, *, gives_way: bool) -> None:
+        """``device`` is that of the blocks. ``gives_way``: whether it has less weight than others
+
+        on a busy CPU.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._device = device
+        self._gives_way = gives_way
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Callable[[], Result]) -> asyncio.Future[Result]:
+        """Queue a job; the future has its result, or what it raised."""
+        future: asyncio.Future[Result] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                self._tell(_set_error, future, error)
+            else:
+                self._tell(_set_result, future, result)
+
+        self._jobs.put(run)
+        return future
+
+    def stop(self, timeout_s: float) -> bool:
+        """End after the jobs that are queued. Blocks up to ``timeout_s`` seconds; returns whether
+
+        it has ended.
+        """
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        use_device(self._device)
+        if self._gives_way:
+            give_way()
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _tell(self, done: Callable[..., None], *values: object) -> None:
+        # The loop was closed meanwhile: nobody is left to be told.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(done, *values)
+
+
+def _set_result(future: asyncio.Future[Result], result: Result) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_error(future: asyncio.Future[Result], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
