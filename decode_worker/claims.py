@@ -6,7 +6,7 @@ one clock; owned by the control loop.
 
 from __future__ import annotations
 
-from kvtransfer.ticket import Attempt
+from kvtransfer.tickets.ticket import Attempt
 
 CLAIM_S = 0.5
 """A claim that is not renewed for so long has lapsed: whoever made it has gone elsewhere."""

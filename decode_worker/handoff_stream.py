@@ -21,7 +21,7 @@ from baton.errors import BatonError, DeadlineExceeded, HandoffError, Unavailable
 from baton.grpc_errors import as_baton_error
 from baton.v1 import decode_pb2
 from decode_worker.receiver import Offer
-from kvtransfer.ticket import Ticket
+from kvtransfer.tickets.ticket import Ticket
 
 if TYPE_CHECKING:
     from decode_worker.role import DecodeRole

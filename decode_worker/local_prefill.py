@@ -23,7 +23,7 @@ from decode_worker.receiver import HandoffReceiver
 from decode_worker.room import RETRY_AFTER_S
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
-from kvtransfer.ticket import Attempt
+from kvtransfer.tickets.ticket import Attempt
 from worker.fetch.fetch import Fetcher, PrefixSource, source_of
 from worker.role import WorkerContext
 from worker.services.first_token import first_of, first_token

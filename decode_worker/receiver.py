@@ -1,6 +1,7 @@
 """The receiving end of handoffs: judges offers, reserves blocks, commits sequences.
 
-The states are those of ``kvtransfer.ticket``. Owned by the control loop; ``now`` is passed in.
+The states are those of ``kvtransfer.tickets.ticket``. Owned by the control loop; ``now`` is
+passed in.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from baton.request import Geometry, SequenceSpec
 from decode_worker.room import Room
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
-from kvtransfer.pair import Identity, check_peer
-from kvtransfer.ticket import Attempt, Ticket
+from kvtransfer.pairs.pair import Identity, check_peer
+from kvtransfer.tickets.ticket import Attempt, Ticket
 from worker.exchange.block_receiver import BlockReceiver
 
 

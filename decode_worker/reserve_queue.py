@@ -17,7 +17,7 @@ from typing import Protocol
 
 from baton.errors import BatonError, NoRoom
 from decode_worker.receiver import Offer
-from kvtransfer.ticket import Attempt, Ticket
+from kvtransfer.tickets.ticket import Attempt, Ticket
 
 MAX_WAITING = 256
 """Reserves in the queue; each keeps a prompt in memory."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from baton.errors import BatonError, Unavailable
 from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.reserve_queue import ReserveQueue
-from kvtransfer.ticket import Attempt, Ticket
+from kvtransfer.tickets.ticket import Attempt, Ticket
 from worker.intake import Intake
 
 

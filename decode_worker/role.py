@@ -34,7 +34,7 @@ from decode_worker.sequence_spans import SequenceSpans
 from decode_worker.service import DecodeServicer
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
-from kvtransfer.ticket import Attempt, Ticket
+from kvtransfer.tickets.ticket import Attempt, Ticket
 from worker.fetch.fetch import Fetcher
 from worker.fetch.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from baton.errors import ConfigError
 from baton.request import Geometry
-from kvtransfer.host_memory import HostMemory
-from kvtransfer.pair import Identity
-from kvtransfer.shared_pool import allocate
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.shared_pool import allocate
+from kvtransfer.pairs.pair import Identity
 
 _FINGERPRINT = "bench"
 _SLOTS, _SIDES, _VALUE_BYTES = 16, 2, 2

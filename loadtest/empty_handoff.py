@@ -25,8 +25,8 @@ from baton.grpc_errors import error_from_rpc
 from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc
-from kvtransfer.pair import Identity
-from kvtransfer.transport import Peer
+from kvtransfer.pairs.pair import Identity
+from kvtransfer.transports.transport import Peer
 from loadtest.bench_pool import bench_pool
 from loadtest.bench_store import bench_store
 from loadtest.line_service import Fields, helper

@@ -20,9 +20,9 @@ from rich.console import Console
 from baton.config import TransportName
 from baton.errors import BatonError, ConfigError
 from baton.host_memory import available_bytes
-from kvtransfer.outbound import Outbound
-from kvtransfer.pair import Identity
-from kvtransfer.transport import Peer
+from kvtransfer.pairs.outbound import Outbound
+from kvtransfer.pairs.pair import Identity
+from kvtransfer.transports.transport import Peer
 from loadtest.bench_pool import BenchPool, bench_pool, identity_of
 from loadtest.empty_handoff import EmptySettings, measure_empty_handoffs
 from loadtest.line_service import Helper, helper

@@ -15,8 +15,8 @@ from baton.background import end_tasks
 from baton.config import MIB, Config, TlsConfig, TransportName
 from baton.metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
-from kvtransfer.memory import BlockMemory
-from kvtransfer.pair import Identity, PairLimits
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.pairs.pair import Identity, PairLimits
 from worker.device.process_tuning import keep_buffers, spare_the_interpreter
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange

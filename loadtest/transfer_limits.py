@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from baton.errors import WorkerFailed
 from baton.grpc_channel import make_blocking_server, open_blocking_channel
-from kvtransfer.grpc_transport import CHUNK_BYTES
+from kvtransfer.transports.grpc_transport import CHUNK_BYTES
 
 LOOPBACK = "127.0.0.1"
 LIMITS = {"shm": "memcpy", "grpc": "grpcio", "gloo": "socket", "nixl": "socket"}

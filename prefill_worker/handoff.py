@@ -22,11 +22,11 @@ from baton.logprobs import TokenLogprobs
 from baton.request import FirstToken, SequenceSpec
 from baton.tracing import begin_span, context_of, fail_span
 from baton.v1 import decode_pb2
-from kvtransfer.negotiation import Fit, check_geometry
-from kvtransfer.outbound import Outbound
-from kvtransfer.push_fan import BlockPush
-from kvtransfer.put_plan import Part, PutPlan
-from kvtransfer.transport import Peer
+from kvtransfer.pairs.negotiation import Fit, check_geometry
+from kvtransfer.pairs.outbound import Outbound
+from kvtransfer.pairs.push_fan import BlockPush
+from kvtransfer.pairs.put_plan import Part, PutPlan
+from kvtransfer.transports.transport import Peer
 from worker.conversion.converted_blocks import ConvertedBlocks, Staging
 from worker.exchange.handoff_calls import HandoffCalls
 from worker.role import WorkerContext

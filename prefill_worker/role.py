@@ -22,7 +22,7 @@ from baton.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
-from kvtransfer.transport import Peer
+from kvtransfer.transports.transport import Peer
 from prefill_worker.handoff import Handoff
 from worker.conversion.converted_blocks import Staging
 from worker.fetch.fetch import Fetcher, PrefixSource, source_of

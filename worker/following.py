@@ -23,8 +23,8 @@ import torch
 from engine.engine import build_following, device_of
 from engine.parallel.ranks import FORM_S, FollowingRank
 from engine.parallel.step_channel import GroupAddress
-from kvtransfer.memory import BlockMemory
-from kvtransfer.transport import Transport
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.transport import Transport
 from worker.cores.cores import give_way
 from worker.device.device import DeviceWatch, use_device
 from worker.device.device_fault import described

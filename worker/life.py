@@ -29,8 +29,8 @@ from baton.registry import WorkerRecord
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S
-from kvtransfer.memory import BlockMemory
-from kvtransfer.pair import Identity, PairLimits
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.pairs.pair import Identity, PairLimits
 from worker.core.control_loop import ControlLoop
 from worker.costs.step_costs import StepCosts
 from worker.exchange.block_receiver import BlockReceiver

@@ -16,7 +16,7 @@ from baton.request import SequenceSpec
 from engine.engine import Engine
 from engine.local import make_sequence
 from engine.scheduling.sequence import Sequence
-from kvtransfer.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory
 from worker.core.control_loop import ControlLoop, SequenceListener
 from worker.exchange.exchange import Exchange
 from worker.intake import Intake

@@ -287,7 +287,7 @@ def _interconnect() -> str:
     """Two processes of this machine, as two workers are."""
     imported("torch")
     from deploy.doctor.pair_check import check_pair  # noqa: PLC0415
-    from kvtransfer.group_transport import Backend  # noqa: PLC0415
+    from kvtransfer.transports.process_group.transport import Backend  # noqa: PLC0415
 
     backend: Backend = "gloo"
     devices = "cpu", "cpu"

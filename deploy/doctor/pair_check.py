@@ -24,7 +24,7 @@ import psutil
 from baton.errors import Unavailable
 
 if TYPE_CHECKING:
-    from kvtransfer.group_transport import Backend
+    from kvtransfer.transports.process_group.transport import Backend
 
 MIBS = (1, 8, 64)
 _DEADLINE_S = 90.0

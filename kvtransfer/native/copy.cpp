@@ -1,4 +1,4 @@
-// Copies bytes and sums up their NH checksum in one pass: see kvtransfer/checksum.py for what it is.
+// Copies bytes and sums up their NH checksum in one pass: see kvtransfer/memory/checksum.py for what it is.
 //
 // Word i of the first half is multiplied with word i of the second, so two streams half a piece
 // apart are read and written side by side. The keys are computed as they are needed: a table of them

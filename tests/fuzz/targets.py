@@ -247,14 +247,10 @@ def _http_body_seeds() -> list[bytes]:
 
 def _handoff() -> Callable[[bytes], None]:
     from baton.errors import BatonError
-    from kvtransfer import (
-        cuda_ipc_transport,
-        frames,
-        group_transport,
-        nixl_transport,
-        shm_transport,
-    )
-    from kvtransfer.transport import Peer
+    from kvtransfer.transports import cuda_ipc_transport, frames, shm_transport
+    from kvtransfer.transports.nixl import transport as nixl_transport
+    from kvtransfer.transports.process_group import transport as group_transport
+    from kvtransfer.transports.transport import Peer
 
     peer = Peer("writer", "127.0.0.1:1")
 
@@ -278,7 +274,7 @@ def _handoff() -> Callable[[bytes], None]:
 
 
 def _handoff_seeds() -> list[bytes]:
-    from kvtransfer.frames import Frame
+    from kvtransfer.transports.frames import Frame
 
     frame = Frame(3, 5)
     frame.data[:] = b"block"

@@ -12,7 +12,7 @@ from baton.errors import ConfigError, HandoffError, WorkerFailed
 from baton.http_api import event_of
 from baton.v1 import worker_pb2
 from deploy.models.gguf_convert import convert as convert_gguf
-from kvtransfer import shm_transport
+from kvtransfer.transports import shm_transport
 from tests.fuzz.targets import TARGETS
 from tests.support.deploy.tiny_gguf import write_gguf
 

@@ -12,9 +12,9 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.host_memory import HostMemory
-from kvtransfer.nixl_transport import NixlTransport
-from kvtransfer.transport import Batch, Parts, Peer
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.transports.nixl.transport import NixlTransport
+from kvtransfer.transports.transport import Batch, Parts, Peer
 
 BLOCKS, BLOCK_BYTES = 32, 1 << 20
 WHOLE = Parts(tuple(range(BLOCKS)), 0, BLOCK_BYTES)

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import torch
 
 from baton.errors import BatonError, Unavailable
-from kvtransfer.group_transport import Backend, GroupTransport
-from kvtransfer.host_memory import HostMemory
-from kvtransfer.memory import BlockMemory
-from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.process_group.transport import Backend, GroupTransport
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink
 from worker.device.gpu_memory import GpuMemory
 
 ROOT = Path(__file__).resolve().parents[2]

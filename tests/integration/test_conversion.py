@@ -14,9 +14,9 @@ from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate
-from kvtransfer.layout import KvLayout
-from kvtransfer.pair import Identity
-from kvtransfer.transport import Peer
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.pairs.pair import Identity
+from kvtransfer.transports.transport import Peer
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from worker.conversion.kv_converter import Converter
 from worker.role import WorkerContext

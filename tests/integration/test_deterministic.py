@@ -29,7 +29,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.speculation import MOST_DRAFT_TOKENS, Speculation
 from engine.step.step import StepInput, StepModel, StepOutput
-from kvtransfer.host_memory import HostMemory
+from kvtransfer.memory.host_memory import HostMemory
 from tests.support.engine.drafters import Oracle, WholeDrafts
 from tests.support.mini_cluster import mini_cluster
 from tests.support.models import VOCAB, make_tiny_model

@@ -35,13 +35,13 @@ from baton.v1 import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
-from kvtransfer.checksum import segment_checksum
-from kvtransfer.grpc_transport import GrpcTransport
-from kvtransfer.links import ReadSendLink
-from kvtransfer.memory import BlockMemory
-from kvtransfer.negotiation import TRANSPORTS
-from kvtransfer.shm_transport import ShmReceiveLink
-from kvtransfer.transport import Batch, Packed, Parts
+from kvtransfer.memory.checksum import segment_checksum
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.pairs.negotiation import TRANSPORTS
+from kvtransfer.transports.grpc_transport import GrpcTransport
+from kvtransfer.transports.links import ReadSendLink
+from kvtransfer.transports.shm_transport import ShmReceiveLink
+from kvtransfer.transports.transport import Batch, Packed, Parts
 from router.core.request import OutputDelta
 from router.workers.prefill_stream import PrefillStream
 from tests.integration.test_handoff import local_answer, prompt_of

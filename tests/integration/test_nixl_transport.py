@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from baton.errors import DeadlineExceeded, WorkerFailed
-from kvtransfer.checksum import checksum
-from kvtransfer.host_memory import HostMemory
-from kvtransfer.nixl_transport import NixlReceiveLink, NixlTransport
-from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch, Parts, Peer
+from kvtransfer.memory.checksum import checksum
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.transports.nixl.transport import NixlReceiveLink, NixlTransport
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Batch, Parts, Peer
 from tests.integration.nixl_worker_script import (
     BLOCK_BYTES,
     BLOCKS,

@@ -23,7 +23,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
 from engine.scheduling.block_pool import BlockPool
-from kvtransfer.transport import Peer
+from kvtransfer.transports.transport import Peer
 from prefill_worker.role import PrefillRole
 from router.workers.prefill_stream import PrefillStream
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.checksum import KEY_SEED, LENGTH_FACTOR, checksum
+from kvtransfer.memory.checksum import KEY_SEED, LENGTH_FACTOR, checksum
 
 MASK32 = (1 << 32) - 1
 MASK64 = (1 << 64) - 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.checksum import checksum
+from kvtransfer.memory.checksum import checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 100.0
@@ -66,7 +66,7 @@ def test_it_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("size", [8, 8 * 1024, 8 * 1025, 1 << 20, 16 << 20])
 def test_on_a_gpu_it_equals_numpy(size: int) -> None:
-    from kvtransfer.checksum_triton import checksum_tensor  # noqa: PLC0415 - compiles on a GPU
+    from kvtransfer.memory.checksum_triton import checksum_tensor  # noqa: PLC0415 - compiles on a GPU
 
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     assert checksum_tensor(data.cuda()) == checksum(data.numpy().tobytes())
@@ -75,7 +75,7 @@ def test_on_a_gpu_it_equals_numpy(size: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("size", [8, 8 * 1024, 8 * 1025, 1 << 20, 16 << 20])
 def test_on_a_gpu_it_copies(size: int) -> None:
-    from kvtransfer.checksum_triton import copy_words  # noqa: PLC0415 - compiles on a GPU
+    from kvtransfer.memory.checksum_triton import copy_words  # noqa: PLC0415 - compiles on a GPU
 
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     source, to = data.cuda(), torch.empty(size, dtype=torch.uint8, device="cuda")

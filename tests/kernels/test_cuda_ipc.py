@@ -9,4 +9,6 @@ from tests.kernels.gpu.interpreted import run_interpreted
 
 @pytest.mark.timeout(120)
 def test_the_kernel_reads_a_writers_blocks_by_their_address() -> None:
-    run_interpreted("tests/unit/kvtransfer/test_cuda_ipc_transport.py", "not long", 100.0)
+    run_interpreted(
+        "tests/unit/kvtransfer/transports/test_cuda_ipc_transport.py", "not long", 100.0
+    )

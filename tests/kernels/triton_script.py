@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtransfer import checksum_triton
-from kvtransfer.checksum import KEY_SEED, checksum
+from kvtransfer.memory import checksum_triton
+from kvtransfer.memory.checksum import KEY_SEED, checksum
 
 BLOCK = checksum_triton.BLOCK
 SIZES = (0, 8, 16, 8 * (BLOCK - 1), 8 * BLOCK, 8 * (BLOCK + 1), 8 * (3 * BLOCK + 7))

@@ -1,4 +1,4 @@
-"""kvtransfer/group_transport.py does with gloo what every transport does."""
+"""kvtransfer/transports/process_group/transport.py does with gloo what every transport does."""
 
 from __future__ import annotations
 

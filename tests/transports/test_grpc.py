@@ -1,4 +1,4 @@
-"""kvtransfer/grpc_transport.py does what every transport does."""
+"""kvtransfer/transports/grpc_transport.py does what every transport does."""
 
 from __future__ import annotations
 

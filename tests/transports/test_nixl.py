@@ -1,4 +1,4 @@
-"""kvtransfer/nixl_transport.py does what every transport does."""
+"""kvtransfer/transports/nixl/transport.py does what every transport does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvtransfer/shm_transport.py does what every transport does."""
+"""kvtransfer/transports/shm_transport.py does what every transport does."""
 
 from __future__ import annotations
 

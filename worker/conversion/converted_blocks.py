@@ -19,9 +19,9 @@ import torch
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import Geometry
 from engine.kv.kv_cache import KvCache
-from kvtransfer import copying
-from kvtransfer.layout import KvLayout
-from kvtransfer.memory import PartByPart, SharedFile, check_part
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.memory import copying
+from kvtransfer.memory.memory import PartByPart, SharedFile, check_part
 from worker.conversion.kv_converter import Converter
 
 
@@ -63,7 +63,7 @@ class Staging:
 
 
 class ConvertedBlocks(PartByPart):
-    """``kvtransfer.memory.BlockMemory`` over one sequence, to read only.
+    """``kvtransfer.memory.memory.BlockMemory`` over one sequence, to read only.
 
     Block n is the nth block of the sequence as the receiver counts them.
     """

@@ -1,6 +1,6 @@
 """KV blocks of this worker as another worker's: of another block size, KV type or rank.
 
-The plan is ``kvtransfer.plan``'s, over tokens; what a value becomes is
+The plan is ``kvtransfer.layout.plan``'s, over tokens; what a value becomes is
 ``engine.kv.kv_quantization``'s: what the other worker's cache would hold if it had been given the
 values that this one holds.
 """
@@ -21,8 +21,8 @@ from engine.kv.kv_quantization import (
     has_scales,
     quantize_kv,
 )
-from kvtransfer.layout import FILLED_BYTES, KvLayout
-from kvtransfer.plan import check_convertible, overlaps
+from kvtransfer.layout.layout import FILLED_BYTES, KvLayout
+from kvtransfer.layout.plan import check_convertible, overlaps
 
 _DTYPES = PLAIN_KV_DTYPES | KV_DTYPES
 """Of a layout's codes."""

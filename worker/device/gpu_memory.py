@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtransfer import copying
-from kvtransfer.checksum_triton import checksum_tensor
-from kvtransfer.memory import PartByPart, SharedFile, check_part
+from kvtransfer.memory import copying
+from kvtransfer.memory.checksum_triton import checksum_tensor
+from kvtransfer.memory.memory import PartByPart, SharedFile, check_part
 
 
 class GpuMemory(PartByPart):
-    """``kvtransfer.memory.BlockMemory`` over blocks on a CUDA device.
+    """``kvtransfer.memory.memory.BlockMemory`` over blocks on a CUDA device.
 
     Safe beside a running step, because a block that is read is complete, and one that is written is
     in no plan before its copy has ended. One part at a time goes through the pinned staging of one

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from engine.kv.kv_cache import KvCache, allocate_plain
-from kvtransfer.host_memory import HostMemory
-from kvtransfer.memory import BlockMemory
-from kvtransfer.shared_pool import SharedPool, allocate
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.shared_pool import SharedPool, allocate
 
 
 class PoolMemory:

@@ -1,6 +1,7 @@
 """The receiving side of every transfer to this worker: promises blocks, lets copies in, ends them.
 
-Owned by the control loop. The states are those of ``kvtransfer.ticket``; ``now`` is passed in.
+Owned by the control loop. The states are those of ``kvtransfer.tickets.ticket``; ``now`` is
+passed in.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.metrics import WorkerMetrics
 from baton.request import Geometry
 from engine.scheduling.block_pool import BlockPool
-from kvtransfer.layout import KvLayout
-from kvtransfer.push_fan import fail
-from kvtransfer.share_layout import ShareLayout, shares_to
-from kvtransfer.ticket import Attempt, Purpose, Ticket
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.share_layout import ShareLayout, shares_to
+from kvtransfer.pairs.push_fan import fail
+from kvtransfer.tickets.ticket import Attempt, Purpose, Ticket
 from worker.exchange.ticket_receiver import TicketReceiver
 
 NO_TRANSPORT = "none"
@@ -66,7 +67,7 @@ class _Opening:
 
 
 class BlockReceiver(TicketReceiver):
-    """Implements ``kvtransfer.inbound.TicketKeeper``."""
+    """Implements ``kvtransfer.pairs.inbound.TicketKeeper``."""
 
     def __init__(
         self,

@@ -18,13 +18,13 @@ from baton.grpc_channel import open_channel
 from baton.grpc_errors import call_errors
 from baton.tls import TlsFiles
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.inbound import Inbound
-from kvtransfer.memory import BlockMemory
-from kvtransfer.negotiation import Fit
-from kvtransfer.outbound import Outbound
-from kvtransfer.pair import Identity, PairLimits, check_peer
-from kvtransfer.push_fan import BlockPush, PushFan
-from kvtransfer.transport import Peer, Transport
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.pairs.inbound import Inbound
+from kvtransfer.pairs.negotiation import Fit
+from kvtransfer.pairs.outbound import Outbound
+from kvtransfer.pairs.pair import Identity, PairLimits, check_peer
+from kvtransfer.pairs.push_fan import BlockPush, PushFan
+from kvtransfer.transports.transport import Peer, Transport
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.handoff_calls import HandoffCalls
 from worker.exchange.outbound_pairs import OutboundPairs

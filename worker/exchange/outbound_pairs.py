@@ -18,9 +18,9 @@ import grpc.aio
 from baton.background import end_tasks
 from baton.errors import WorkerFailed
 from baton.grpc_channel import open_channel
-from kvtransfer.outbound import Outbound
-from kvtransfer.pair import Identity, PairLimits
-from kvtransfer.transport import Peer, Transport
+from kvtransfer.pairs.outbound import Outbound
+from kvtransfer.pairs.pair import Identity, PairLimits
+from kvtransfer.transports.transport import Peer, Transport
 
 
 class OutboundPairs:

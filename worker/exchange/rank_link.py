@@ -27,9 +27,9 @@ from baton.request import Geometry
 from baton.silence import SilenceWatch
 from baton.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc
-from kvtransfer.pair import Identity, PairLimits
-from kvtransfer.push_fan import fail
-from kvtransfer.ticket import Ticket
+from kvtransfer.pairs.pair import Identity, PairLimits
+from kvtransfer.pairs.push_fan import fail
+from kvtransfer.tickets.ticket import Ticket
 from worker.exchange.rank_sender import RankedPeer
 
 log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class RankLink:
 
 
 class RankPush:
-    """Implements ``kvtransfer.push_fan.BlockPush``, by another rank."""
+    """Implements ``kvtransfer.pairs.push_fan.BlockPush``, by another rank."""
 
     def __init__(self, ticket_id: str, tell: Callable[[Command], None]) -> None:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()

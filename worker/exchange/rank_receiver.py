@@ -16,17 +16,17 @@ from collections.abc import Callable
 from baton import convert
 from baton.errors import BatonError, HandoffError, TicketEnded
 from baton.v1 import rank_pb2
-from kvtransfer.layout import KvLayout
-from kvtransfer.pair import Identity
-from kvtransfer.share_layout import shares_to
-from kvtransfer.ticket import Ticket
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.share_layout import shares_to
+from kvtransfer.pairs.pair import Identity
+from kvtransfer.tickets.ticket import Ticket
 from worker.exchange.ticket_receiver import TicketReceiver
 
 Event = rank_pb2.RankEvent
 
 
 class RankReceiver(TicketReceiver):
-    """Implements ``kvtransfer.inbound.TicketKeeper``; see the module's text."""
+    """Implements ``kvtransfer.pairs.inbound.TicketKeeper``; see the module's text."""
 
     def __init__(
         self,

@@ -12,11 +12,11 @@ from functools import lru_cache
 
 from baton.errors import HandoffError
 from baton.request import Geometry
-from kvtransfer.layout import KvLayout
-from kvtransfer.pair import Identity
-from kvtransfer.plan import shares
-from kvtransfer.push_fan import BlockPush, LatePush, PushFan
-from kvtransfer.transport import Peer
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.plan import shares
+from kvtransfer.pairs.pair import Identity
+from kvtransfer.pairs.push_fan import BlockPush, LatePush, PushFan
+from kvtransfer.transports.transport import Peer
 from worker.exchange.outbound_pairs import OutboundPairs
 
 

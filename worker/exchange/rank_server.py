@@ -27,11 +27,11 @@ from baton.listening_clock import ListeningClock
 from baton.peer_roles import PeerRoles
 from baton.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc, transfer_pb2, transfer_pb2_grpc
-from kvtransfer.inbound import Inbound
-from kvtransfer.pair import Identity, PairLimits
-from kvtransfer.push_fan import PushFan
-from kvtransfer.ticket import Ticket
-from kvtransfer.transport import Transport
+from kvtransfer.pairs.inbound import Inbound
+from kvtransfer.pairs.pair import Identity, PairLimits
+from kvtransfer.pairs.push_fan import PushFan
+from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.transports.transport import Transport
 from worker.exchange.outbound_pairs import OutboundPairs
 from worker.exchange.rank_receiver import RankReceiver
 from worker.exchange.rank_sender import RankedPeer, RankSender

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.errors import TicketEnded
-from kvtransfer.ticket_book import TicketBook
+from kvtransfer.tickets.ticket_book import TicketBook
 
 
 class TicketReceiver:
-    """The shared part of ``kvtransfer.inbound.TicketKeeper``."""
+    """The shared part of ``kvtransfer.pairs.inbound.TicketKeeper``."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` is that of leases, in seconds; see ``baton.listening_clock``."""

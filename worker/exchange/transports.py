@@ -9,13 +9,13 @@ from concurrent.futures import Executor
 from baton.config import MIB, Config
 from baton.errors import ConfigError
 from baton.tls import TlsFiles
-from kvtransfer.cuda_ipc_transport import CudaIpcTransport
-from kvtransfer.group_transport import GroupTransport
-from kvtransfer.grpc_transport import GrpcTransport
-from kvtransfer.memory import BlockMemory
-from kvtransfer.nixl_transport import NixlTransport
-from kvtransfer.shm_transport import ShmTransport
-from kvtransfer.transport import Transport
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.cuda_ipc_transport import CudaIpcTransport
+from kvtransfer.transports.grpc_transport import GrpcTransport
+from kvtransfer.transports.nixl.transport import NixlTransport
+from kvtransfer.transports.process_group.transport import GroupTransport
+from kvtransfer.transports.shm_transport import ShmTransport
+from kvtransfer.transports.transport import Transport
 
 log = logging.getLogger(__name__)
 

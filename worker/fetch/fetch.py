@@ -3,8 +3,8 @@
     (no ticket) ─promise→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED (they are the sequence's)
     RESERVED, RECEIVING ─holder gone, refused, too slow, damaged, aborted→ RELEASED
 
-The states are those of ``kvtransfer.ticket``: here the reader's own. Whatever goes wrong costs
-time, never the request: the blocks are computed then. Owned by the control loop.
+The states are those of ``kvtransfer.tickets.ticket``: here the reader's own. Whatever goes wrong
+costs time, never the request: the blocks are computed then. Owned by the control loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from baton.hashing import last_hashes
 from baton.request import Geometry
 from baton.v1 import prefill_pb2
 from engine.scheduling.sequence import Sequence
-from kvtransfer.ticket import Purpose, Ticket
-from kvtransfer.transport import Peer
+from kvtransfer.tickets.ticket import Purpose, Ticket
+from kvtransfer.transports.transport import Peer
 from worker.exchange.block_receiver import NO_TRANSPORT
 from worker.fetch.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext

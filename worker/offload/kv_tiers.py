@@ -21,7 +21,7 @@ from engine.engine import Engine
 from engine.scheduling.block_tier import BlockTier
 from engine.scheduling.block_tiers import BlockTiers
 from engine.scheduling.sequence import Sequence
-from kvtransfer.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory
 from worker.costs.step_costs import StepCosts
 from worker.offload.tier_estimates import TierEstimates
 from worker.offload.tier_loader import TierLoader

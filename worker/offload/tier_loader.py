@@ -26,7 +26,7 @@ from baton.metrics import TierSeries
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_tiers import BlockTiers, Found
 from engine.scheduling.scheduler import Scheduler
-from kvtransfer.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory
 from worker.offload.tier_estimates import TierEstimates
 from worker.offload.tier_storage import TierStorage
 from worker.offload.tier_thread import TierThread

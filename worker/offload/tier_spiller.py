@@ -16,8 +16,8 @@ from functools import partial
 from baton.errors import ChecksumMismatch
 from baton.metrics import TierSeries
 from engine.scheduling.block_tiers import BlockTiers, Spill
-from kvtransfer import copying
-from kvtransfer.memory import BlockMemory
+from kvtransfer.memory import copying
+from kvtransfer.memory.memory import BlockMemory
 from worker.offload.tier_storage import TierStorage
 from worker.offload.tier_thread import TierThread
 

@@ -1,6 +1,7 @@
 """The bytes of a tier's slots: in memory of the host, or in a file.
 
-Each slot's checksum (``kvtransfer.checksum``) is kept beside it, in memory, from the moment the
+Each slot's checksum (``kvtransfer.memory.checksum``) is kept beside it, in memory, from the
+moment the
 block is stored, and verified whenever its bytes are read. Used by one thread that stores and one
 that loads; the control loop sees to it that they never use one slot at a time.
 """

@@ -9,8 +9,8 @@ import grpc.aio
 from baton import convert
 from baton.grpc_errors import guarded
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.pair import Identity
-from kvtransfer.transport import Peer
+from kvtransfer.pairs.pair import Identity
+from kvtransfer.transports.transport import Peer
 from worker.exchange.exchange import Exchange
 
 Context = grpc.aio.ServicerContext[object, object]

@@ -26,10 +26,10 @@ from rich.console import Console
 from baton.config import TransportName
 from baton.errors import ConfigError
 from baton.request import Geometry
-from kvtransfer.layout import KvLayout
-from kvtransfer.pair import Identity
-from kvtransfer.plan import plan
-from kvtransfer.transport import Peer
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.plan import plan
+from kvtransfer.pairs.pair import Identity
+from kvtransfer.transports.transport import Peer
 from loadtest.bench_pool import bench_pool
 from loadtest.line_service import Helper, helper
 from loadtest.machine import this_machine

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from baton.config import Config
 from baton.request import Geometry
-from kvtransfer.layout import KvLayout
+from kvtransfer.layout.layout import KvLayout
 from loadtest.bench_pool import bench_pool
 from loadtest.line_service import Asker, Fields, run_helper
 from loadtest.transfer_end import LOOPBACK, TRANSFER_THREADS

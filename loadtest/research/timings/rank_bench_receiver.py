@@ -11,9 +11,9 @@ from baton.errors import BatonError
 from baton.grpc_channel import make_server
 from baton.request import Geometry
 from baton.v1 import transfer_pb2_grpc
-from kvtransfer.layout import KvLayout
-from kvtransfer.pair import Identity
-from kvtransfer.ticket import Ticket
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.pairs.pair import Identity
+from kvtransfer.tickets.ticket import Ticket
 from loadtest.bench_pool import bench_pool
 from loadtest.line_service import Asker, Fields, run_helper
 from loadtest.transfer_end import LOOPBACK, transfer_end

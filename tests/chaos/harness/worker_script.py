@@ -38,8 +38,8 @@ from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan, StepResult
-from kvtransfer import outbound
-from kvtransfer.ticket import Ticket
+from kvtransfer.pairs import outbound
+from kvtransfer.tickets.ticket import Ticket
 from prefill_worker.handoff import Handoff
 from prefill_worker.role import PrefillRole
 from worker.exchange.block_receiver import BlockReceiver

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.checksum import checksum
-from kvtransfer.memory import PartByPart, SharedFile
+from kvtransfer.memory.checksum import checksum
+from kvtransfer.memory.memory import PartByPart, SharedFile
 
 
 class ArrayMemory(PartByPart):

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, WorkerFailed
-from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink
 from tests.support.kvtransfer.ends import BLOCK_BYTES, BLOCKS, DEADLINE_S, Bytes, End, some_blocks
 from tests.support.kvtransfer.writer_process import WriterProcess
 

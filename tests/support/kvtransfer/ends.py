@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.group_transport import GroupTransport
-from kvtransfer.grpc_transport import GrpcTransport
-from kvtransfer.host_memory import HostMemory
-from kvtransfer.nixl_transport import NixlTransport
-from kvtransfer.shared_pool import allocate
-from kvtransfer.shm_transport import ShmTransport
-from kvtransfer.transport import Transport
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.shared_pool import allocate
+from kvtransfer.transports.grpc_transport import GrpcTransport
+from kvtransfer.transports.nixl.transport import NixlTransport
+from kvtransfer.transports.process_group.transport import GroupTransport
+from kvtransfer.transports.shm_transport import ShmTransport
+from kvtransfer.transports.transport import Transport
 
 BLOCKS = 48
 BLOCK_BYTES = (96 << 10) + 64

@@ -1,4 +1,5 @@
-"""CUDA's driver as ``kvtransfer.cuda_ipc`` calls it, with the host's memory in place of GPUs'."""
+"""CUDA's driver as ``kvtransfer.transports.cuda_ipc`` calls it, with the host's memory in place
+of GPUs'."""
 
 from __future__ import annotations
 

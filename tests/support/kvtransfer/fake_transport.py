@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 from baton.errors import HandoffError, WorkerFailed
-from kvtransfer.links import OpenTransfers
-from kvtransfer.memory import BlockMemory
-from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch, Packed, Parts, Peer
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.links import OpenTransfers
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
 
 PART_BYTES, BATCH_BYTES = 64, 128
 
@@ -67,7 +67,7 @@ class FakeReceiveLink:
 
 
 class FakeTransport:
-    """Implements ``kvtransfer.transport.Transport``, under the name of a real one."""
+    """Implements ``kvtransfer.transports.transport.Transport``, under the name of a real one."""
 
     part_bytes = PART_BYTES
     batch_bytes = BATCH_BYTES

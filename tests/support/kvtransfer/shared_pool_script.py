@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvtransfer.shared_pool import allocate, inode_of
+from kvtransfer.memory.shared_pool import allocate, inode_of
 
 SIZE = (1 << 20) + 64
 

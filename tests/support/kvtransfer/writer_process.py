@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvtransfer.transport import Batch, Parts, Peer
+from kvtransfer.transports.transport import Batch, Parts, Peer
 from tests.support.kvtransfer.ends import BLOCK_BYTES, DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[3]

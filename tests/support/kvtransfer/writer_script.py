@@ -13,7 +13,7 @@ import json
 import sys
 from collections import deque
 
-from kvtransfer.transport import Packed, Parts, Peer
+from kvtransfer.transports.transport import Packed, Parts, Peer
 from tests.support.kvtransfer.ends import BLOCK_BYTES, DEADLINE_S, End
 
 

@@ -21,8 +21,8 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
-from kvtransfer.memory import BlockMemory
-from kvtransfer.transport import Peer
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.transport import Peer
 from tests.support.engine.fake_engine import FakeEngine
 from worker.core import control_loop
 from worker.core.chunk_slack import ChunkSlack

@@ -20,7 +20,7 @@ from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate, make_sequence
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
-from kvtransfer.host_memory import HostMemory
+from kvtransfer.memory.host_memory import HostMemory
 from worker.core.control_loop import ControlLoop
 from worker.core.gauges import WorkerGauges
 from worker.costs.step_costs import StepCosts

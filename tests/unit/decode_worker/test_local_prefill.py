@@ -24,7 +24,7 @@ from decode_worker import local_prefill
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
-from kvtransfer.transport import Peer
+from kvtransfer.transports.transport import Peer
 from tests.support.engine.fake_engine import answer, kv_of
 from tests.support.worker.manual_worker import (
     BLOCK_BYTES,

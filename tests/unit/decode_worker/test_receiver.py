@@ -31,8 +31,8 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
-from kvtransfer.ticket import Ticket, TicketState
-from kvtransfer.ticket_book import TOMBSTONE_S
+from kvtransfer.tickets.ticket import Ticket, TicketState
+from kvtransfer.tickets.ticket_book import TOMBSTONE_S
 from worker.exchange.block_receiver import NO_TRANSPORT, BlockReceiver
 
 GEOMETRY = Geometry(2, 1, 1, 8, "float32")

@@ -12,7 +12,7 @@ from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
 from decode_worker.receiver import Offer
 from decode_worker.reserve_queue import ReserveQueue
-from kvtransfer.ticket import Ticket
+from kvtransfer.tickets.ticket import Ticket
 
 Asked = Future[Ticket]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtransfer.checksum import checksum
-from kvtransfer.memory import PartByPart, SharedFile, check_part
+from kvtransfer.memory.checksum import checksum
+from kvtransfer.memory.memory import PartByPart, SharedFile, check_part
 from tests.support.engine.fake_engine import kv_of
 
 BLOCK_SIZE = 4
@@ -17,7 +17,7 @@ def kv_bytes(tokens: list[int]) -> bytes:
 
 
 class SimulatedMemory(PartByPart):
-    """Implements ``kvtransfer.memory.BlockMemory``."""
+    """Implements ``kvtransfer.memory.memory.BlockMemory``."""
 
     device = "cpu"
     block_bytes = BLOCK_BYTES

@@ -19,7 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from baton.v1 import decode_pb2
-from kvtransfer.transport import Parts
+from kvtransfer.transports.transport import Parts
 from tests.unit.handoff_model.memory import SimulatedMemory
 from tests.unit.handoff_model.process import Process
 from tests.unit.handoff_model.virtual_time import VirtualTime

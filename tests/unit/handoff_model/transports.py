@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
-from kvtransfer.checksum import checksum
-from kvtransfer.links import OpenTransfers, check_part
-from kvtransfer.memory import BlockMemory
-from kvtransfer.transfer import Transfer
-from kvtransfer.transport import Batch, Packed, Parts, Peer
+from kvtransfer.memory.checksum import checksum
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.links import OpenTransfers, check_part
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
 from tests.unit.handoff_model.memory import BLOCK_BYTES, SimulatedMemory
 from tests.unit.handoff_model.network import DATA, Fault, Network, Server, Wire, flip
 from tests.unit.handoff_model.process import Process

@@ -19,9 +19,9 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
-from kvtransfer.pair import Identity, PairLimits
-from kvtransfer.ticket import Attempt, Purpose, Ticket
-from kvtransfer.transport import Parts, Transport
+from kvtransfer.pairs.pair import Identity, PairLimits
+from kvtransfer.tickets.ticket import Attempt, Purpose, Ticket
+from kvtransfer.transports.transport import Parts, Transport
 from prefill_worker.role import PrefillRole
 from tests.support.engine.fake_engine import next_token
 from tests.unit.handoff_model.memory import (
@@ -359,7 +359,7 @@ TIMED_MODULES = (
     "decode_worker.local_prefill",
     "decode_worker.reserves",
     "decode_worker.role",
-    "kvtransfer.outbound",
+    "kvtransfer.pairs.outbound",
     "prefill_worker.handoff",
     "prefill_worker.role",
     "worker.core.control_loop",

@@ -101,7 +101,7 @@ def test_without_a_transport_that_works_nothing_is_measured(
         raise ConfigError("not on this machine")
 
     # The helper process has its own: the sender's end is the one that refuses.
-    monkeypatch.setattr("kvtransfer.shm_transport.ShmTransport.register", refuse)
+    monkeypatch.setattr("kvtransfer.transports.shm_transport.ShmTransport.register", refuse)
     arguments = ["bench", "transfer", "--model", "none", "--most", "1", "--transport", "shm"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1

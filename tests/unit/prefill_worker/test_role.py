@@ -11,7 +11,7 @@ import pytest
 from baton.errors import DeadlineExceeded
 from baton.request import SequenceSpec
 from baton.v1 import prefill_pb2
-from kvtransfer.transport import Peer
+from kvtransfer.transports.transport import Peer
 from prefill_worker import role as role_module
 from prefill_worker.role import PrefillRole
 from tests.support.worker.manual_worker import ManualWorker, settle, spec_of

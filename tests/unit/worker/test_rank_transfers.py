@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
-from kvtransfer.layout import KvLayout
-from kvtransfer.plan import plan
-from kvtransfer.shm_transport import ShmReceiveLink
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.plan import plan
+from kvtransfer.transports.shm_transport import ShmReceiveLink
 from tests.support.worker.ranked_worker import (
     DEADLINE_S,
     LIMITS,

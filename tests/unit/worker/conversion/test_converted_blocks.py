@@ -10,9 +10,9 @@ import torch
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import Geometry
 from engine.kv.kv_cache import KvCache
-from kvtransfer.checksum import checksum
-from kvtransfer.layout import KvLayout
-from kvtransfer.memory import BlockMemory
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.memory.checksum import checksum
+from kvtransfer.memory.memory import BlockMemory
 from tests.support.models import plain_config
 from worker.conversion.converted_blocks import ConvertedBlocks, Staging
 from worker.conversion.kv_converter import Converter

@@ -10,7 +10,7 @@ import torch
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import GroupShape
 from engine.kv.kv_cache import KvCache, KvGroup
-from kvtransfer.layout import KvLayout
+from kvtransfer.layout.layout import KvLayout
 from tests.support.models import plain_config
 from worker.conversion.kv_converter import Converter
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from baton.errors import HandoffError
-from kvtransfer import copying
-from kvtransfer.checksum import checksum
-from kvtransfer.memory import BlockMemory
+from kvtransfer.memory import copying
+from kvtransfer.memory.checksum import checksum
+from kvtransfer.memory.memory import BlockMemory
 from worker.device import gpu_memory
 from worker.device.gpu_memory import GpuMemory
 

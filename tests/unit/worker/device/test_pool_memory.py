@@ -10,8 +10,8 @@ import torch
 
 from baton.errors import ConfigError, HandoffError
 from engine.kv.kv_cache import KvCache
-from kvtransfer.host_memory import HostMemory
-from kvtransfer.shared_pool import inode_of, open_shared
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.shared_pool import inode_of, open_shared
 from worker.device.pool_memory import PoolMemory
 
 CPU = torch.device("cpu")

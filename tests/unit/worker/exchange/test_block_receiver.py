@@ -15,8 +15,8 @@ from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.listening_clock import ListeningClock
 from baton.metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
-from kvtransfer.ticket import Ticket, TicketState
-from kvtransfer.ticket_book import TOMBSTONE_S
+from kvtransfer.tickets.ticket import Ticket, TicketState
+from kvtransfer.tickets.ticket_book import TOMBSTONE_S
 from worker.exchange.block_receiver import NO_TRANSPORT, BlockReceiver
 
 BLOCK_BYTES = 192

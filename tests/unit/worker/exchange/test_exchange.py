@@ -27,13 +27,13 @@ from baton.metrics import WorkerMetrics
 from baton.request import Geometry
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from engine.scheduling.block_pool import BlockPool
-from kvtransfer.grpc_transport import GrpcTransport
-from kvtransfer.host_memory import HostMemory
-from kvtransfer.pair import Identity, PairLimits
-from kvtransfer.shared_pool import allocate
-from kvtransfer.shm_transport import ShmTransport
-from kvtransfer.ticket import Ticket
-from kvtransfer.transport import Peer, Transport
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.shared_pool import allocate
+from kvtransfer.pairs.pair import Identity, PairLimits
+from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.transports.grpc_transport import GrpcTransport
+from kvtransfer.transports.shm_transport import ShmTransport
+from kvtransfer.transports.transport import Peer, Transport
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.services.transfer_service import TransferServicer

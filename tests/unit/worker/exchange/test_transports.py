@@ -14,11 +14,11 @@ import torch
 
 from baton.config import Config, TransportName
 from baton.errors import ConfigError, HandoffError
-from kvtransfer import cuda_ipc
-from kvtransfer.host_memory import HostMemory
-from kvtransfer.negotiation import TRANSPORTS
-from kvtransfer.shared_pool import allocate
-from kvtransfer.transport import Peer, Transport
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.shared_pool import allocate
+from kvtransfer.pairs.negotiation import TRANSPORTS
+from kvtransfer.transports import cuda_ipc
+from kvtransfer.transports.transport import Peer, Transport
 from tests.support.kvtransfer.fake_cuda import Allocation, FakeCuda
 from worker.exchange import transports as transports_module
 from worker.exchange.transports import make_transports

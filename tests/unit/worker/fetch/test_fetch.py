@@ -20,7 +20,7 @@ from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
-from kvtransfer.transport import Peer
+from kvtransfer.transports.transport import Peer
 from worker.costs.pace import Pace
 from worker.exchange.block_receiver import BlockReceiver
 from worker.fetch.fetch import Fetcher, PrefixSource

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ChecksumMismatch, ConfigError
-from kvtransfer import copying
+from kvtransfer.memory import copying
 from worker.offload.tier_storage import DiskStorage, HostStorage, TierStorage
 
 SIZE = 4096

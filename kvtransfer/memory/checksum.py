@@ -1,0 +1,74 @@
+"""The checksum of a wire segment: NH, the inner hash of UMAC (RFC 4418, section 5.2), once over.
+
+The data is read as little-endian 32-bit words, cut into a first and a second half ``a`` and ``b``
+(zeros fill the end), and
+
+    checksum = length * ODD + sum over i of (a[i] + k[2i]) * (b[i] + k[2i+1])   mod 2^64
+
+with the sums in brackets taken mod 2^32 and ``k`` a fixed pseudo-random sequence. Two different
+segments of one length collide with probability 2^-32 over the choice of ``k``. It is a plain
+reduction of independent terms, so that a GPU computes it as fast as it reads memory
+(``kvtransfer.memory.checksum_triton``), and numpy does well on a CPU.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+KEY_SEED = 0x6B767472
+LENGTH_FACTOR = 0x9E3779B97F4A7C15
+# Odd, so that every bit of what they multiply counts; digits of pi after the point.
+_TICKET_FACTOR, _BLOCK_FACTOR = 0x243F6A8885A308D3, 0x13198A2E03707345
+_OFFSET_FACTOR = 0xA4093822299F31D1
+_MASK64 = (1 << 64) - 1
+
+
+def mix32(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Chris Wellons' ``lowbias32`` (nullprogram.com, 2018)."""
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(0x7FEB352D)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+@lru_cache(maxsize=8)
+def _keys(pairs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    index = np.arange(2 * pairs, dtype=np.uint32)
+    keys = mix32(index ^ np.uint32(KEY_SEED))
+    return np.ascontiguousarray(keys[0::2]), np.ascontiguousarray(keys[1::2])
+
+
+def segment_checksum(digest: int, ticket_id: str, block_index: int, offset: int) -> int:
+    """Bind a segment's ``checksum`` to its place, so that it cannot pass for another's."""
+    place = _ticket_place(ticket_id) + (block_index + 1) * _BLOCK_FACTOR + offset * _OFFSET_FACTOR
+    return (digest + place) & _MASK64
+
+
+@lru_cache(maxsize=1024)
+def _ticket_place(ticket_id: str) -> int:
+    return zlib.crc32(ticket_id.encode()) * _TICKET_FACTOR
+
+
+def raw_checksum(sealed: int, ticket_id: str, block_index: int, offset: int) -> int:
+    """The ``checksum`` that ``segment_checksum`` was made of, for the same place."""
+    return (sealed - segment_checksum(0, ticket_id, block_index, offset)) & _MASK64
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """The 64-bit checksum of up to 16 GiB. Releases the GIL for most of its time."""
+    words = np.frombuffer(data, dtype=np.uint8)
+    length = words.size  # len() of a view of larger items counts those
+    if length % 8:
+        words = np.concatenate((words, np.zeros(8 - length % 8, dtype=np.uint8)))
+    halves = words.view("<u4").astype(np.uint32, copy=False)
+    pairs = halves.size // 2
+    first, second = _keys(pairs)
+    left = np.add(halves[:pairs], first).astype(np.uint64)
+    right = np.add(halves[pairs:], second)
+    products = np.multiply(left, right, out=left, dtype=np.uint64)
+    return (int(products.sum(dtype=np.uint64)) + length * LENGTH_FACTOR) & _MASK64

@@ -1,0 +1,125 @@
+"""The checksum of ``kvtransfer.memory.checksum`` in Triton: GPU blocks stay on the GPU.
+
+Alone, or in the pass that copies, also from another GPU's memory that this one reaches.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+
+from kvtransfer.memory.checksum import KEY_SEED, LENGTH_FACTOR
+
+_MASK64 = (1 << 64) - 1
+BLOCK = 1024
+
+
+@triton.jit
+def _mix32(x):  # type: ignore[no-untyped-def]
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of_products(left, right, index, inside, seed: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The pairs' part of the checksum, int64: words ``left`` and ``right`` int32 [block]."""
+    number = (2 * index).to(tl.uint32)
+    left = left.to(tl.uint32) + _mix32(number ^ seed)
+    right = right.to(tl.uint32) + _mix32((number + 1) ^ seed)
+    product = tl.where(inside, left.to(tl.uint64) * right.to(tl.uint64), 0)
+    return tl.sum(product.to(tl.int64), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def checksum_kernel(  # type: ignore[no-untyped-def]
+    words, sums, pairs, seed: tl.constexpr, block: tl.constexpr
+):
+    """Partial sums: ``words`` int32 [2 * pairs] → ``sums`` int64 [ceil(pairs / block)]."""
+    program = tl.program_id(0)
+    index = program * block + tl.arange(0, block)
+    inside = index < pairs
+    left = tl.load(words + index, mask=inside, other=0)
+    right = tl.load(words + pairs + index, mask=inside, other=0)
+    tl.store(sums + program, _sum_of_products(left, right, index, inside, seed))
+
+
+@triton.jit(do_not_specialize=["target", "source"])  # type: ignore[untyped-decorator]
+def copy_kernel(  # type: ignore[no-untyped-def]
+    target, source, sums, pairs, seed: tl.constexpr, block: tl.constexpr
+):
+    """``checksum_kernel`` of the words at address ``source``, which it also stores at ``target``.
+
+    The addresses are integers, because torch holds no memory of a GPU that this process does not
+    see. They are not specialized: every copy takes the one kernel whose accesses are 16 bytes wide.
+    """
+    to = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+    words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+    program = tl.program_id(0)
+    index = program * block + tl.arange(0, block)
+    inside = index < pairs
+    left = tl.load(words + index, mask=inside, other=0)
+    right = tl.load(words + pairs + index, mask=inside, other=0)
+    tl.store(to + index, left, mask=inside)
+    tl.store(to + pairs + index, right, mask=inside)
+    tl.store(sums + program, _sum_of_products(left, right, index, inside, seed))
+
+
+def checksum_tensor(data: torch.Tensor) -> int:
+    """The checksum of a contiguous uint8 tensor of a multiple of 8 bytes, aligned to 4.
+
+    Equal to ``kvtransfer.memory.checksum.checksum`` of the same bytes. Raises ValueError otherwise.
+    """
+    words = _words(data)
+    pairs = words.numel() // 2
+    sums = _sums(pairs, data.device)
+    with _current(data.device):
+        checksum_kernel[(sums.numel(),)](words, sums, pairs, seed=KEY_SEED, block=BLOCK)
+        return _checksum(sums, data.numel())
+
+
+def can_copy_words(target: int, source: int, size: int) -> bool:
+    """Whether ``copy_words`` takes these: addresses of multiples of 16, a multiple of 8 bytes."""
+    return not ((target | source) % 16 or size % 8)
+
+
+def copy_words(target: int, source: int, size: int, device: torch.device) -> int:
+    """Copy ``size`` bytes from one address to another; the two ranges do not overlap.
+
+    A kernel on ``device``, which must reach both, copies on the current stream of it. Returns the
+    checksum of what was written, which then has arrived. Raises ValueError where ``can_copy_words``
+    is false.
+    """
+    if not can_copy_words(target, source, size):
+        raise ValueError(f"{size} bytes from {source:#x} to {target:#x} are no whole words")
+    pairs = size // 8
+    sums = _sums(pairs, device)
+    with _current(device):
+        copy_kernel[(sums.numel(),)](target, source, sums, pairs, seed=KEY_SEED, block=BLOCK)
+        return _checksum(sums, size)
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    if data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() % 8:
+        raise ValueError("a contiguous uint8 tensor of a multiple of 8 bytes is needed")
+    if data.storage_offset() % 4:
+        raise ValueError("the tensor must begin at a multiple of 4 bytes")
+    return data.view(-1).view(torch.int32)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _sums(pairs: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(triton.cdiv(pairs, BLOCK), dtype=torch.int64, device=device)
+
+
+def _checksum(sums: torch.Tensor, size: int) -> int:
+    return (int(sums.sum()) + size * LENGTH_FACTOR) & _MASK64

@@ -1,0 +1,125 @@
+"""A pool of KV blocks that other processes of the host can read.
+
+It is an anonymous file of the kernel's, without a name and without a limit but the machine's. Its
+owner holds a descriptor; another process of the same user opens that through /proc, and maps it for
+reading only. Its length is sealed (memfd_create(2), fcntl(2)): no mapping of it ever faults, and
+whoever has mapped it keeps its bytes, even after its owner has been killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import HandoffError
+from baton.host_memory import check_available, populate, too_much
+from kvtransfer.memory.memory import SharedFile
+
+_LARGE_PAGE = 2 << 20
+_MAP_FIXED = 0x10
+"""Of Linux, on every machine that Baton runs on."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPool:
+    """Memory that was allocated here. It lasts until nothing refers to ``data`` any more."""
+
+    data: npt.NDArray[np.uint8]
+    """[bytes], zeros at first."""
+    file: SharedFile
+
+    def close(self) -> None:
+        """Let nobody else map it; called once. Those who have keep it."""
+        os.close(self.file.descriptor)
+
+
+def allocate(size: int) -> SharedPool:
+    """``size`` bytes, taken at once. Raises ConfigError where the machine has less."""
+    descriptor = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        return SharedPool(_taken(descriptor, size), SharedFile(descriptor, size))
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _taken(descriptor: int, size: int) -> npt.NDArray[np.uint8]:
+    check_available(size)
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        memory, start = _map_aligned(descriptor, size)
+        populate(memory, start, size)
+        # Whatever the mapping has not got, on kernels that cannot be asked to fill one: readers of
+        # a page that is not there would be killed if the machine had none left.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        raise too_much(size, error) from error
+    return np.frombuffer(memory, dtype=np.uint8)[start : start + size]
+
+
+def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
+    """The file, mapped at a multiple of a large page: only there can it have any.
+
+    It lies inside a larger mapping, that of nothing, and goes with it. Returns where it begins.
+    """
+    room = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    start = -address % _LARGE_PAGE
+    c_mmap = ctypes.CDLL(None, use_errno=True).mmap
+    c_mmap.restype = ctypes.c_void_p
+    c_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    where = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if c_mmap(address + start, size, *where, descriptor, 0) != address + start:
+        raise OSError(ctypes.get_errno(), "mmap")
+    return room, start
+
+
+def inode_of(file: SharedFile) -> int:
+    """What tells this file from all others on the host, for ``open_shared``."""
+    return os.fstat(file.descriptor).st_ino
+
+
+def open_shared(process_id: int, descriptor: int, inode: int, size: int) -> npt.NDArray[np.uint8]:
+    """The bytes [size] of another process's pool, read-only; mapped while something refers to them.
+
+    ``descriptor`` is a number in that process; ``inode`` and ``size`` say which file it must be.
+    Raises HandoffError where it cannot be opened (the process has ended, belongs to another user or
+    runs in another container) or is another file.
+    """
+    name = f"the KV pool of process {process_id}"
+    try:
+        # Without waiting: what is there instead may be a pipe.
+        ours = os.open(
+            f"/proc/{process_id}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )
+    except OSError as error:
+        raise HandoffError(f"{name} cannot be opened: {error.strerror}") from error
+    try:
+        _check(ours, inode, size, name)
+        memory = mmap.mmap(ours, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise HandoffError(f"{name} cannot be mapped: {error.strerror}") from error
+    finally:
+        os.close(ours)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+def _check(descriptor: int, inode: int, size: int, name: str) -> None:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or (found.st_ino, found.st_size) != (inode, size):
+        raise HandoffError(
+            f"{name} is not the one that was offered: inode {found.st_ino} of {found.st_size} "
+            f"bytes instead of inode {inode} of {size} bytes"
+        )
+    # Else its owner could shorten it, and this process would be killed when it reads.
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise HandoffError(f"{name} is not sealed")

@@ -1,0 +1,77 @@
+"""What two workers settle before blocks move: by which transport, and whether their blocks fit.
+
+Plain Python: data in, data out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+
+from baton.errors import GeometryMismatch, HandoffError
+from baton.request import Geometry
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.plan import check_convertible
+
+TRANSPORTS = ("cuda_ipc", "shm", "nixl", "nccl", "grpc", "gloo")
+"""Best first: one copy within a device or host, then what networks do fastest, then what runs
+anywhere. gloo comes after grpc, which needs no process group to be formed again after a failure."""
+
+
+class Fit(enum.Enum):
+    """How the blocks of two workers compare."""
+
+    EQUAL = "equal"
+    """Whole blocks move as they are."""
+    SHARED = "shared"
+    """Tensor parallelism differs: each rank sends the heads that its peers have."""
+    CONVERTIBLE = "convertible"
+    """Block size or KV type differ, of two workers of one rank each."""
+
+
+def rank_transports(offered: Collection[str], supported: Collection[str]) -> tuple[str, ...]:
+    """The transports that the peer offers and this worker supports, best first.
+
+    Raises HandoffError, which names both lists, where there is none.
+    """
+    common = tuple(name for name in TRANSPORTS if name in offered and name in supported)
+    if not common:
+        raise HandoffError(
+            f"no transport in common: the peer has {_listed(offered)}; here is {_listed(supported)}"
+        )
+    return common
+
+
+def check_geometry(source: Geometry, target: Geometry) -> Fit:
+    """Whether blocks of one worker can become those of another.
+
+    Raises GeometryMismatch, which names both sides, where they cannot.
+    """
+    try:
+        check_convertible(KvLayout.of(source), KvLayout.of(target))
+        return _fit(source, target)
+    except GeometryMismatch as error:
+        raise GeometryMismatch(
+            f"KV blocks do not fit: the source has {source}, the target has {target} ({error})"
+        ) from error
+
+
+def _fit(source: Geometry, target: Geometry) -> Fit:
+    if source == target:
+        return Fit.EQUAL
+    if source.tensor_parallel == target.tensor_parallel == 1:
+        return Fit.CONVERTIBLE
+    if (source.block_size, source.kv_dtype) != (target.block_size, target.kv_dtype):
+        raise GeometryMismatch(
+            "workers of several ranks need one block_size and one kv_dtype on both sides"
+        )
+    if source.drafter is not None:
+        raise GeometryMismatch(
+            "workers of unequal tensor parallelism cannot exchange a drafter's KV: switch the "
+            "draft model off, or give both pools one degree"
+        )
+    return Fit.SHARED
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

@@ -1,0 +1,488 @@
+"""The writer's end of a pair.
+
+    opening ─both have agreed on a transport→ open
+    opening, open ─refused, stream broken, receiver silent, transport failed, close→ broken
+
+A broken pair stays broken: whoever needs its receiver opens another one. Pushes of a broken pair
+fail with what broke it. Owned by the control loop; blocks are read on transfer threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor
+from typing import Any
+
+import grpc.aio
+
+from baton import convert
+from baton.background import end_tasks
+from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
+from baton.grpc_errors import error_from_code, stream_ending, stream_errors
+from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.share_layout import ShareLayout
+from kvtransfer.memory.checksum import segment_checksum
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.pairs.bandwidth import Bandwidth
+from kvtransfer.pairs.negotiation import Fit, check_geometry
+from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, share_between
+from kvtransfer.pairs.push_queue import Load, PushQueue
+from kvtransfer.transports.links import connect_share
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Packed, Parts, Peer, SendLink, Transport
+
+log = logging.getLogger(__name__)
+
+Request = transfer_pb2.TransferRequest
+Call = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
+
+
+_FIRST_GUESS = 1e9
+"""Bytes per second of a pair that has not sent any."""
+
+
+class Push:
+    """The blocks of one ticket. ``done`` tells the bytes that have landed, or what went wrong."""
+
+    def __init__(
+        self, outbound: Outbound, ticket_id: str, memory: BlockMemory | None = None
+    ) -> None:
+        """``memory``: where its blocks are, if not where the worker's are."""
+        self.ticket_id = ticket_id
+        self.memory = memory
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._outbound = outbound
+        self._bytes = 0
+        self._in_flight = 0
+        self._queued = 0
+        self._ended = False
+        self._error: BatonError | None = None
+
+    def put_layers(self, target: int, source: int, first: int, last: int) -> None:
+        """Send the layers ``first`` … ``last - 1`` of a block, complete from now on; see ``put``.
+
+        Of a pair of ranks: what its share has of them, if any.
+        """
+        for offset, length in self._outbound.runs(target, first, last):
+            self.put(target, source, offset, length)
+
+    def put(self, target: int, source: int, offset: int, length: int) -> None:
+        """Send part of block ``source``, complete from now on, as that of missing block ``target``.
+
+        Offset and length are in bytes. Does nothing once the push has failed or was cancelled.
+        """
+        if self._error is None and not self._ended:
+            self._queued += length
+            self._outbound.put(self.ticket_id, target, source, offset, length)
+
+    def end(self) -> None:
+        """No more parts follow."""
+        self._ended = True
+        self._settle()
+
+    def cancel(self) -> None:
+        """Send no more. ``done`` fails once nothing is read here any longer; idempotent."""
+        self.fail(TicketEnded(f"ticket {self.ticket_id} was given up by its writer"))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its parts are still to be sent."""
+        return self._error is None and not self.done.done()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some of its parts have not landed."""
+        return bool(self._queued or self._in_flight)
+
+    def fail(self, error: BatonError) -> None:
+        """It has gone wrong; the first error counts."""
+        if self.is_open:
+            self._error = error
+            self._outbound.drop(self.ticket_id)
+            self._queued = 0
+            self._settle()
+
+    def broke(self, error: BatonError) -> None:
+        """Its pair has: nothing of it is on its way any longer."""
+        self._in_flight = 0
+        self.fail(error)
+        self._settle()
+
+    def announced(self, count: int) -> None:
+        """``count`` bytes are on their way."""
+        self._queued = max(0, self._queued - count)
+        self._in_flight += count
+
+    def landed(self, count: int) -> None:
+        """``count`` bytes are on their way no longer."""
+        self._in_flight -= count
+        self._bytes += count
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.done.done() or self._in_flight:
+            return
+        if self._error is not None:
+            self.done.set_exception(self._error)
+            self.done.exception()  # looked at, so that asyncio does not log it
+            self._outbound.forget(self)
+        elif self._ended and not self._queued:
+            self.done.set_result(self._bytes)
+            self._outbound.forget(self)
+
+
+class Outbound:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        peer: Peer,
+        transports: Sequence[Transport],
+        limits: PairLimits,
+        executor: Executor,
+    ) -> None:
+        """``transports`` are registered; ``executor`` reads blocks."""
+        self.peer = peer
+        self.transport = ""
+        self.geometry = identity.geometry
+        """The receiver's: what it is sent must be blocks of that kind."""
+        self.rank_addresses: tuple[str, ...] = ()
+        """host:port of the gRPC server of each of the receiver's ranks, where it has several."""
+        self.in_flight_bytes = 0
+        """Announced and not yet landed."""
+        self.bandwidth = Bandwidth(_FIRST_GUESS)
+        self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._identity = identity
+        self._transports = {transport.name: transport for transport in transports}
+        self._limits = limits
+        self._executor = executor
+        self._share: ShareLayout | None = None
+        self._layout = KvLayout.of(self.geometry)
+        self._call: Call | None = None
+        self._link: SendLink | None = None
+        self._reads_in_place = False
+        self._queue = PushQueue(1, 1)
+        self._window_bytes = 0
+        self._pushes: dict[str, Push] = {}
+        self._in_flight: dict[int, Load] = {}
+        self._next = 0
+        self._requests: asyncio.Queue[Request] = asyncio.Queue()
+        self._reads: asyncio.Queue[tuple[int, Load, asyncio.Future[Packed]]] = asyncio.Queue(1)
+        """What is being read, besides one that is waited for."""
+        self._reading: set[asyncio.Future[Packed]] = set()
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._users = 0
+        self._owed_since: float | None = None
+        self._oldest: int | None = None
+        self._oldest_since = 0.0
+
+    # Its life
+
+    async def open(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
+        """Agree with the receiver. Raises its refusal, WorkerFailed, or TimeoutError."""
+        hello = transfer_pb2.OpenPair(
+            fingerprint=self._identity.fingerprint,
+            geometry=convert.geometry_to_proto(self._identity.geometry),
+            writer=self._identity.incarnation,
+            receiver=self.peer.incarnation,
+            writer_rank=self._identity.rank,
+            receiver_rank=self.peer.rank,
+            offers=[
+                transfer_pb2.TransportOffer(transport=name, offer=transport.offer())
+                for name, transport in self._transports.items()
+            ],
+        )
+        call = transfer_pb2_grpc.TransferServiceStub(channel).Transfer()
+        self._call = call
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._write(Request(open=hello))
+                answer = await self._next_answer()
+            opened = answer.opened
+            transport = self._transports.get(opened.transport)
+            if transport is None:
+                raise HandoffError(f"{self.peer.incarnation} chose {opened.transport!r}")
+            self.geometry = convert.geometry_from_proto(opened.geometry)
+            self._layout = KvLayout.of(self.geometry)
+            self._check_fit(transport)
+            self._share = self._share_with(self.peer)
+            self._link = connect_share(transport, self.peer, opened.answer, self._share)
+            self.rank_addresses = tuple(opened.rank_addresses)
+        except BaseException as error:
+            call.cancel()
+            failure = error if isinstance(error, BatonError) else None
+            self._break(failure or WorkerFailed(f"no pair with {self.peer.incarnation} came about"))
+            raise
+        self.transport = opened.transport
+        self._reads_in_place = transport.reads_in_place
+        self._window_bytes = opened.window_bytes
+        self._queue = PushQueue(transport.part_bytes, transport.batch_bytes)
+        self._tasks = [
+            asyncio.create_task(self._guard(self._listen), name="pair-listen"),
+            asyncio.create_task(self._guard(self._speak), name="pair-speak"),
+            asyncio.create_task(self._guard(self._read_ahead), name="pair-read-ahead"),
+            asyncio.create_task(self._guard(self._announce), name="pair-announce"),
+        ]
+        log.info("blocks go to %s by %s", self.peer.incarnation, self.transport)
+
+    def _check_fit(self, transport: Transport) -> None:
+        fit = check_geometry(self._identity.geometry, self.geometry)
+        if fit is Fit.CONVERTIBLE and not transport.copies_out:
+            raise HandoffError(
+                f"{self.peer.incarnation} chose {transport.name}, by which no converted block can "
+                f"go: it has {self.geometry}, here is {self._identity.geometry}"
+            )
+
+    def _share_with(self, peer: Peer) -> ShareLayout | None:
+        theirs = Identity(peer.incarnation, self._identity.fingerprint, self.geometry, peer.rank)
+        return share_between(self._identity, theirs)
+
+    def runs(self, target: int, first: int, last: int) -> list[tuple[int, int]]:
+        """Offset and bytes of what layers ``first`` … ``last - 1`` are in a block of a ticket."""
+        if self._share is not None:
+            has = self._share.share.has(target)
+            return self._share.layer_runs(first, last) if has else []
+        if (first, last) == (0, self._layout.layers):
+            return [(0, self._layout.block_bytes)]
+        return self._layout.layer_runs(first, last)
+
+    async def close(self) -> None:
+        """End it; its pushes fail."""
+        self._break(WorkerFailed(f"the pair with {self.peer.incarnation} was closed"))
+        await end_tasks(self._tasks)
+        if self._reading:
+            # The memory may go now.
+            await asyncio.wait(self._reading, timeout=self._limits.silence_s)
+
+    def _break(self, error: BatonError) -> None:
+        if self.broken.done():
+            return
+        self.broken.set_result(error)
+        for task in self._tasks:
+            task.cancel()
+        if self._call is not None:
+            self._call.cancel()
+        if self._link is not None:
+            self._link.close()
+        self._in_flight.clear()
+        self.in_flight_bytes = 0
+        for push in list(self._pushes.values()):
+            push.broke(error)
+
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        except BatonError as error:
+            self._break(error)
+        except asyncio.CancelledError:
+            self._break(WorkerFailed(f"{self.peer.incarnation}: the pair's stream was cancelled"))
+            raise
+        except Exception as error:
+            log.exception("a pair broke")
+            self._break(HandoffError(f"a pair broke: {type(error).__name__}"))
+
+    # What is sent
+
+    def push(self, ticket_id: str, memory: BlockMemory | None = None) -> Push:
+        """Begin to send blocks to a ticket of the receiver.
+
+        They are the worker's own. Where the receiver's ``geometry`` is another one they are those
+        of ``memory``, which has it.
+        """
+        push = Push(self, ticket_id, memory)
+        self._pushes[ticket_id] = push
+        if self.broken.done():
+            push.broke(self.broken.result())
+        return push
+
+    def put(self, ticket_id: str, target: int, source: int, offset: int, length: int) -> None:
+        """For ``Push``."""
+        self._queue.put(ticket_id, target, source, offset, length)
+        self._wake.set()
+
+    def drop(self, ticket_id: str) -> None:
+        """For ``Push``."""
+        self._queue.drop(ticket_id)
+
+    def forget(self, push: Push) -> None:
+        """For ``Push``."""
+        self._pushes.pop(push.ticket_id, None)
+
+    async def _read_ahead(self) -> None:
+        """Have the next batches read while those before them are on their way."""
+        while True:
+            while not self._queue:
+                self._wake.clear()
+                await self._wake.wait()
+            load = self._queue.take()
+            while self._in_flight and self.in_flight_bytes + load.bytes > self._window_bytes:
+                self._wake.clear()
+                await self._wake.wait()
+            push = self._pushes.get(load.ticket_id)
+            if push is not None and push.is_open:
+                number = self._begin(load, push)
+                if self._reads_in_place:
+                    self._tell(_announcement(number, load))
+                await self._reads.put((number, load, self._read(load, push)))
+
+    def _begin(self, load: Load, push: Push) -> int:
+        """From now on it counts as being on its way. Returns its number."""
+        number, self._next = self._next, self._next + 1
+        push.announced(load.bytes)
+        self._in_flight[number] = load
+        self.in_flight_bytes += load.bytes
+        return number
+
+    def _read(self, load: Load, push: Push) -> asyncio.Future[Packed]:
+        assert self._link is not None, "not open"
+        parts = Parts(load.sources, load.offset, load.length)
+        reading = self._loop.run_in_executor(self._executor, self._link.pack, parts, push.memory)
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+        return reading
+
+    async def _announce(self) -> None:
+        """Announce (or seal what was) and send what has been read, in the order of numbers."""
+        assert self._link is not None, "not open"
+        while True:
+            number, load, reading = await self._reads.get()
+            # Shielded: the thread reads on, and whoever closes the pair waits for it.
+            packed = await asyncio.shield(reading)
+            sealed = _sealed(load, packed)
+            if self._reads_in_place:
+                seal = transfer_pb2.SealBatch(number=number, checksums=sealed)
+                self._requests.put_nowait(Request(sealed=[seal]))
+            else:
+                self._tell(_announcement(number, load, sealed))
+            transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
+            transfer.when_over(self._sent)
+
+    def _tell(self, announcement: transfer_pb2.AnnounceBatch) -> None:
+        self.bandwidth.began(time.monotonic())
+        self._requests.put_nowait(Request(announced=[announcement]))
+
+    def _sent(self, transfer: Transfer) -> None:
+        """On a transport's thread."""
+        try:
+            transfer.poll()
+        except (BatonError, CancelledError) as error:
+            failure = error if isinstance(error, BatonError) else WorkerFailed("sending ended")
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._break, failure)
+
+    # What the receiver says
+
+    async def _listen(self) -> None:
+        while True:
+            answer = await self._next_answer()
+            for landed in answer.landed:
+                self._landed(landed)
+            if answer.HasField("renewed"):
+                self._owed_since = None
+                for ticket_id in answer.renewed.ended_ticket_ids:
+                    self._ended_there(ticket_id)
+
+    def _ended_there(self, ticket_id: str) -> None:
+        """A ticket is open no longer at the receiver.
+
+        Another rank than 0 cannot tell a failure from a commit, whose end it may not have heard of
+        yet. Where all of it has landed, rank 0 tells.
+        """
+        push = self._pushes.get(ticket_id)
+        if push is not None and (self._identity.rank == 0 or push.is_under_way):
+            push.fail(TicketEnded(f"{self.peer.incarnation} has ended ticket {ticket_id}"))
+
+    def _landed(self, message: transfer_pb2.BatchLanded) -> None:
+        load = self._in_flight.pop(message.number, None)
+        if load is None:
+            return
+        self.in_flight_bytes -= load.bytes
+        self.bandwidth.landed(load.bytes, time.monotonic(), is_idle=not self._in_flight)
+        self._wake.set()
+        push = self._pushes.get(load.ticket_id)
+        if push is None:
+            return
+        if message.code:
+            push.fail(error_from_code(message.code, message.error))
+        push.landed(load.bytes)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """While it is, a receiver that falls silent is noticed, whether or not blocks are sent."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+
+    def heartbeat(self, now: float) -> None:
+        """Renew the leases of what is being pushed; give up a receiver that is silent or stuck."""
+        if self.broken.done() or not self.transport:
+            return
+        if self._owed_since is not None and now - self._owed_since >= self._limits.silence_s:
+            silent = f"{self.peer.incarnation} was silent for {now - self._owed_since:.1f} s"
+            self._break(WorkerFailed(silent))
+        elif self._is_stuck(now):
+            late = f"a batch had not landed after {self._limits.batch_deadline_s} s"
+            self._break(WorkerFailed(f"{self.peer.incarnation}: {late}"))
+        elif self._users or self._pushes:
+            self._owed_since = self._owed_since or now
+            renewal = transfer_pb2.RenewLeases(ticket_ids=list(self._pushes))
+            self._requests.put_nowait(Request(renew=renewal))
+
+    def _is_stuck(self, now: float) -> bool:
+        """Whether a batch waits to be told of, of a receiver that answers heartbeats all the same.
+
+        Whoever gives blocks back waits for what is in flight.
+        """
+        oldest = next(iter(self._in_flight), None)
+        if oldest != self._oldest:
+            self._oldest, self._oldest_since = oldest, now
+        return oldest is not None and now - self._oldest_since >= self._limits.batch_deadline_s
+
+    async def _speak(self) -> None:
+        while True:
+            await self._write(await all_at_once(self._requests))
+
+    async def _write(self, request: Request) -> None:
+        assert self._call is not None, "not open"
+        async with stream_errors(self._call, self.peer.incarnation):
+            await self._call.write(request)
+
+    async def _next_answer(self) -> transfer_pb2.TransferResponse:
+        assert self._call is not None, "not open"
+        async with stream_errors(self._call, self.peer.incarnation):
+            answer = await self._call.read()
+        if not isinstance(answer, transfer_pb2.TransferResponse):
+            raise await stream_ending(self._call, self.peer.incarnation)
+        return answer
+
+
+def _sealed(load: Load, packed: Packed) -> list[int]:
+    """The parts' checksums, each bound to its place."""
+    return [
+        segment_checksum(digest, load.ticket_id, target, load.offset)
+        for digest, target in zip(packed.checksums, load.targets, strict=True)
+    ]
+
+
+def _announcement(
+    number: int, load: Load, checksums: Sequence[int] = ()
+) -> transfer_pb2.AnnounceBatch:
+    return transfer_pb2.AnnounceBatch(
+        number=number,
+        ticket_id=load.ticket_id,
+        offset=load.offset,
+        length=load.length,
+        targets=load.targets,
+        sources=load.sources,
+        checksums=checksums,
+    )

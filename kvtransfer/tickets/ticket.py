@@ -1,0 +1,271 @@
+"""A ticket: a worker's promise of blocks to one writer.
+
+    RESERVED ─first bytes→ RECEIVING ─commit→ COMMITTED (the sequence owns the blocks)
+    RESERVED, RECEIVING ─abort, expiry, failure→ RELEASED ─last copy ended→ its blocks are free
+
+A released ticket is quarantined while a copy into its blocks is under way. On every transport the
+receiver does the copying, asks here before each copy, and so closes the only path to its blocks: a
+writer that was stopped and wakes later finds nothing to spoil.
+
+Every rank of a receiver keeps a ticket of its own, for what it is to get of each rank of the
+writer; on rank 0 lies the one that counts. It is complete once the other ranks have told that
+theirs are, and quarantined until they have told that nothing is copied there any more.
+
+Plain Python: data and ``now`` in, data out. Owned by the control loop of its rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+
+from baton.errors import HandoffError, TicketEnded
+from kvtransfer.layout.share_layout import ShareLayout
+
+Attempt = tuple[str, int]
+"""(request id, number of the attempt)"""
+_Runs = list[tuple[int, int]]
+
+
+class TicketState(enum.Enum):
+    """See the module's text."""
+
+    RESERVED = "reserved"
+    RECEIVING = "receiving"
+    COMMITTED = "committed"
+    RELEASED = "released"
+
+
+class Purpose(enum.Enum):
+    """What a ticket's blocks are for."""
+
+    HANDOFF = "handoff"
+    """A sequence that its writer hands over."""
+    PULL = "pull"
+    """Cached blocks that the worker itself has asked its writer for."""
+
+
+class Ticket:
+    """One promise of one rank."""
+
+    def __init__(
+        self,
+        ticket_id: str,
+        attempt: Attempt,
+        writer: str,
+        *,
+        missing: list[int],
+        pinned: list[int],
+        block_bytes: int,
+        lease_s: float,
+        now: float,
+        purpose: Purpose = Purpose.HANDOFF,
+        shares: Sequence[ShareLayout] = (),
+        others: Iterable[int] = (),
+    ) -> None:
+        """``missing`` are the blocks to be written, ``pinned`` those held already.
+
+        ``shares``: what this rank gets, where the writer or the receiver has several ranks; none:
+        whole blocks, of ``block_bytes``. ``others``: the receiver's other ranks, on its rank 0.
+        """
+        self.ticket_id = ticket_id
+        self.attempt = attempt
+        self.purpose = purpose
+        self.writer = writer
+        self.missing = missing
+        self.pinned = pinned
+        self.block_bytes = block_bytes
+        self.lease_s = lease_s
+        self.reserved_at = now
+        self.expires_at = now + lease_s
+        self.state = TicketState.RESERVED
+        self.copies = 0
+        self._holds = 0
+        """Waiting commits. Their writer renews nothing any more, since all bytes have landed."""
+        self._shares = {share.share.source_rank: share for share in shares}
+        self._awaited = {rank: self._all_of(rank) for rank in self._shares or (0,)}
+        """By the writer's rank: of each missing block the runs of bytes, (start, end), that nobody
+
+        has begun to copy.
+        """
+        self._lacking = set(others)
+        """Ranks whose own part is not complete."""
+        self._others = frozenset(self._lacking)
+        self._copying: set[int] = set()
+        """Ranks where copies may be under way although it is released."""
+        self._bytes_of_others = 0
+
+    def _all_of(self, rank: int) -> dict[int, _Runs]:
+        """What a rank of the writer has to bring."""
+        size, share = self._part_bytes(rank), self._shares.get(rank)
+        count = range(len(self.missing))
+        return {i: [(0, size)] for i in count if share is None or share.share.has(i)}
+
+    def _part_bytes(self, rank: int) -> int:
+        """What a rank of the writer has of a block; 0 for one that has nothing."""
+        if not self._shares:
+            return 0 if rank else self.block_bytes
+        return self._shares[rank].block_bytes if rank in self._shares else 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its writer may still write."""
+        return self.state in (TicketState.RESERVED, TicketState.RECEIVING)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte has arrived and was verified."""
+        return not (any(self._awaited.values()) or self.copies or self._lacking)
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether a copy into its released blocks is still under way."""
+        return self.state is TicketState.RELEASED and (self.copies > 0 or bool(self._copying))
+
+    @property
+    def expected_bytes(self) -> int:
+        """Of its own rank, and what the others have told."""
+        if not self._shares:
+            return len(self.missing) * self.block_bytes
+        own = sum(len(self._all_of(rank)) * self._part_bytes(rank) for rank in self._shares)
+        return own + self._bytes_of_others
+
+    def renew(self, now: float) -> None:
+        """A heartbeat or data of the writer."""
+        if self.is_open:
+            self.expires_at = now + self.lease_s
+
+    def hold(self, writer: str) -> None:
+        """Keep the lease until ``let_go``: a commit waits for the receiver itself.
+
+        Raises TicketEnded where the ticket is not open for that writer.
+        """
+        if not self.is_open or writer != self.writer:
+            raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
+        self._holds += 1
+
+    def let_go(self, now: float) -> None:
+        """End one ``hold``: a whole lease begins."""
+        self._holds -= 1
+        self.renew(now)
+
+    def has_expired(self, now: float) -> bool:
+        return self.is_open and not self._holds and now >= self.expires_at
+
+    @property
+    def awaited_bytes(self) -> int:
+        """Bytes that nobody has begun to copy."""
+        runs = (run for blocks in self._awaited.values() for run in blocks.values())
+        return sum(end - start for each in runs for start, end in each)
+
+    def begin_copy(
+        self, targets: Sequence[int], offset: int, length: int, now: float, rank: int = 0
+    ) -> tuple[int, ...] | None:
+        """Permission to copy the same part of some missing blocks, as one copy.
+
+        ``targets`` count the missing blocks from 0, ``rank`` is the writer's. Returns the blocks to
+        write to, None where all of it is in place or being copied already. Raises TicketEnded once
+        it is no longer open, HandoffError for parts that cannot be, or of which some are there and
+        some are not.
+        """
+        if not self.is_open:
+            raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
+        fits = 0 <= offset < offset + length <= self._part_bytes(rank)
+        known = all(0 <= target < len(self.missing) for target in targets)
+        if not (targets and known and fits) or len(set(targets)) != len(targets):
+            raise HandoffError(
+                f"ticket {self.ticket_id} has no {length} bytes at {offset} of blocks {targets}"
+            )
+        self.renew(now)
+        self.state = TicketState.RECEIVING
+        blocks = self._awaited[rank]
+        awaited = [self._is_awaited(blocks, each, offset, offset + length) for each in targets]
+        if not any(awaited):
+            return None
+        if not all(awaited):
+            raise HandoffError(f"ticket {self.ticket_id}: some of a batch's bytes came twice")
+        for target in targets:
+            _strike(blocks, target, offset, offset + length)
+        self.copies += 1
+        return tuple(self.missing[target] for target in targets)
+
+    def _is_awaited(self, blocks: dict[int, _Runs], target: int, start: int, end: int) -> bool:
+        """Whether all of it is; False if none is. Raises HandoffError for a part of it."""
+        runs = blocks.get(target, [])
+        if runs == [(start, end)]:
+            return True
+        if any(first <= start and end <= last for first, last in runs):
+            return True
+        if any(first < end and start < last for first, last in runs):
+            raise HandoffError(f"ticket {self.ticket_id}: parts of a block overlap")
+        return False
+
+    def end_copy(self) -> None:
+        """A copy for which ``begin_copy`` gave a block has ended, well or not."""
+        self.copies -= 1
+
+    def shorten(self, count: int) -> list[int]:
+        """Only the first ``count`` missing blocks are wanted: the writer has no more.
+
+        Returns the blocks that are no longer promised. Raises TicketEnded once it is no longer
+        open, HandoffError while copies are under way: they might be into those.
+        """
+        if not self.is_open:
+            raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
+        if not 0 <= count <= len(self.missing) or self.copies:
+            raise HandoffError(
+                f"ticket {self.ticket_id} cannot be cut to {count} of {len(self.missing)} blocks "
+                f"while {self.copies} copies are under way"
+            )
+        self.missing, dropped = self.missing[:count], self.missing[count:]
+        self._awaited = {
+            rank: {index: runs for index, runs in blocks.items() if index < count}
+            for rank, blocks in self._awaited.items()
+        }
+        return dropped
+
+    def commit(self, writer: str) -> None:
+        """The blocks become the sequence's. Raises TicketEnded, or HandoffError if bytes lack."""
+        if not self.is_open or writer != self.writer:
+            raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
+        if not self.is_complete:
+            raise HandoffError(
+                f"ticket {self.ticket_id} lacks {self.awaited_bytes} bytes, {self.copies} copies "
+                f"have not ended, and {len(self._lacking)} other ranks lack bytes"
+            )
+        self.state = TicketState.COMMITTED
+
+    def release(self) -> bool:
+        """End the promise; idempotent. Returns whether this call ended it."""
+        if not self.is_open:
+            return False
+        self.state = TicketState.RELEASED
+        self._copying = set(self._others)
+        return True
+
+    # Of a receiver's rank 0
+
+    def rank_filled(self, rank: int, count: int) -> None:
+        """Another rank has all its bytes, ``count``."""
+        if rank in self._lacking:
+            self._lacking.discard(rank)
+            self._bytes_of_others += count
+
+    def rank_freed(self, rank: int) -> None:
+        """Nothing is copied on another rank any more, once it was released."""
+        self._copying.discard(rank)
+
+
+def _strike(blocks: dict[int, _Runs], target: int, start: int, end: int) -> None:
+    """A copy of this part of a block begins."""
+    if blocks[target] == [(start, end)]:
+        del blocks[target]
+        return
+    left = []
+    for first, last in blocks[target]:
+        cut = ((first, min(last, start)), (max(first, end), last))
+        left += [run for run in cut if run[0] < run[1]]
+    if left:
+        blocks[target] = left
+    else:
+        del blocks[target]

@@ -1,0 +1,259 @@
+"""The cuda_ipc transport: two processes of one host, on one GPU, or on two where it is forced.
+
+A writer lets others open its blocks. The receiver maps them for its own GPU, where one kernel
+copies them into its blocks and sums up. A writer has no path to a receiver's blocks. What the
+receiver reads does not change, because the writer keeps it until the batch has landed; if it does
+change, the checksums tell.
+
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from weakref import WeakSet
+
+from baton.errors import ConfigError, HandoffError, WorkerFailed
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.memory import check_part as check_place
+from kvtransfer.transports import cuda_ipc
+from kvtransfer.transports.links import OpenTransfers, ReadSendLink, damaged
+from kvtransfer.transports.offer import host_of, read_offer
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Batch, Peer
+
+_HANDLE_BYTES = 64
+_ADDRESSES = 1 << 57
+"""Bytes that a GPU can address."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Where a writer's blocks can be opened from, and on which host."""
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    device: str
+    """The GPU's UUID."""
+    handle: str
+    """In base64."""
+    offset: int
+    blocks: int
+    block_bytes: int
+
+
+class CudaIpcTransport:
+    """Implements ``kvtransfer.transports.transport.Transport``."""
+
+    name = "cuda_ipc"
+    part_bytes = 64 << 20
+    batch_bytes = 64 << 20
+    copies_out = False
+    reads_in_place = True
+    staging_bytes = 0
+
+    def __init__(self, executor: Executor, *, between_gpus: bool = False) -> None:
+        """``executor`` copies: each of its threads a batch at a time.
+
+        ``between_gpus``: whether a receiver also opens blocks on another GPU than its own.
+        """
+        self._executor = executor
+        self._between_gpus = between_gpus
+        self._memory: BlockMemory | None = None
+        self._device = 0
+        self._uuid = ""
+        self._offer = b""
+        self._links: WeakSet[ReadSendLink | CudaIpcReceiveLink] = WeakSet()
+
+    def register(self, memory: BlockMemory) -> None:
+        """See ``Transport``."""
+        kind, _, number = memory.device.partition(":")
+        if kind != "cuda":
+            raise ConfigError(f"transport cuda_ipc needs KV blocks on a GPU: they are on {kind}")
+        exported = cuda_ipc.export(memory.address, int(number))
+        self._uuid = cuda_ipc.device_uuid(int(number))
+        boot_id, pid_namespace = host_of(self.name)
+        offer = _Offer(
+            boot_id=boot_id,
+            pid_namespace=pid_namespace,
+            pid=os.getpid(),
+            device=self._uuid,
+            handle=base64.b64encode(exported.handle).decode(),
+            offset=exported.offset,
+            blocks=memory.blocks,
+            block_bytes=memory.block_bytes,
+        )
+        self._offer = json.dumps(asdict(offer)).encode()
+        self._memory, self._device = memory, int(number)
+
+    def offer(self) -> bytes:
+        """See ``Transport``."""
+        return self._offer
+
+    def accept(self, peer: Peer, offer: bytes) -> tuple[CudaIpcReceiveLink, bytes]:
+        """See ``Transport``. Opening takes some milliseconds."""
+        assert self._memory is not None, "not registered"
+        theirs = _parse(offer)
+        boot_id, pid_namespace = host_of(self.name)
+        if theirs.boot_id != boot_id:
+            raise HandoffError(f"{peer.incarnation} is on another host")
+        if theirs.pid_namespace != pid_namespace:
+            raise HandoffError(
+                f"{peer.incarnation} is in another container: CUDA shares memory within one "
+                "process namespace"
+            )
+        if theirs.pid == os.getpid():
+            raise HandoffError(f"{peer.incarnation} is this very process, which CUDA refuses")
+        if theirs.device != self._uuid and not self._between_gpus:
+            raise HandoffError(
+                f"{peer.incarnation} has its blocks on GPU {theirs.device}, and here is "
+                f"{self._uuid}: cuda_ipc has not run between two GPUs yet; transport = "
+                '"cuda_ipc" forces it'
+            )
+        try:
+            copier = _Copier(self._memory, self._device, theirs)
+        except ConfigError as error:
+            raise HandoffError(error.message) from error
+        link = CudaIpcReceiveLink(copier, theirs, self._executor)
+        self._links.add(link)
+        return link, b""
+
+    def connect(self, peer: Peer, answer: bytes) -> ReadSendLink:
+        """See ``Transport``."""
+        assert self._memory is not None, "not registered"
+        link = ReadSendLink(self._memory)
+        self._links.add(link)
+        return link
+
+    def close(self) -> None:
+        """See ``Transport``. The memory belongs to the worker."""
+        for link in list(self._links):
+            link.close()
+
+
+class _Copier:
+    """Copies parts of a writer's blocks, which it opens, into this worker's."""
+
+    def __init__(self, memory: BlockMemory, device: int, theirs: _Offer) -> None:
+        """Raises HandoffError where GPU ``device`` cannot read the writer's blocks, ConfigError
+
+        where CUDA gives no context of that GPU.
+        """
+        # Slow to import, and of no use on CPUs.
+        import torch  # noqa: PLC0415
+
+        from kvtransfer.memory import checksum_triton  # noqa: PLC0415
+
+        self._memory = memory
+        self._device = torch.device("cuda", device)
+        self._their_block_bytes = theirs.block_bytes
+        self._kernels = checksum_triton
+        # Of its own: on the default stream a copy would wait for the engine's steps.
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._on_stream = torch.cuda.stream
+        exported = cuda_ipc.ExportedMemory(base64.b64decode(theirs.handle), theirs.offset)
+        self._theirs = cuda_ipc.OpenedMemory(exported, theirs.blocks * theirs.block_bytes, device)
+
+    def copy(self, source: int, target: int, offset: int, length: int) -> int:
+        """Copy a part. Returns the checksum of what was written, which then has arrived.
+
+        Raises HandoffError where this worker has no such part, WorkerFailed if it was closed.
+        """
+        check_place(self._memory, target, offset, length)
+        to = self._memory.address + target * self._memory.block_bytes + offset
+        with self._theirs.reading() as first:
+            words = first + source * self._their_block_bytes + offset
+            if self._kernels.can_copy_words(to, words, length):
+                with self._on_stream(self._stream):
+                    return self._kernels.copy_words(to, words, length, self._device)
+            stream = self._stream.cuda_stream
+            cuda_ipc.copy_bytes(to, words, length, self._device.index, stream)
+            self._stream.synchronize()
+        return self._memory.checksum(target, offset, length)
+
+    def close(self) -> None:
+        """Unmap the writer's blocks, after the last copy that reads them; idempotent."""
+        self._theirs.close()
+
+
+class CudaIpcReceiveLink:
+    """Implements ``ReceiveLink``."""
+
+    def __init__(self, copier: _Copier, theirs: _Offer, executor: Executor) -> None:
+        self._copier = copier
+        self._theirs = theirs
+        self._executor = executor
+        self._transfers = OpenTransfers()
+
+    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+        """See ``ReceiveLink``. A copy takes no longer than its bytes do."""
+        transfer = self._transfers.new()
+        if not wanted:
+            transfer.cancel()
+            return transfer
+        if not self._sound(batch):
+            transfer.fail(HandoffError(f"batch {batch.number} lies outside its writer's blocks"))
+            return transfer
+        try:
+            self._executor.submit(self._copy, batch, transfer)
+        except RuntimeError:
+            transfer.fail(WorkerFailed("this worker is stopping"))
+        return transfer
+
+    def _sound(self, batch: Batch) -> bool:
+        """Peers name parts, and may be wrong."""
+        source, target = batch.source, batch.target
+        end = source.offset + source.length
+        return (
+            all(0 <= block < self._theirs.blocks for block in source.blocks)
+            and 0 <= source.offset < end <= self._theirs.block_bytes
+            and (source.offset, source.length) == (target.offset, target.length)
+        )
+
+    def _copy(self, batch: Batch, transfer: Transfer) -> None:
+        if not transfer.begin():
+            return
+        try:
+            offset, length = batch.target.offset, batch.target.length
+            found = tuple(
+                self._copier.copy(source, target, offset, length)
+                for source, target in zip(batch.source.blocks, batch.target.blocks, strict=True)
+            )
+            if batch.checksums and found != batch.checksums:
+                raise damaged(batch.number)
+        except Exception as error:
+            transfer.fail(error)
+        else:
+            transfer.found = () if batch.checksums else found
+            transfer.finish()
+
+    def close(self) -> None:
+        """See ``ReceiveLink``. The writer's blocks are unmapped after the last copy of them.
+
+        A thread of the executor does that, because CUDA may wait for the GPU meanwhile.
+        """
+        self._transfers.end(WorkerFailed("the pair was closed"))
+        try:
+            self._executor.submit(self._copier.close)
+        except RuntimeError:
+            # The executor has ended, and with it every copy.
+            self._copier.close()
+
+
+def _parse(offer: bytes) -> _Offer:
+    """Raises HandoffError."""
+    theirs = read_offer(_Offer, offer, "cuda_ipc")
+    try:
+        handle = base64.b64decode(theirs.handle, validate=True)
+        size = theirs.blocks * theirs.block_bytes
+        sound = len(handle) == _HANDLE_BYTES and 0 < size <= _ADDRESSES - theirs.offset
+    except (ValueError, TypeError, RecursionError) as error:
+        raise HandoffError("the offer of transport cuda_ipc cannot be read") from error
+    if not sound:
+        raise HandoffError("the offer of transport cuda_ipc makes no sense")
+    return theirs

@@ -1,0 +1,308 @@
+"""The thread of the nixl transport: it reads from writers, for all links.
+
+Bytes are read into staging, a fixed number of slots that are registered once, and copied from there
+into their blocks. A read cannot be called off: after a release, even after a disconnect, UCX still
+puts the bytes into place when a stopped writer wakes. So a slot is used again only when its read
+has ended by itself, and one whose writer is stopped waits until that wakes or dies. Each writer
+gets two slots at most, so that stopped ones leave the others theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.links import OpenTransfers, place
+from kvtransfer.transports.nixl.agent import NixlAgent
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Batch
+
+SLOT_BYTES = 8 << 20
+"""Of one read. UCX emulates reads over TCP, and not more of them at once would be faster."""
+_SLOTS_OF_A_WRITER = 2
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0001, 0.002
+_SLEEP_WITHOUT_HASTE_S = 0.02
+_IDLE_S = 1.0
+_END_S = 10.0
+_STOPPING = WorkerFailed("this worker is stopping")
+
+
+@dataclass(frozen=True, slots=True)
+class WriterMemory:
+    """Where a writer's blocks are."""
+
+    agent: str
+    metadata: bytes
+    address: int
+    blocks: int
+    block_bytes: int
+    device: str
+
+
+@dataclass(eq=False, slots=True)
+class _Incoming:
+    batch: Batch
+    transfer: Transfer
+    deadline: float
+    """On the monotonic clock."""
+    posted: int = 0
+    """Parts whose read has begun."""
+    placed: int = 0
+    over: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    handle: int
+    slot: int
+    incoming: _Incoming
+    first: int
+    """Of its parts; ``count`` of them follow one another."""
+    count: int
+
+
+class Source:
+    """A writer, as one link knows it. Its fields belong to the reader's thread, but for these."""
+
+    def __init__(self, memory: WriterMemory) -> None:
+        self.memory = memory
+        self.transfers = OpenTransfers()
+        self.closed = False
+        self._arrived: deque[_Incoming] = deque()
+        self.incoming: list[_Incoming] = []
+
+    def add(self, batch: Batch, transfer: Transfer, deadline_s: float) -> None:
+        """A batch to read; from any thread."""
+        incoming = _Incoming(batch, transfer, time.monotonic() + deadline_s)
+
+        def end(_: Transfer) -> None:
+            incoming.over = True
+
+        transfer.when_over(end)
+        self._arrived.append(incoming)
+
+    def sort(self, now: float) -> None:
+        """Take in what has arrived, drop what is over, fail what is late."""
+        while self._arrived:
+            self.incoming.append(self._arrived.popleft())
+        for incoming in self.incoming:
+            if incoming.deadline <= now:
+                late = f"batch {incoming.batch.number} did not arrive in time"
+                incoming.transfer.fail(DeadlineExceeded(late))
+        self.incoming = [incoming for incoming in self.incoming if not incoming.over]
+
+    def next_unread(self) -> _Incoming | None:
+        """The first batch with parts that no read has begun for."""
+        for incoming in self.incoming:
+            if not incoming.over and incoming.posted < len(incoming.batch.source.blocks):
+                return incoming
+        return None
+
+
+@dataclass(eq=False, slots=True)
+class _Writer:
+    """A peer's agent, with the links that read from it, and the reads."""
+
+    memory: WriterMemory
+    sources: list[Source] = field(default_factory=list)
+    reads: list[_Read] = field(default_factory=list)
+    lost: bool = False
+
+
+class NixlReader:
+    """Starts its thread; ``close`` ends it."""
+
+    def __init__(self, agent: NixlAgent, memory: BlockMemory, staging_bytes: int) -> None:
+        """Registers ``staging_bytes`` (two slots at least) with the agent. Raises ConfigError."""
+        slots = max(_SLOTS_OF_A_WRITER, staging_bytes // SLOT_BYTES)
+        self._agent = agent
+        self._memory = memory
+        self._staging = np.empty((slots, SLOT_BYTES), dtype=np.uint8)
+        agent.register(self._staging.ctypes.data, self._staging.nbytes, "cpu")
+        self._free = list(range(slots))
+        self._writers: dict[str, _Writer] = {}
+        self._new: deque[Source] = deque()
+        self._waiting: list[Source] = []
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="nixl-reader", daemon=True)
+        self._thread.start()
+
+    # From any thread
+
+    def open(self, source: Source) -> None:
+        """Read for a link from now on."""
+        self._new.append(source)
+        self._wake.set()
+        if self._stopping:
+            source.transfers.end(_STOPPING)
+
+    def wake(self) -> None:
+        """A source has changed."""
+        self._wake.set()
+
+    def close(self) -> bool:
+        """End the thread. Whether it has ended, so that the agent can be closed."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(_END_S)
+        return not self._thread.is_alive()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            # An error of the program too ends all that wait for this thread.
+            self._stopping = True
+            for source in [*self._sources(), *self._new]:
+                source.transfers.end(_STOPPING)
+
+    def _serve(self) -> None:
+        sleep = _SHORTEST_SLEEP_S
+        while not self._stopping:
+            self._wake.clear()
+            moved = self._turn(time.monotonic())
+            sleep = _SHORTEST_SLEEP_S if moved else min(2 * sleep, _LONGEST_SLEEP_S)
+            if any(source.incoming for source in self._sources()):
+                time.sleep(sleep)
+            elif any(writer.reads for writer in self._writers.values()):
+                self._wake.wait(_SLEEP_WITHOUT_HASTE_S)
+            else:
+                self._wake.wait(_IDLE_S)
+
+    def _sources(self) -> list[Source]:
+        attached = [source for writer in self._writers.values() for source in writer.sources]
+        return [*self._waiting, *attached]
+
+    def _turn(self, now: float) -> bool:
+        """Do all that can be done now. Whether anything has ended."""
+        self._attach_new()
+        for source in self._sources():
+            source.sort(now)
+        moved = False
+        for writer in self._writers.values():
+            moved |= self._look_after(writer)
+        for writer in self._writers.values():
+            self._read_on(writer)
+        self._drop_unused()
+        self._let_others_first()
+        return moved
+
+    def _attach_new(self) -> None:
+        while self._new:
+            self._waiting.append(self._new.popleft())
+        waiting, self._waiting = self._waiting, []
+        for source in waiting:
+            if source.closed:
+                continue
+            try:
+                self._attach(source)
+            except BatonError as error:
+                source.transfers.end(error)
+
+    def _attach(self, source: Source) -> None:
+        """Raises HandoffError. A lost writer of the same name has to be gone first."""
+        theirs = source.memory
+        writer = self._writers.get(theirs.agent)
+        if writer is None:
+            if (name := self._agent.load(theirs.metadata)) != theirs.agent:
+                self._agent.forget(name)
+                raise HandoffError(f"the metadata of {theirs.agent} is of another agent")
+            writer = self._writers[theirs.agent] = _Writer(theirs)
+        if writer.lost:
+            self._waiting.append(source)
+            return
+        if writer.memory != theirs:
+            raise HandoffError(f"{theirs.agent} offers other memory than before")
+        writer.sources.append(source)
+
+    def _look_after(self, writer: _Writer) -> bool:
+        moved = False
+        for read in list(writer.reads):
+            try:
+                if not self._agent.ended(writer.memory.agent, read.handle):
+                    continue
+            except WorkerFailed as error:
+                self._lose(writer, error)
+            else:
+                self._place(read)
+            moved = True
+            self._agent.release(read.handle)
+            writer.reads.remove(read)
+            self._free.append(read.slot)
+        return moved
+
+    def _lose(self, writer: _Writer, error: BatonError) -> None:
+        writer.lost = True
+        for source in writer.sources:
+            source.transfers.end(error)
+
+    def _place(self, read: _Read) -> None:
+        incoming = read.incoming
+        if not incoming.transfer.begin():
+            return
+        try:
+            self._copy(read)
+        except Exception as error:
+            incoming.transfer.fail(error)
+            return
+        incoming.placed += read.count
+        if incoming.placed == len(incoming.batch.target.blocks):
+            incoming.transfer.finish()
+        else:
+            incoming.transfer.pause()
+
+    def _copy(self, read: _Read) -> None:
+        batch = read.incoming.batch
+        starts = range(0, read.count * batch.target.length, batch.target.length)
+        place(self._memory, batch, memoryview(self._staging[read.slot]), starts, read.first)
+
+    def _read_on(self, writer: _Writer) -> None:
+        for source in writer.sources:
+            while (incoming := source.next_unread()) is not None:
+                if writer.lost or len(writer.reads) == _SLOTS_OF_A_WRITER or not self._free:
+                    return
+                try:
+                    writer.reads.append(self._begin(writer.memory, incoming))
+                except HandoffError as error:
+                    incoming.transfer.fail(error)
+                except WorkerFailed as error:
+                    self._lose(writer, error)
+
+    def _begin(self, theirs: WriterMemory, incoming: _Incoming) -> _Read:
+        """Raises HandoffError, WorkerFailed."""
+        source = incoming.batch.source
+        first, most = incoming.posted, SLOT_BYTES // source.length
+        blocks = np.array(source.blocks[first : first + most], dtype=np.uint64)
+        remote = theirs.address + source.offset + blocks * np.uint64(theirs.block_bytes)
+        slot = self._free[-1]
+        local = self._addresses(slot, blocks.size, source.length)
+        handle = self._agent.begin_read(theirs.agent, theirs.device, remote, local, source.length)
+        self._free.pop()
+        incoming.posted += blocks.size
+        return _Read(handle, slot, incoming, first, blocks.size)
+
+    def _addresses(self, slot: int, parts: int, length: int) -> npt.NDArray[np.uint64]:
+        start = self._staging.ctypes.data + slot * SLOT_BYTES
+        return np.arange(start, start + parts * length, length, dtype=np.uint64)
+
+    def _drop_unused(self) -> None:
+        for writer in list(self._writers.values()):
+            writer.sources = [source for source in writer.sources if not source.closed]
+            if not writer.reads and (writer.lost or not writer.sources):
+                self._agent.forget(writer.memory.agent)
+                del self._writers[writer.memory.agent]
+
+    def _let_others_first(self) -> None:
+        """Whoever was served first this time comes last the next."""
+        for name in list(self._writers)[:1]:
+            self._writers[name] = self._writers.pop(name)

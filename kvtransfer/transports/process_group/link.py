@@ -1,0 +1,526 @@
+"""The two ends of a pair whose bytes go through a process group.
+
+    new ─first batch→ connecting ─→ forming ─→ moving;  any of them ─death, deadline, close→ broken
+
+A link has two threads, from its first batch on. The *watcher* waits for sockets and deadlines; it
+connects, and breaks the link when the other process is gone or a batch is late. The *mover* forms
+the process group and moves the batches in their order. A broken link stays so: the pair takes a new
+one, with another process group.
+
+A batch is one message, unless it is larger than a staging buffer: then it is several, of whole
+parts. Two messages are under way at a time, so that one is on the wire while another is copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch.distributed.distributed_c10d import Work
+
+from baton.errors import BatonError, ChecksumMismatch, DeadlineExceeded, HandoffError, WorkerFailed
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.staging import StagingBuffer
+from kvtransfer.transports.process_group.pair_socket import Opener
+from kvtransfer.transports.process_group.pair_store import PairStore
+from kvtransfer.transports.process_group.process_pair import MOST_TAG, ProcessPair
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Batch, Packed, Parts
+
+log = logging.getLogger(__name__)
+
+BUFFERS = 4
+"""Staging buffers of a link: two for the mover, and at a writer two for batches that are packed."""
+_MOVING = 2
+_GRACE_S = 5.0
+"""The watcher notices a late batch; a wait of the mover ends by itself this much later."""
+_JOIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPlan:
+    """What both ends of a link have agreed on, and how this end forms it."""
+
+    name: str
+    """The transport's."""
+    peer: str
+    """The other worker's address, for messages."""
+    opener: Opener
+    form: Callable[[PairStore], ProcessPair]
+    new_buffer: Callable[[], StagingBuffer]
+    message_bytes: int
+    """Of the largest message: a staging buffer's."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A batch on its way through the mover."""
+
+    number: int
+    parts: Parts
+    deadline: float
+    transfer: Transfer = field(default_factory=Transfer)
+    checksums: tuple[int, ...] = ()
+    memory: BlockMemory | None = None
+    """Where the parts are read when they are not staged."""
+    staged: _Staged | None = None
+    writing: bool = False
+    """The receiver may write: nobody else fails it meanwhile."""
+    dropped: bool = False
+    """The receiver lets the rest of it pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one message carries: ``count`` parts of a batch, from ``first`` on."""
+
+    job: _Job
+    first: int
+    count: int
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.job.parts.length
+
+    @property
+    def is_last(self) -> bool:
+        return self.first + self.count == len(self.job.parts.blocks)
+
+
+class _Staged:
+    """A buffer that holds a packed batch until that is sent, or forgotten."""
+
+    def __init__(self, buffer: StagingBuffer, home: queue.SimpleQueue[StagingBuffer]) -> None:
+        """It goes back to ``home``."""
+        self.buffer = buffer
+        self._home: queue.SimpleQueue[StagingBuffer] | None = home
+
+    def release(self) -> None:
+        """Give the buffer back; idempotent."""
+        home, self._home = self._home, None
+        if home is not None:
+            home.put(self.buffer)
+
+    def __del__(self) -> None:
+        # A batch that was packed and never sent. A SimpleQueue may be used here, whatever ran.
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A message that was given to the process group."""
+
+    piece: _Piece
+    buffer: StagingBuffer
+    work: Work
+
+
+class _Link:
+    """What both ends have in common."""
+
+    def __init__(self, plan: LinkPlan, memory: BlockMemory) -> None:
+        self._plan = plan
+        self._memory = memory
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._pieces: deque[_Piece] = deque()
+        self._error: BatonError | None = None
+        self._store: PairStore | None = None
+        self._pair: ProcessPair | None = None
+        self._threads: tuple[threading.Thread, ...] = ()
+        self._buffers: list[StagingBuffer] = []
+        self._made = 0
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of all its buffers."""
+        return 0 if self.is_over else self._made * self._plan.message_bytes
+
+    def _new_buffer(self) -> StagingBuffer:
+        with self._changed:
+            self._made += 1
+        return self._plan.new_buffer()
+
+    @property
+    def is_broken(self) -> bool:
+        return self._error is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Broken, and nothing of it is left."""
+        return self.is_broken and not any(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """See ``SendLink`` and ``ReceiveLink``: threads and sockets may take a moment more.
+
+        It does not wait for them, because an event loop may call it; ``join`` does.
+        """
+        self._break(WorkerFailed(f"the link to {self._plan.peer} was closed"))
+        if not self._threads:
+            self._close_sockets()
+
+    def join(self) -> None:
+        """After ``close``: until the threads have ended, 2 seconds at most."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
+
+    def _submit(self, job: _Job) -> Transfer:
+        """Have it moved after all others."""
+        if not job.parts.bytes:
+            job.transfer.finish()
+            return job.transfer
+        if job.parts.length > self._plan.message_bytes:
+            job.transfer.fail(HandoffError(f"{job.parts.length} bytes exceed a staging buffer"))
+            return job.transfer
+        with self._changed:
+            error = self._error
+            if error is None:
+                self._jobs.append(job)
+                self._pieces.extend(_pieces(job, self._plan.message_bytes))
+                self._changed.notify_all()
+                self._start()
+        if error is not None:
+            job.transfer.fail(WorkerFailed(error.message))
+        self._wake()
+        return job.transfer
+
+    def _start(self) -> None:
+        if not self._threads:
+            name = f"kv-{self._plan.name}"
+            self._threads = (
+                threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True),
+                threading.Thread(target=self._move, name=f"{name}-mover", daemon=True),
+            )
+            for thread in self._threads:
+                thread.start()
+
+    # The watcher
+
+    def _watch(self) -> None:
+        try:
+            with self._plan.opener.open(self._ready) as connection:
+                self._plan.opener.close()
+                self._serve(PairStore(connection), connection)
+        except (BatonError, OSError) as error:
+            self._break(self._told(error))
+        except Exception as error:
+            log.exception("the watcher of a link failed")
+            self._break(self._told(error))
+        finally:
+            self._close_sockets()
+
+    def _serve(self, store: PairStore, connection: socket.socket) -> None:
+        with self._changed:
+            self._store = store
+            self._changed.notify_all()
+        while self._ready(connection) and store.receive():
+            pass
+        self._break(WorkerFailed(f"{self._plan.peer} has ended its side of the link"))
+
+    def _ready(
+        self, waited: socket.socket, *, to_write: bool = False, until: float | None = None
+    ) -> bool:
+        """See ``Readiness``. Raises DeadlineExceeded when a batch is late."""
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        poll.register(waited, select.POLLOUT if to_write else select.POLLIN)
+        while True:
+            deadline = self._next_deadline()
+            wait_s = _seconds_to(deadline, until)
+            found = {number for number, _ in poll.poll(None if wait_s is None else wait_s * 1000)}
+            if self._woken.fileno() in found:
+                self._woken.recv(64)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"no KV blocks moved to or from {self._plan.peer} in time")
+            if waited.fileno() in found:
+                return True
+            if until is not None and time.monotonic() >= until:
+                return False
+
+    def _next_deadline(self) -> float | None:
+        """The earliest of all batches. Raises what the link was ended with."""
+        with self._changed:
+            if self._error is not None:
+                raise _copy(self._error)
+            return min((job.deadline for job in self._jobs), default=None)
+
+    def _wake(self) -> None:
+        # Full: it will wake anyway. Closed: it has ended. Not while it is being closed, since its
+        # number may be another's then.
+        with self._changed, suppress(OSError):
+            self._waker.send(b"\0")
+
+    def _close_sockets(self) -> None:
+        self._plan.opener.close()
+        with self._changed:
+            self._woken.close()
+            self._waker.close()
+
+    # The mover
+
+    def _move(self) -> None:
+        posted: deque[_Posted] = deque()
+        try:
+            pair = self._form()
+            while self._wait_for_piece(has_posted=bool(posted)):
+                while len(posted) < _MOVING and (piece := self._next_piece()) is not None:
+                    posted.append(self._post(pair, piece))
+                # None where the link broke meanwhile: its pieces are gone.
+                if posted:
+                    self._settle(pair, posted.popleft())
+        except (BatonError, RuntimeError, OSError) as error:  # torch raises RuntimeErrors
+            self._break(self._told(error))
+        except Exception as error:
+            log.exception("the mover of a link failed")
+            self._break(self._told(error))
+        finally:
+            # The memory of a message must outlive the process group's use of it.
+            posted.clear()
+            self._pair = None
+
+    def _form(self) -> ProcessPair:
+        with self._changed:
+            self._changed.wait_for(lambda: self._store is not None or self.is_broken)
+            if self._error is not None:
+                raise _copy(self._error)
+            assert self._store is not None
+            store = self._store
+        self._buffers = [self._new_buffer() for _ in range(_MOVING)]
+        pair = self._plan.form(store)
+        with self._changed:
+            if self._error is not None:
+                raise _copy(self._error)
+            self._pair = pair
+        return pair
+
+    def _wait_for_piece(self, *, has_posted: bool) -> bool:
+        """Until there is something to do. False: the link is broken."""
+        with self._changed:
+            self._changed.wait_for(lambda: has_posted or self._pieces or self.is_broken)
+            return not self.is_broken
+
+    def _next_piece(self) -> _Piece | None:
+        with self._changed:
+            return self._pieces.popleft() if self._pieces else None
+
+    def _post(self, pair: ProcessPair, piece: _Piece) -> _Posted:
+        """Give a message to the process group."""
+        raise NotImplementedError
+
+    def _settle(self, pair: ProcessPair, posted: _Posted) -> None:
+        """Wait for a message, and do what is left to do with it."""
+        job = posted.piece.job
+        pair.wait(posted.work, max(0.0, job.deadline - time.monotonic()) + _GRACE_S)
+        self._has_moved(posted)
+        if job.staged is None:
+            self._buffers.append(posted.buffer)
+        else:
+            job.staged.release()
+        if posted.piece.is_last:
+            self._end(job)
+
+    def _has_moved(self, posted: _Posted) -> None:
+        """Its message is through, and its buffer is ours again."""
+        raise NotImplementedError
+
+    def _end(self, job: _Job) -> None:
+        """The last of a batch has been moved."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._jobs.remove(job)
+        job.transfer.finish()
+
+    # Breaking
+
+    def _break(self, error: BatonError) -> None:
+        """End everything that is under way; the first call says why."""
+        with self._changed:
+            if self._error is not None:
+                return
+            # A copy: what was caught holds on to the frames that it went through.
+            self._error = _copy(error)
+            failed = [job for job in self._jobs if not job.writing]
+            self._jobs.clear()
+            self._pieces.clear()
+            store, pair = self._store, self._pair
+            self._changed.notify_all()
+        self._wake()
+        for job in failed:
+            job.transfer.fail(self._failure(job))
+        if store is not None:
+            store.fail(_copy(error))
+        if pair is not None:
+            pair.abort()
+
+    def _failure(self, job: _Job) -> BatonError:
+        """What a batch of a broken link fails with."""
+        error = self._error
+        assert error is not None
+        if time.monotonic() >= job.deadline:
+            return DeadlineExceeded(f"a batch for {self._plan.peer} was not moved in time")
+        return WorkerFailed(error.message)
+
+    def _told(self, error: Exception) -> BatonError:
+        if isinstance(error, BatonError):
+            return error
+        reason = str(error).partition("\n")[0]
+        return WorkerFailed(f"{self._plan.peer} is gone, or its connection broke: {reason}")
+
+
+class GroupSendLink(_Link):
+    """A writer's end: a ``SendLink``."""
+
+    def __init__(self, plan: LinkPlan, memory: BlockMemory) -> None:
+        super().__init__(plan, memory)
+        self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
+        self._unmade = BUFFERS - _MOVING
+
+    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+        """See ``SendLink``. Never waits for a buffer: without one, the mover reads the parts."""
+        source = self._memory if memory is None else memory
+        staged = self._stage(parts)
+        if staged is None:
+            sums = source.checksum_many(parts.blocks, parts.offset, parts.length)
+            return Packed(parts, sums, source)
+        sums = _read(source, parts, 0, len(parts.blocks), staged.buffer)
+        return Packed(parts, sums, staged)
+
+    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
+        """See ``SendLink``. What was cancelled is sent all the same: the peer waits for it."""
+        deadline = time.monotonic() + deadline_s
+        if isinstance(packed.payload, _Staged):
+            return self._submit(_Job(number, packed.parts, deadline, staged=packed.payload))
+        return self._submit(_Job(number, packed.parts, deadline, memory=packed.payload))
+
+    def _stage(self, parts: Parts) -> _Staged | None:
+        if parts.bytes > self._plan.message_bytes:
+            return None
+        with suppress(queue.Empty):
+            return _Staged(self._free.get_nowait(), self._free)
+        with self._changed:
+            if not self._unmade:
+                return None
+            self._unmade -= 1
+        return _Staged(self._new_buffer(), self._free)
+
+    def _post(self, pair: ProcessPair, piece: _Piece) -> _Posted:
+        job = piece.job
+        if job.staged is None:
+            buffer = self._buffers.pop()
+            assert job.memory is not None, "neither staged nor to be read"
+            _read(job.memory, job.parts, piece.first, piece.count, buffer)
+        else:
+            buffer = job.staged.buffer
+        work = pair.send(buffer.tensor(piece.bytes), job.number % MOST_TAG)
+        return _Posted(piece, buffer, work)
+
+    def _has_moved(self, posted: _Posted) -> None:
+        """Nothing is left to do: that the bytes have landed, the receiver says."""
+
+
+class GroupReceiveLink(_Link):
+    """A receiver's end: a ``ReceiveLink``."""
+
+    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+        """See ``ReceiveLink``.
+
+        A batch of several messages runs from its first one on: a cancel then has to wait for the
+        last, or for the deadline.
+        """
+        deadline = time.monotonic() + deadline_s
+        # What is not wanted has no target, and passes all the same.
+        parts = batch.target if wanted else batch.source
+        job = _Job(batch.number, parts, deadline, checksums=batch.checksums)
+        if not wanted:
+            job.transfer.cancel()
+        return self._submit(job)
+
+    def _post(self, pair: ProcessPair, piece: _Piece) -> _Posted:
+        buffer = self._buffers.pop()
+        work = pair.receive(buffer.tensor(piece.bytes), piece.job.number % MOST_TAG)
+        return _Posted(piece, buffer, work)
+
+    def _has_moved(self, posted: _Posted) -> None:
+        piece, buffer = posted.piece, posted.buffer
+        job = piece.job
+        if not self._may_write(piece):
+            return
+        error: BatonError | None = None
+        try:
+            buffer.download(piece.bytes)
+            error = self._write(piece, buffer.view)
+        finally:
+            with self._changed:
+                job.writing = False
+                if self._error is not None:
+                    error = self._failure(job)
+            if error is not None:
+                job.dropped = True
+                job.transfer.fail(error)
+
+    def _may_write(self, piece: _Piece) -> bool:
+        """Whether a message's parts go to their blocks; if not, they are let pass."""
+        job = piece.job
+        with self._changed:
+            if self._error is not None or job.dropped:
+                return False
+            job.dropped = piece.first == 0 and not job.transfer.begin()
+            job.writing = not job.dropped
+            return job.writing
+
+    def _write(self, piece: _Piece, view: memoryview) -> BatonError | None:
+        """Returns what is wrong with the parts. Ends early when the link is broken."""
+        parts = piece.job.parts
+        for position in range(piece.count):
+            if self.is_broken:
+                return None
+            index = piece.first + position
+            start = position * parts.length
+            data = view[start : start + parts.length]
+            digest = self._memory.write(parts.blocks[index], parts.offset, data)
+            if digest != piece.job.checksums[index]:
+                return ChecksumMismatch(
+                    f"part {index} of batch {piece.job.number} from {self._plan.peer} "
+                    "arrived damaged"
+                )
+        return None
+
+
+def _read(
+    memory: BlockMemory, parts: Parts, first: int, count: int, buffer: StagingBuffer
+) -> tuple[int, ...]:
+    """Copy ``count`` parts from ``first`` on into a buffer. Returns their checksums."""
+    blocks, length = parts.blocks[first : first + count], parts.length
+    outs = [buffer.view[at : at + length] for at in range(0, count * length, length)]
+    checksums = memory.read_many(blocks, parts.offset, outs)
+    buffer.upload(count * length)
+    return checksums
+
+
+def _pieces(job: _Job, message_bytes: int) -> list[_Piece]:
+    """The same at both ends, which agree on ``message_bytes``."""
+    total, most = len(job.parts.blocks), message_bytes // job.parts.length
+    return [_Piece(job, first, min(most, total - first)) for first in range(0, total, most)]
+
+
+def _seconds_to(*times: float | None) -> float | None:
+    """Until the first of some points of ``time.monotonic``; None: there is none."""
+    known = [point for point in times if point is not None]
+    return max(0.0, min(known) - time.monotonic()) if known else None
+
+
+def _copy(error: BatonError) -> BatonError:
+    return type(error)(error.message)

@@ -1,0 +1,236 @@
+"""The transports ``gloo`` and ``nccl``: batches as messages of torch.distributed.
+
+    new ─register→ ready ─close→ closed
+
+Each pair and direction has a process group of two, formed by its first batch and never again: a
+new life of either worker, or a failure, takes a new link. ``gloo`` goes through the host's memory
+and TCP, ``nccl`` from GPU to GPU; they differ in where staging buffers lie and in the group's own
+options and abort (``kvtransfer.transports.process_group.process_pair``).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+from baton.errors import ConfigError, HandoffError
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.staging import DeviceBuffer, HostBuffer, StagingBuffer
+from kvtransfer.transports.process_group.link import (
+    BUFFERS,
+    GroupReceiveLink,
+    GroupSendLink,
+    LinkPlan,
+)
+from kvtransfer.transports.process_group.pair_socket import Acceptor, Connector, Opener
+from kvtransfer.transports.process_group.pair_store import FORM_S, PairStore
+from kvtransfer.transports.process_group.process_pair import (
+    RECEIVER,
+    WRITER,
+    GlooPair,
+    NcclPair,
+    ProcessPair,
+    check_gloo,
+    check_nccl,
+)
+from kvtransfer.transports.transport import Peer
+
+Backend = Literal["gloo", "nccl"]
+STAGING_BYTES = 64 << 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LOOPBACK = ("127.", "::1", "localhost")
+Message = TypeVar("Message", "_Offer", "_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a writer says of itself."""
+
+    host: str
+    machine: str
+    device: str
+    """The GPU's UUID; empty with gloo."""
+    message_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Where a receiver waits for a writer: a port and a token that serve one link."""
+
+    host: str
+    port: int
+    token: str
+    message_bytes: int
+
+
+class GroupTransport:
+    """See ``Transport``."""
+
+    copies_out = True
+    reads_in_place = False
+
+    def __init__(
+        self, backend: Backend, host: str = "127.0.0.1", staging_bytes: int = STAGING_BYTES
+    ) -> None:
+        """``host``: the address at which others reach this process; it listens there alone.
+
+        ``staging_bytes``: most memory of a link for messages, on a GPU as much again on the host.
+        """
+        self._backend: Backend = backend
+        self._host = host
+        self._message_bytes = staging_bytes // BUFFERS
+        self._memory: BlockMemory | None = None
+        self._links: list[GroupSendLink | GroupReceiveLink] = []
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """See ``Transport``."""
+        return self._backend
+
+    @property
+    def part_bytes(self) -> int:
+        """See ``Transport``."""
+        return self._message_bytes
+
+    @property
+    def batch_bytes(self) -> int:
+        """See ``Transport``: one message."""
+        return self._message_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """See ``Transport``; on a GPU as much again on the host."""
+        with self._lock:
+            return sum(link.staging_bytes for link in self._links)
+
+    def register(self, memory: BlockMemory) -> None:
+        """See ``Transport``."""
+        if self._backend == "nccl":
+            check_nccl(memory.device)
+        else:
+            check_gloo()
+        if memory.block_bytes > self._message_bytes:
+            raise ConfigError(
+                f"transport {self.name}: staging needs {BUFFERS} times a block of "
+                f"{memory.block_bytes} bytes"
+            )
+        self._memory = memory
+
+    def offer(self) -> bytes:
+        """See ``Transport``."""
+        return _encode(_Offer(self._host, _machine(), self._device(), self._message_bytes))
+
+    def accept(self, peer: Peer, offer: bytes) -> tuple[GroupReceiveLink, bytes]:
+        """See ``Transport``."""
+        offered = _decode(_Offer, offer, peer)
+        self._check_reach(peer, offered)
+        memory = self._registered()
+        acceptor = Acceptor(self._host)
+        answer = _Answer(
+            host=self._host,
+            port=acceptor.port,
+            token=acceptor.token,
+            message_bytes=min(self._message_bytes, offered.message_bytes),
+        )
+        plan = self._plan(peer, acceptor, RECEIVER, answer.message_bytes)
+        link = GroupReceiveLink(plan, memory)
+        self._keep(link)
+        return link, _encode(answer)
+
+    def connect(self, peer: Peer, answer: bytes) -> GroupSendLink:
+        """See ``Transport``."""
+        told = _decode(_Answer, answer, peer)
+        if told.message_bytes > self._message_bytes:
+            raise HandoffError(f"{peer.address} wants larger messages than were offered")
+        connector = Connector(told.host, told.port, told.token)
+        plan = self._plan(peer, connector, WRITER, told.message_bytes)
+        link = GroupSendLink(plan, self._registered())
+        self._keep(link)
+        return link
+
+    def close(self) -> None:
+        """See ``Transport``."""
+        with self._lock:
+            links, self._links = self._links, []
+        for link in links:
+            link.close()
+        for link in links:
+            link.join()
+        self._memory = None
+
+    def _keep(self, link: GroupSendLink | GroupReceiveLink) -> None:
+        with self._lock:
+            self._links = [kept for kept in self._links if not kept.is_over]
+            self._links.append(link)
+
+    def _registered(self) -> BlockMemory:
+        if self._memory is None:
+            raise HandoffError(f"transport {self.name} is closed")
+        return self._memory
+
+    def _device(self) -> str:
+        if self._backend == "gloo":
+            return ""
+        device = torch.device(self._registered().device)
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def _check_reach(self, peer: Peer, offered: _Offer) -> None:
+        loopback = [host for host in (self._host, offered.host) if host.startswith(_LOOPBACK)]
+        if loopback and offered.machine != _machine():
+            raise HandoffError(
+                f"transport {self.name}: {peer.address} is another host than this one, "
+                f"and {loopback[0]} does not leave its host"
+            )
+        if offered.device and offered.device == self._device():
+            raise HandoffError(
+                f"transport {self.name}: {peer.address} and this worker share one GPU, "
+                "which NCCL refuses"
+            )
+        if offered.message_bytes <= 0:
+            raise HandoffError(f"transport {self.name}: {peer.address} offers no staging")
+
+    def _plan(self, peer: Peer, opener: Opener, rank: int, message_bytes: int) -> LinkPlan:
+        form: Callable[[PairStore], ProcessPair]
+        new_buffer: Callable[[], StagingBuffer]
+        if self._backend == "nccl":
+            device = torch.device(self._registered().device)
+            form = partial(NcclPair, rank=rank, device=device)
+            new_buffer = partial(DeviceBuffer, message_bytes, device)
+        else:
+            form = partial(GlooPair, rank=rank, host=self._host, timeout_s=FORM_S)
+            new_buffer = partial(HostBuffer, message_bytes)
+        return LinkPlan(self.name, peer.address, opener, form, new_buffer, message_bytes)
+
+
+def _machine() -> str:
+    """Names this host until it starts again."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _encode(message: _Offer | _Answer) -> bytes:
+    return json.dumps(asdict(message)).encode()
+
+
+def _decode(kind: type[Message], data: bytes, peer: Peer) -> Message:
+    """Raises HandoffError for what is no such message."""
+    try:
+        found = json.loads(data)
+        message = kind(**found)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise HandoffError(f"{peer.address} speaks another protocol: {error}") from error
+    wanted = {name: {"str": str, "int": int}[kind.__annotations__[name]] for name in found}
+    if any(type(value) is not wanted[name] for name, value in found.items()):
+        raise HandoffError(f"{peer.address} speaks another protocol: fields of other types")
+    return message
