@@ -1,7 +1,7 @@
 """One small tree of errors.
 
 Rooms raise these; only the fronts turn them into HTTP answers (``router.http.errors``) and gRPC
-statuses (``baton.grpc_errors``). Each class says once what it means in both worlds.
+statuses (``baton.rpc.grpc_errors``). Each class says once what it means in both worlds.
 """
 
 from __future__ import annotations

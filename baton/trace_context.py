@@ -13,7 +13,7 @@ longer one is dropped."""
 class TraceContext:
     """The two headers of W3C Trace Context (level 1); empty ones: nobody traces.
 
-    They are a client's own words until ``baton.tracing`` has read them.
+    They are a client's own words until ``baton.telemetry.tracing`` has read them.
     """
 
     traceparent: str = ""

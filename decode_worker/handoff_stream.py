@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from baton import convert
-from baton.background import end_tasks
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, Unavailable
-from baton.grpc_errors import as_baton_error
+from baton.host.background import end_tasks
+from baton.rpc import convert
+from baton.rpc.grpc_errors import as_baton_error
 from baton.v1 import decode_pb2
 from decode_worker.receiver import Offer
 from kvtransfer.tickets.ticket import Ticket

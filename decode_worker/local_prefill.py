@@ -14,10 +14,10 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, NoRoom, TicketEnded
 from baton.hashing import last_hashes
 from baton.request import FirstToken, SequenceSpec
+from baton.rpc import convert
 from baton.v1 import prefill_pb2
 from decode_worker.receiver import HandoffReceiver
 from decode_worker.room import RETRY_AFTER_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opentelemetry.trace import Span
 
-from baton.tracing import Attribute, begin_span, fail_span, trace_id_of
+from baton.telemetry.tracing import Attribute, begin_span, fail_span, trace_id_of
 from engine.scheduling.sequence import Sequence
 
 

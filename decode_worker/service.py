@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from baton import convert
-from baton.grpc_channel import by_size
-from baton.grpc_errors import grpc_boundary, guarded
 from baton.request import TokenOutput
+from baton.rpc import convert
+from baton.rpc.grpc_channel import by_size
+from baton.rpc.grpc_errors import grpc_boundary, guarded
 from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from decode_worker.handoff_stream import Context as HandoffsContext
 

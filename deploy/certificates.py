@@ -8,8 +8,8 @@
     client.pem, client.key     for whoever calls the API, where it asks for certificates
     monitor.pem, monitor.key   for Prometheus, which reads the workers' metrics
 
-Each names its role among its names, which its peers look at: see ``baton/tls.py``. Keys are
-readable by their owner alone.
+Each names its role among its names, which its peers look at: see ``baton/security/tls.py``. Keys
+are readable by their owner alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.errors import ConfigError
-from baton.tls import AUTHORITY_FILE, ROLES, PeerRole, role_name, roles_in
+from baton.security.tls import AUTHORITY_FILE, ROLES, PeerRole, role_name, roles_in
 
 CERTIFICATE_DAYS, AUTHORITY_DAYS = 365, 3650
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")

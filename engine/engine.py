@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.cache import cache_dir
-from baton.compiled_grammars import CompiledGrammars, grammars_of
 from baton.errors import ConfigError
+from baton.grammars.compiled_grammars import CompiledGrammars, grammars_of
+from baton.host.cache import cache_dir
 from baton.sampling_params import SamplingParams
 from engine.checkpoint.fingerprint import Fingerprint
 from engine.checkpoint.model_config import ModelConfig, load_model_config

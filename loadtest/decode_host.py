@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 
-from baton.config import Config, PoolConfig
+from baton.config.cluster import Config, PoolConfig
 from baton.errors import ConfigError
 from decode_worker.role import DecodeRole
 from loadtest.line_service import Asker, Fields, run_helper

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from baton.grpc_channel import make_server
-from baton.redis_client import redis_client
-from baton.registry import Registry, WorkerRecord
 from baton.request import Geometry, LoadSnapshot
+from baton.rpc.grpc_channel import make_server
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry, WorkerRecord
 from baton.v1 import (
     decode_pb2,
     decode_pb2_grpc,

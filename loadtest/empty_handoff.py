@@ -18,11 +18,11 @@ from pathlib import Path
 
 import grpc.aio
 
-from baton import convert
-from baton.background import end_tasks
 from baton.errors import DeadlineExceeded, HandoffError
-from baton.grpc_errors import error_from_rpc
+from baton.host.background import end_tasks
 from baton.request import Geometry, SequenceSpec
+from baton.rpc import convert
+from baton.rpc.grpc_errors import error_from_rpc
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from kvtransfer.pairs.pair import Identity

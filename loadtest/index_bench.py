@@ -26,10 +26,10 @@ import redis.asyncio
 import typer
 from rich.console import Console
 
-from baton.background import end_tasks
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
-from baton.prefix_index import DEFAULT_MEMORY_BYTES, PrefixIndex
-from baton.redis_client import redis_client
+from baton.host.background import end_tasks
+from baton.store.prefix_index import DEFAULT_MEMORY_BYTES, PrefixIndex
+from baton.store.redis_client import redis_client
 from loadtest.bench_app import Figures, bench_app, say
 from loadtest.bench_store import bench_store
 from loadtest.index_workload import COMMON_BLOCKS, IndexWorkload, Question

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
-from baton.grpc_errors import error_from_code
+from baton.rpc.grpc_errors import error_from_code
 from loadtest.process_group import last_lines
 
 Fields = dict[str, Any]

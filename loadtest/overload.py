@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import Unavailable
 from loadtest.bench_app import Figures, ModelFolder, bench_app, say
 from loadtest.handoff_bench import random_prompt

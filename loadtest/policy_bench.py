@@ -31,12 +31,12 @@ import redis
 import typer
 from rich.console import Console
 
-from baton.config import PolicyName
+from baton.config.cluster import PolicyName
 from baton.errors import ConfigError, Unavailable
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import WorkerRecord
 from loadtest.bench_app import Figures, bench_app, say
 from loadtest.bench_store import bench_store
 from loadtest.lru_cache import LruCache

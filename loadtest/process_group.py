@@ -20,7 +20,7 @@ from types import FrameType
 import psutil
 
 from baton.errors import ConfigError
-from baton.process_end import end_with_parent
+from baton.host.process_end import end_with_parent
 
 GRACE_S = 30.0
 """How long a group may take to end after SIGTERM before it is killed."""

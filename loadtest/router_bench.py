@@ -38,7 +38,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from loadtest.bench_app import Figures, ModelFolder, bench_app, counts_in, say
 from loadtest.bench_store import bench_store

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import Unavailable
 from loadtest.peer_servers import LOOPBACK, SERVED_NAME, free_port
 from loadtest.pinning import pinned

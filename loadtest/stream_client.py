@@ -21,11 +21,11 @@ from pathlib import Path
 import grpc.aio
 import uvloop
 
-from baton import convert
-from baton.background import end_tasks
 from baton.errors import DeadlineExceeded, WorkerFailed
-from baton.grpc_channel import open_channel
+from baton.host.background import end_tasks
 from baton.request import SequenceSpec
+from baton.rpc import convert
+from baton.rpc.grpc_channel import open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2
 from loadtest.generator.http_connection import HttpPool, Origin

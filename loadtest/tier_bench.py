@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.errors import BatonError
-from baton.metrics import WorkerMetrics
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
+from baton.telemetry.metrics import WorkerMetrics
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import make_sequence
 from loadtest.bench_app import Figures, ModelFolder, bench_app, say

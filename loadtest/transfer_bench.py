@@ -17,9 +17,9 @@ from typing import get_args
 
 from rich.console import Console
 
-from baton.config import TransportName
+from baton.config.cluster import TransportName
 from baton.errors import BatonError, ConfigError
-from baton.host_memory import available_bytes
+from baton.host.host_memory import available_bytes
 from kvtransfer.pairs.outbound import Outbound
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client import CollectorRegistry
 
-from baton.background import end_tasks
-from baton.config import MIB, Config, TlsConfig, TransportName
-from baton.metrics import WorkerMetrics
+from baton.config.cluster import MIB, Config, TlsConfig, TransportName
+from baton.host.background import end_tasks
+from baton.telemetry.metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.pair import Identity, PairLimits

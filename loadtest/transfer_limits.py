@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import WorkerFailed
-from baton.grpc_channel import make_blocking_server, open_blocking_channel
+from baton.rpc.grpc_channel import make_blocking_server, open_blocking_channel
 from kvtransfer.transports.grpc_transport import CHUNK_BYTES
 
 LOOPBACK = "127.0.0.1"

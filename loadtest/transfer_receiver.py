@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import time
 
-from baton.config import TlsConfig
-from baton.grpc_channel import listen, make_server
-from baton.peer_roles import PeerRoles
+from baton.config.cluster import TlsConfig
+from baton.rpc.grpc_channel import listen, make_server
+from baton.security.peer_roles import PeerRoles
 from baton.v1 import transfer_pb2_grpc
 from loadtest.bench_pool import bench_pool, identity_of
 from loadtest.line_service import Asker, Fields, run_helper

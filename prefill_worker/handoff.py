@@ -16,11 +16,11 @@ from dataclasses import replace
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from baton import convert
 from baton.errors import BatonError, DeadlineExceeded, NoRoom
 from baton.logprobs import TokenLogprobs
 from baton.request import FirstToken, SequenceSpec
-from baton.tracing import begin_span, context_of, fail_span
+from baton.rpc import convert
+from baton.telemetry.tracing import begin_span, context_of, fail_span
 from baton.v1 import decode_pb2
 from kvtransfer.pairs.negotiation import Fit, check_geometry
 from kvtransfer.pairs.outbound import Outbound

@@ -14,11 +14,11 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from opentelemetry.trace import Span
 
-from baton import convert
-from baton.config import MIB
+from baton.config.cluster import MIB
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.request import FinishReason, FirstToken, SequenceSpec
-from baton.tracing import begin_span, context_of, fail_span
+from baton.rpc import convert
+from baton.telemetry.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate

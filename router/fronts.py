@@ -10,12 +10,12 @@ from functools import partial
 import grpc.aio
 import redis.asyncio
 
-from baton.config import Config
-from baton.grpc_channel import make_server
-from baton.metrics import RouterMetrics
-from baton.pool_sizes import PoolSizes
-from baton.prefix_index import PrefixIndex
-from baton.supervision_page import supervision_page
+from baton.config.cluster import Config
+from baton.rpc.grpc_channel import make_server
+from baton.store.pool_sizes import PoolSizes
+from baton.store.prefix_index import PrefixIndex
+from baton.store.supervision_page import supervision_page
+from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.admin.cache_control import CacheControl
 from router.admin.cluster_view import ClusterApi

@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
-from baton.config import Config
-from baton.metrics import RouterMetrics
-from baton.tls import LiveContext, client_context
+from baton.config.cluster import Config
+from baton.security.tls import LiveContext, client_context
+from baton.telemetry.metrics import RouterMetrics
 from baton.version import baton_version
 from router.access.access import Access
 from router.admin.cluster_metrics import cluster_page

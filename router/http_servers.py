@@ -11,9 +11,9 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
-from baton.background import end_tasks, spawn
-from baton.config import Config, split_host_port
-from baton.tls import LiveContext, server_context
+from baton.config.cluster import Config, split_host_port
+from baton.host.background import end_tasks, spawn
+from baton.security.tls import LiveContext, server_context
 from router.http.protocol import http_protocol
 from router.http.uvicorn_internals import QuietServer
 from router.http_app import Apps

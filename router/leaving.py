@@ -11,7 +11,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-from baton.background import end_tasks
+from baton.host.background import end_tasks
 
 
 class Leaving:

@@ -18,16 +18,16 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
-from baton.background import end_tasks
-from baton.config import Config
-from baton.grpc_channel import listen
-from baton.logs import log_to_stream
-from baton.metrics import RouterMetrics
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry
-from baton.tracing import end_tracing, start_tracing
-from baton.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_board import TrafficBoard
+from baton.config.cluster import Config
+from baton.host.background import end_tasks
+from baton.rpc.grpc_channel import listen
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
+from baton.telemetry.logs import log_to_stream
+from baton.telemetry.metrics import RouterMetrics
+from baton.telemetry.tracing import end_tracing, start_tracing
 from router.access.access import Access
 from router.access.key_watch import KeyWatch
 from router.access.rate_limits import RateLimits

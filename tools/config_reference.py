@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from baton.config import (
+from baton.config.cluster import (
     AutoscalerConfig,
     Config,
     ContextClass,
@@ -25,7 +25,7 @@ of a table: `BATON_TLS__FOLDER`), which overrides the TOML file of `baton serve 
 `baton serve` has a flag for each field of the cluster that is not a table, `--kv-dtype` for
 `kv_dtype`. An error names the flag, the variable, or the file and line at fault.
 
-This page is made from `baton/config.py` by `python -m tools.config_reference`; a test keeps the
+This page is made from `baton/config/cluster.py` by `python -m tools.config_reference`; a test keeps the
 two equal.
 """
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
@@ -77,7 +77,7 @@ def _row(name: str, field: Any) -> str:
     kind = str(getattr(field.annotation, "__name__", field.annotation))
     if kind in ("Literal", "tuple", "dict", "Union"):
         kind = str(field.annotation)
-    for long, short in (("typing.", ""), ("baton.config.", ""), ("NoneType", "None")):
+    for long, short in (("typing.", ""), ("baton.config.cluster.", ""), ("NoneType", "None")):
         kind = kind.replace(long, short)
     text = " ".join((field.description or "").split())
     return f"| `{name}` | {kind.replace('|', 'or')} | {_default(field)} | {text} |"

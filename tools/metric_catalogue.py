@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from baton.metrics import RouterMetrics, SupervisorMetrics, WorkerMetrics
+from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics, WorkerMetrics
 
 _PAGES = (
     ("router", RouterMetrics),
@@ -66,7 +66,8 @@ class Family:
 
 
 def families() -> tuple[Family, ...]:
-    """Every family that ``baton/metrics.py`` declares, page by page; some are on two pages."""
+    """Every family that ``baton/telemetry/metrics.py`` declares, page by page; some are on two
+    pages."""
     found: list[Family] = []
     for page, kind in _PAGES:
         metrics = vars(kind(CollectorRegistry())).values()

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 
 import redis.asyncio
 
-from baton.config import MIB
-from baton.grpc_channel import listen, make_server
-from baton.listening_clock import ListeningClock
-from baton.metrics import WorkerMetrics
-from baton.peer_roles import PeerRoles
-from baton.prefix_index import PrefixIndex
-from baton.registry import WorkerRecord
+from baton.config.cluster import MIB
+from baton.liveness.listening_clock import ListeningClock
+from baton.rpc.grpc_channel import listen, make_server
+from baton.security.peer_roles import PeerRoles
+from baton.store.prefix_index import PrefixIndex
+from baton.store.registry import WorkerRecord
+from baton.telemetry.metrics import WorkerMetrics
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S

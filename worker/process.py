@@ -33,16 +33,16 @@ import redis
 import torch
 from prometheus_client import CollectorRegistry
 
-from baton.background import end_tasks
-from baton.config import Config, PoolConfig
+from baton.config.cluster import Config, PoolConfig
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
-from baton.listening_clock import ListeningClock
-from baton.loop_lag import watch_loop
-from baton.metrics import WorkerMetrics
-from baton.metrics_server import MetricsServer
-from baton.process_end import Fail, fail
-from baton.redis_client import redis_client
-from baton.registry import DRAINING, Registry, WorkerRecord
+from baton.host.background import end_tasks
+from baton.host.loop_lag import watch_loop
+from baton.host.process_end import Fail, fail
+from baton.liveness.listening_clock import ListeningClock
+from baton.store.redis_client import redis_client
+from baton.store.registry import DRAINING, Registry, WorkerRecord
+from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.metrics_server import MetricsServer
 from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
 from engine.roofline.roofline import Ceilings

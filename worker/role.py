@@ -10,9 +10,9 @@ from typing import Protocol
 import grpc.aio
 
 from baton.errors import InvalidRequest
-from baton.grammar_gate import GrammarGate
-from baton.metrics import WorkerMetrics
+from baton.grammars.grammar_gate import GrammarGate
 from baton.request import SequenceSpec
+from baton.telemetry.metrics import WorkerMetrics
 from engine.engine import Engine
 from engine.local import make_sequence
 from engine.scheduling.sequence import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.config import Config, PoolConfig
+from baton.config.cluster import Config, PoolConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from baton.client.values import (
     Usage,
 )
 from baton.grammar import Grammar, GrammarKind
-from baton.tls import TlsFiles
+from baton.security.tls import TlsFiles
 from baton.trace_context import TraceContext
 
 __all__ = [

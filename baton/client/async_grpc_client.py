@@ -11,8 +11,8 @@ import grpc.aio
 from baton.client import grpc_wire as wire
 from baton.client.grpc_client import DEADLINE_S, DEFAULT_ADDRESS, MODELS_DEADLINE_S
 from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
-from baton.grpc_channel import open_channel
-from baton.tls import TlsFiles
+from baton.rpc.grpc_channel import open_channel
+from baton.security.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters

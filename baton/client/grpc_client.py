@@ -10,8 +10,8 @@ import grpc
 
 from baton.client import grpc_wire as wire
 from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
-from baton.grpc_channel import open_blocking_channel
-from baton.tls import TlsFiles
+from baton.rpc.grpc_channel import open_blocking_channel
+from baton.security.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters

@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 
 from baton.client.values import Message, ModelInfo, Piece, Sampling, TokenScore, Usage
-from baton.convert import write_grammar
 from baton.errors import BatonError, Unavailable
-from baton.grpc_errors import CODE_KEY, error_from_rpc
+from baton.rpc.convert import write_grammar
+from baton.rpc.grpc_errors import CODE_KEY, error_from_rpc
 from baton.sampling_params import SCALAR_FIELDS
 from baton.v1 import inference_pb2 as pb
 from baton.v1.sampling_pb2 import SamplingParameters

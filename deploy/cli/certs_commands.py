@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from baton.tls import PeerRole
+from baton.security.tls import PeerRole
 from deploy.cli.options.command_line import clear_errors, fail
 from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.output import print_table

@@ -18,7 +18,7 @@ from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.output import Output, print_json, print_table
 
 if TYPE_CHECKING:
-    from baton.config import KeyConfig
+    from baton.config.cluster import KeyConfig
 
 File = Annotated[
     Path,
@@ -68,9 +68,9 @@ def create(
     """
     from pydantic import ValidationError  # noqa: PLC0415
 
-    from baton.config import KeyConfig  # noqa: PLC0415
-    from baton.config_errors import plain_faults  # noqa: PLC0415
-    from baton.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
+    from baton.config.cluster import KeyConfig  # noqa: PLC0415
+    from baton.config.errors import plain_faults  # noqa: PLC0415
+    from baton.config.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
 
     key = new_key()
     try:
@@ -123,7 +123,7 @@ def revoke(name: Name, file: File) -> None:
 
     Routers refuse it within two seconds. Requests that it has started end normally.
     """
-    from baton.keys_file import changing, write_keys  # noqa: PLC0415
+    from baton.config.keys_file import changing, write_keys  # noqa: PLC0415
 
     with clear_errors(), _writable(file), changing(file):
         keys = _keys(file)
@@ -148,7 +148,7 @@ def rotate(
 
         baton keys rotate alice --file keys.json --keep 12h
     """
-    from baton.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
+    from baton.config.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
 
     key, ends = new_key(), _later(keep)
     with clear_errors(), _writable(file), changing(file):
@@ -169,7 +169,7 @@ def rotate(
 
 
 def _keys(file: Path) -> list[KeyConfig]:
-    from baton.keys_file import read_keys  # noqa: PLC0415
+    from baton.config.keys_file import read_keys  # noqa: PLC0415
 
     return list(read_keys(file)) if file.exists() else []
 

@@ -15,8 +15,8 @@ from deploy.cli.options.command_line import clear_errors, fail, say
 from deploy.cli.options.vllm_aliases import ACCEPTED, REFUSED, Accepted, Refused
 
 if TYPE_CHECKING:
-    from baton.config import Config
-    from baton.config_sources import Flag
+    from baton.config.cluster import Config
+    from baton.config.sources import Flag
 
 _OPTION = inspect.Parameter.KEYWORD_ONLY
 
@@ -44,7 +44,7 @@ class ServeCommand(BatonCommand):
         """The same. A wrong value is a usage error in Baton's words."""
         from pydantic import ValidationError  # noqa: PLC0415
 
-        from baton.config_errors import plain_requirement  # noqa: PLC0415
+        from baton.config.errors import plain_requirement  # noqa: PLC0415
 
         try:
             return super().parse_args(ctx, args)
@@ -99,7 +99,7 @@ def configuration(given: dict[str, Any]) -> Config:
 
 def _flags(given: dict[str, Any]) -> Iterator[Flag]:
     """What the command line says of the configuration."""
-    from baton.config_sources import Flag  # noqa: PLC0415
+    from baton.config.sources import Flag  # noqa: PLC0415
     from deploy.cli.options.config_options import config_options  # noqa: PLC0415
 
     model = given["model_argument"]
@@ -115,7 +115,7 @@ def _flags(given: dict[str, Any]) -> Iterator[Flag]:
 
 def _with_address(config: Config, host: str | None, port: int | None) -> Config:
     """``--host`` and ``--port``: each a part of ``http``."""
-    from baton.config import split_host_port  # noqa: PLC0415
+    from baton.config.cluster import split_host_port  # noqa: PLC0415
 
     if host is None and port is None:
         return config

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import psutil
 import redis
 
-from baton.config import Config, split_host_port
+from baton.config.cluster import Config, split_host_port
 from baton.errors import BatonError, ConfigError
-from baton.redis_client import redis_client
+from baton.store.redis_client import redis_client
 from deploy.doctor.doctor import Check, Missing, imported, nccl_devices
 from deploy.processes.ports import choose_ports, reachable
 from deploy.store.own_redis import eviction_advice, eviction_policy

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.tls import TlsFiles
+from baton.security.tls import TlsFiles
 
 
 def announcement(

@@ -7,11 +7,11 @@ import logging
 
 import redis
 
-from baton.pool_sizes import PoolSizes
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry
-from baton.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_board import TrafficBoard
+from baton.store.pool_sizes import PoolSizes
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
 from deploy.launcher.launcher_claim import told_key
 from deploy.supervisor.slot_board import SlotBoard
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, Protocol
 
-from baton.silence import SilenceWatch
+from baton.liveness.silence import SilenceWatch
 
 SILENT_S = 15.0
 """Without an answer. It starts, and reads its store, in less."""

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.cpp_library import NATIVE, CppLibrary, Tell
 from baton.errors import ConfigError
+from baton.host.cpp_library import NATIVE, CppLibrary, Tell
 
 if TYPE_CHECKING:
-    from baton.config import Config
+    from baton.config.cluster import Config
 
 _ROOT = Path(__file__).parent.parent
 ENGINE, COPIES = _ROOT / "engine" / "cpu", _ROOT / "kvtransfer" / "native"

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 import redis
 
-from baton.config import Config, PoolConfig
+from baton.config.cluster import Config, PoolConfig
+from baton.config.keys_file import read_keys
 from baton.errors import BatonError, ConfigError
-from baton.keys_file import read_keys
-from baton.logs import formatter
-from baton.redis_client import redis_client
-from baton.tls import TlsFiles
+from baton.security.tls import TlsFiles
+from baton.store.redis_client import redis_client
+from baton.telemetry.logs import formatter
 from deploy.launcher.announcement import announcement
 from deploy.launcher.cluster_keys import forget_cluster
 from deploy.launcher.exposure import check_exposure

@@ -12,8 +12,8 @@ import secrets
 from importlib.metadata import version
 from typing import NoReturn
 
-from baton.config import Config
-from baton.redis_client import redis_client
+from baton.config.cluster import Config
+from baton.store.redis_client import redis_client
 from deploy.processes.launcher_lease import LauncherLease
 
 _FRONTS = ("http", "grpc", "admin_http", "routers", "allowed_hosts", "allowed_origins")

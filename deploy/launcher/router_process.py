@@ -14,10 +14,10 @@ from typing import NoReturn
 import httpx
 from prometheus_client.multiprocess import mark_process_dead
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError
-from baton.metrics import SHARED_FOLDER_VARIABLE
-from baton.tls import TlsFiles, pinned_context
+from baton.security.tls import TlsFiles, pinned_context
+from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
 from deploy.launcher.what_if import WHAT_IF
 from deploy.processes.child import Child
 from deploy.processes.cluster_mark import ClusterMark

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.cache import cache_dir
 from baton.errors import ConfigError
+from baton.host.cache import cache_dir
 from deploy.models import hub_model
 from deploy.models.gguf_cache import FORMS, convert_once, converted_folder, sha256_of
 from deploy.models.hub_download import DownloadWatch

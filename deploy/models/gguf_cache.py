@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
-from baton.cache import cache_dir
+from baton.host.cache import cache_dir
 from deploy.models.gguf_convert import CONVERTER_VERSION, convert
 from deploy.models.sealed_folder import Receipt, install, read_receipt
 

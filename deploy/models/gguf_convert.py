@@ -16,7 +16,7 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton.config_errors import plain_faults
+from baton.config.errors import plain_faults
 from baton.errors import ConfigError
 from deploy.models.gguf_tokenizer import TokenizerMetadata, build_tokenizer, tokenizer_config
 

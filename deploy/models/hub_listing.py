@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from baton.cache import cache_dir
+from baton.host.cache import cache_dir
 
 
 class HubListing(BaseModel):

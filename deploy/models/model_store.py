@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.cache import cache_dir
 from baton.errors import ConfigError
+from baton.host.cache import cache_dir
 from deploy.models import demo_model, hub_model
 from deploy.models.demo_model import KnownModel
 from deploy.models.gguf_cache import FORMS, converted, converted_folders, form_of

@@ -16,8 +16,8 @@ from uuid import uuid4
 import filelock
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from baton.cache import cache_dir
 from baton.errors import ConfigError
+from baton.host.cache import cache_dir
 
 _LOCK_S = 3600.0
 _RECEIPT = "baton_model.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from baton.tls import TlsFiles
+from baton.security.tls import TlsFiles
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.run_directory import PREFIX, parent_directory
 

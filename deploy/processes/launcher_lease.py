@@ -19,8 +19,8 @@ import redis
 import redis.asyncio
 
 from baton.errors import BatonError
-from baton.redis_client import redis_client
-from baton.silence import SilenceWatch
+from baton.liveness.silence import SilenceWatch
+from baton.store.redis_client import redis_client
 
 TTL_S = 15
 RENEW_S = 3.0

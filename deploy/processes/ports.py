@@ -7,7 +7,7 @@ import socket
 
 import psutil
 
-from baton.config import Config, split_host_port
+from baton.config.cluster import Config, split_host_port
 from baton.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -44,7 +44,7 @@ def reachable(address: str) -> str:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """The inverse of ``baton.config.split_host_port``."""
+    """The inverse of ``baton.config.cluster.split_host_port``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import redis
 
 from baton.errors import ConfigError
-from baton.redis_client import redis_client
+from baton.store.redis_client import redis_client
 from deploy.processes.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)

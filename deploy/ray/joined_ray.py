@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError
 from deploy.processes.cluster_mark import ClusterMark
 from deploy.processes.daemon_thread import DaemonThread

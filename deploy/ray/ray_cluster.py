@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError
 from deploy import ray_internals
 from deploy.processes.cluster_mark import ClusterMark

@@ -9,7 +9,7 @@ import redis
 import redis.asyncio
 
 from baton.errors import ConfigError
-from baton.redis_client import redis_client
+from baton.store.redis_client import redis_client
 
 _PING_S = 3.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from baton.config import Config, TlsConfig
+from baton.config.cluster import Config, TlsConfig
 
 StoreUser = Literal["router", "worker", "supervisor"]
 STORE_USERS: tuple[StoreUser, ...] = ("router", "worker", "supervisor")

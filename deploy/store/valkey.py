@@ -11,9 +11,9 @@ import secrets
 
 import redis
 
-from baton.config import MIB
+from baton.config.cluster import MIB
 from baton.errors import Unavailable
-from baton.redis_client import redis_client
+from baton.store.redis_client import redis_client
 from baton.valkey_binary import valkey_binary
 from deploy.processes.child import Child
 from deploy.processes.cluster_mark import ClusterMark

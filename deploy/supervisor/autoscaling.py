@@ -1,4 +1,5 @@
-"""The autoscaler at work: looks, asks ``baton.autoscaler``, and carries out what that says.
+"""The autoscaler at work: looks, asks ``baton.autoscaling.autoscaler``, and carries out what that
+says.
 
     looking ─nothing to do→ looking
     looking ─decided→ acting ─done, failed, or its deadline→ looking
@@ -17,13 +18,13 @@ from collections.abc import Awaitable, Callable
 
 import redis
 
-from baton.autoscaler import Action, Autoscaler, Bounds, ChangeRole, Resize
-from baton.cluster_figures import ROLES
-from baton.config import Config, Role
+from baton.autoscaling.autoscaler import Action, Autoscaler, Bounds, ChangeRole, Resize
+from baton.autoscaling.cluster_figures import ROLES
+from baton.config.cluster import Config, Role
 from baton.errors import BatonError, Unavailable
-from baton.metrics import SupervisorMetrics
-from baton.pool_sizes import PoolSizes
-from baton.registry import WorkerRecord
+from baton.store.pool_sizes import PoolSizes
+from baton.store.registry import WorkerRecord
+from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor.cluster_look import ClusterLook, Phases
 from deploy.supervisor.pool_keeper import Phase
 from deploy.supervisor.role_change import change_role

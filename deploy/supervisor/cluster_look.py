@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 import redis
 
-from baton.cluster_figures import ClusterFigures, WorkerFigures, WorkerState
-from baton.config import Config, Role
-from baton.demand import DemandReader
-from baton.registry import DRAINING, Registry, WorkerRecord
-from baton.traffic_board import TrafficBoard
-from baton.traffic_flow import TrafficFlow
+from baton.autoscaling.cluster_figures import ClusterFigures, WorkerFigures, WorkerState
+from baton.autoscaling.demand import DemandReader
+from baton.autoscaling.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_flow import TrafficFlow
+from baton.config.cluster import Config, Role
+from baton.store.registry import DRAINING, Registry, WorkerRecord
 from deploy.supervisor.pool_keeper import Phase
 from deploy.supervisor.wanted_slots import split
 

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from baton.errors import BatonError, WorkerFailed
-from baton.silence import SilenceWatch
+from baton.liveness.silence import SilenceWatch
 from deploy.processes.child import last_lines
 from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.whereabouts import Whereabouts

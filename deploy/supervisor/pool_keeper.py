@@ -24,7 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from baton.silence import SilenceWatch
+from baton.liveness.silence import SilenceWatch
 
 FIRST_PAUSE_S = 0.25
 """Before the next life of a worker that died once."""

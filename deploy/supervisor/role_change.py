@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import grpc.aio
 
-from baton.config import Role
+from baton.config.cluster import Role
 from baton.errors import WorkerFailed
-from baton.grpc_channel import open_channel
-from baton.grpc_errors import error_from_rpc
-from baton.registry import WorkerRecord
-from baton.tls import TlsFiles
+from baton.rpc.grpc_channel import open_channel
+from baton.rpc.grpc_errors import error_from_rpc
+from baton.security.tls import TlsFiles
+from baton.store.registry import WorkerRecord
 from baton.v1 import control_pb2, control_pb2_grpc
 
 ANSWER_S = 10.0

@@ -20,9 +20,9 @@ from typing import Protocol
 
 import redis
 
-from baton.background import end_tasks
-from baton.metrics import SupervisorMetrics
-from baton.pool_sizes import PoolSizes
+from baton.host.background import end_tasks
+from baton.store.pool_sizes import PoolSizes
+from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor.fleet import Seen
 from deploy.supervisor.pool_keeper import Order, Phase, PoolKeeper, SlotState
 from deploy.supervisor.slot_board import SlotBoard, SlotNews, Supervision

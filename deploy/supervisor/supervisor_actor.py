@@ -18,14 +18,14 @@ import redis
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
-from baton.config import Config
-from baton.metrics import SupervisorMetrics
-from baton.metrics_server import MetricsServer
-from baton.pool_sizes import PoolSizes
-from baton.process_end import end_process
-from baton.redis_client import redis_client
-from baton.registry import Registry
-from baton.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_board import TrafficBoard
+from baton.config.cluster import Config
+from baton.host.process_end import end_process
+from baton.store.pool_sizes import PoolSizes
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
+from baton.telemetry.metrics import SupervisorMetrics
+from baton.telemetry.metrics_server import MetricsServer
 from deploy.processes.ports import join_host_port
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.standby.standby import leave_here

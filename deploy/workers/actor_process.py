@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from baton.logs import log_to_stream
-from baton.process_end import end_process
+from baton.host.process_end import end_process
+from baton.telemetry.logs import log_to_stream
 from deploy.processes.launcher_lease import lease_lost
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.workers.node_roll import NodeRoll

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from baton.config import Config, PoolConfig
+from baton.config.cluster import Config, PoolConfig
 from deploy.processes.process_identity import ProcessIdentity
 
 

@@ -5,7 +5,7 @@ It looks once in ``LOOK_S``.
 
 from __future__ import annotations
 
-from baton.silence import SilenceWatch
+from baton.liveness.silence import SilenceWatch
 
 LOOK_S = 1.0
 STUCK_S = 60.0

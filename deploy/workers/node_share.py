@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError, ConfigError
 from deploy.processes.cluster_mark import RUN_VARIABLE
 from deploy.processes.run_directory import RunDirectory

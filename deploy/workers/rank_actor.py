@@ -15,7 +15,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import asdict
 
-from baton.process_end import end_process, fail
+from baton.host.process_end import end_process, fail
 from deploy.processes.whereabouts import Whereabouts
 from deploy.standby.standby import take_here
 from deploy.workers.actor_process import end_others, log_to, take_sigterm

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError
-from baton.process_end import end_process, fail
-from baton.tracing import end_tracing, start_tracing
+from baton.host.process_end import end_process, fail
+from baton.telemetry.tracing import end_tracing, start_tracing
 from deploy.processes.whereabouts import Whereabouts
 from deploy.workers.actor_process import end_with
 from deploy.workers.actor_settings import ActorSettings

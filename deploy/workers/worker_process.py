@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, TypeAlias
 
-from baton.config import Config
+from baton.config.cluster import Config
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node_share import NodeShare, model_paths
 

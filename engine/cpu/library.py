@@ -10,8 +10,8 @@ import logging
 from functools import lru_cache
 from pathlib import Path
 
-from baton.cpp_library import NATIVE, CppLibrary
 from baton.errors import ConfigError
+from baton.host.cpp_library import NATIVE, CppLibrary
 
 log = logging.getLogger(__name__)
 

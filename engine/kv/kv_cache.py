@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from baton.host_memory import take_memory
+from baton.host.host_memory import take_memory
 from baton.request import Geometry, GroupShape
 from engine.checkpoint.model_config import ModelConfig
 from engine.kv.kv_quantization import dequantize_kv, has_scales, kv_dtype_name, quantize_kv

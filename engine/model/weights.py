@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from baton.cache import cache_dir
 from baton.errors import ConfigError
+from baton.host.cache import cache_dir
 from engine.checkpoint.fingerprint import Fingerprint
 from engine.model.named_tensors import TIED_HEAD
 from engine.parallel.weight_slices import Cut, WeightSlices

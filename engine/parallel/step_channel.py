@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from baton.errors import WorkerFailed
-from baton.silence import SilenceWatch
+from baton.liveness.silence import SilenceWatch
 
 BEAT_S = 0.5
 SILENT_RANK_S = 5.0

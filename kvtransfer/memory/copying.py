@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.cpp_library import NATIVE, CppLibrary
 from baton.errors import ConfigError
+from baton.host.cpp_library import NATIVE, CppLibrary
 from kvtransfer.memory import checksum as reference
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import HandoffError
-from baton.host_memory import check_available, populate, too_much
+from baton.host.host_memory import check_available, populate, too_much
 from kvtransfer.memory.memory import SharedFile
 
 _LARGE_PAGE = 2 << 20

@@ -23,8 +23,6 @@ from typing import Protocol
 
 import grpc.aio
 
-from baton import convert
-from baton.background import end_tasks
 from baton.errors import (
     BatonError,
     ChecksumMismatch,
@@ -33,7 +31,9 @@ from baton.errors import (
     TicketEnded,
     WorkerFailed,
 )
-from baton.grpc_errors import grpc_boundary
+from baton.host.background import end_tasks
+from baton.rpc import convert
+from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
 from kvtransfer.memory.checksum import raw_checksum
 from kvtransfer.pairs.negotiation import Fit, rank_transports

@@ -19,10 +19,10 @@ from typing import Any
 
 import grpc.aio
 
-from baton import convert
-from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
-from baton.grpc_errors import error_from_code, stream_ending, stream_errors
+from baton.host.background import end_tasks
+from baton.rpc import convert
+from baton.rpc.grpc_errors import error_from_code, stream_ending, stream_errors
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.share_layout import ShareLayout

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from baton.errors import TicketEnded, WorkerFailed
-from baton.grpc_errors import as_baton_error
+from baton.rpc.grpc_errors import as_baton_error
 from kvtransfer.pairs.outbound import Outbound
 
 

@@ -25,9 +25,9 @@ from weakref import WeakSet
 import grpc
 
 from baton.errors import BatonError, HandoffError, WorkerFailed
-from baton.grpc_channel import make_blocking_server, open_blocking_channel
-from baton.peer_roles import refusal
-from baton.tls import TlsFiles
+from baton.rpc.grpc_channel import make_blocking_server, open_blocking_channel
+from baton.security.peer_roles import refusal
+from baton.security.tls import TlsFiles
 from baton.v1 import transfer_pb2
 from kvtransfer.layout.share_layout import ShareLayout
 from kvtransfer.memory.memory import BlockMemory

@@ -10,9 +10,9 @@ import grpc.aio
 
 from baton.client import grpc_wire as wire
 from baton.errors import DeadlineExceeded, Overloaded, Unavailable, WorkerFailed
-from baton.grpc_channel import open_channel
-from baton.grpc_errors import error_from_rpc
-from baton.tls import TlsFiles
+from baton.rpc.grpc_channel import open_channel
+from baton.rpc.grpc_errors import error_from_rpc
+from baton.security.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters

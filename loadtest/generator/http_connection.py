@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from baton.errors import ConfigError
-from baton.tls import TlsFiles, client_context
+from baton.security.tls import TlsFiles, client_context
 
 _IDLE_S = 1.0
 """A connection that has been idle for longer may be closed by its server at any moment."""

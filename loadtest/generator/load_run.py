@@ -15,7 +15,7 @@ import httpx
 from rich.console import Console
 
 from baton.errors import ConfigError, Unavailable
-from baton.tls import client_context
+from baton.security.tls import client_context
 from loadtest.generator.grpc_target import GrpcTarget
 from loadtest.generator.live_progress import LiveProgress, Say
 from loadtest.generator.load_driver import LoadDriver

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.tls import TlsFiles
+from baton.security.tls import TlsFiles
 from loadtest.generator.arrival_process import ArrivalProcess, Kind
 from loadtest.generator.lengths import Lengths
 from loadtest.generator.openai_target import Endpoint

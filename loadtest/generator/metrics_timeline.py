@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.tls import TlsFiles
+from baton.security.tls import TlsFiles
 from loadtest.generator.http_connection import HttpPool, Origin
 from loadtest.generator.target import RunClock
 

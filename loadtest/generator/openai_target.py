@@ -7,7 +7,7 @@ import json
 from array import array
 from typing import Any, Literal
 
-from baton.tls import TlsFiles
+from baton.security.tls import TlsFiles
 from loadtest.generator.http_connection import HttpConnection, HttpPool, Origin
 from loadtest.generator.planned_request import PlannedRequest
 from loadtest.generator.request_record import Outcome, RequestRecord

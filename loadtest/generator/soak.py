@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from baton.errors import Unavailable
-from baton.redis_client import redis_client
-from baton.tls import TlsFiles, client_context
+from baton.security.tls import TlsFiles, client_context
+from baton.store.redis_client import redis_client
 from loadtest.generator.footprint import (
     Footprint,
     growing,

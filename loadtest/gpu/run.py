@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from baton.process_end import end_process, end_with_parent
+from baton.host.process_end import end_process, end_with_parent
 from loadtest.gpu.machine import versions
 from loadtest.gpu.phases import PHASES, PLANS, Phase, missing_packages, phase_of, table
 from loadtest.gpu.place import Place

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from loadtest.generator.slo import Slo
 from loadtest.machine import this_machine

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.planner.cluster_kind import ClusterKind, Counts
 from loadtest.planner.figures import Figures, figures_of, together
 from loadtest.planner.traffic import Traffic, busiest, whole

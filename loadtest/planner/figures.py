@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.planner.traffic import Traffic
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.results import SimulationResult

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.planner.cluster_kind import ClusterKind, Counts
 from loadtest.planner.traffic import Traffic
 from loadtest.simulator.step_model import StepShape

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.config import MIB, Config
+from baton.config.cluster import MIB, Config
 from loadtest.planner.cluster_kind import WorkerKind
 from loadtest.planner.plan import Plan
 from loadtest.simulator.hardware import ACCELERATORS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from loadtest.planner.cluster_kind import ClusterKind, WorkerKind
 from loadtest.planner.floor import timely_answers, timely_prompts

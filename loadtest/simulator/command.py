@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.machine import this_machine
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.simulation import simulate

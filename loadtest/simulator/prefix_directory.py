@@ -1,6 +1,6 @@
 """The prefix index without Redis: who holds which blocks, in the memory of the simulation.
 
-The same answers as ``baton.prefix_index`` gives; a test asks both.
+The same answers as ``baton.store.prefix_index`` gives; a test asks both.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 
 from baton.client.headers import request_headers
+from baton.client.http_api import api_errors, event_of
 from baton.errors import DeadlineExceeded, Unavailable
-from baton.http_api import api_errors, event_of
 
 _REQUEST_S = 120.0
 _GRACE_S = 5.0
@@ -49,7 +49,8 @@ class ProbeRequests:
     """Owned by one event loop. Raises BatonError where a request fails."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, limits: Limits, seed: int) -> None:
-        """``client`` is one of ``baton.http_api.open_async_api``; ``model`` is the served id."""
+        """``client`` is one of ``baton.client.http_api.open_async_api``; ``model`` is the served
+        id."""
         self.limits = limits
         self._client = client
         self._model = model

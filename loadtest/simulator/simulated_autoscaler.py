@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from baton.autoscaler import Autoscaler, Bounds, ChangeRole
-from baton.cluster_figures import ClusterFigures, WorkerFigures, WorkerState
-from baton.config import Config, Role
-from baton.demand import DemandReader
-from baton.traffic_counts import ToldTraffic, TrafficCounts
-from baton.traffic_flow import TrafficFlow
+from baton.autoscaling.autoscaler import Autoscaler, Bounds, ChangeRole
+from baton.autoscaling.cluster_figures import ClusterFigures, WorkerFigures, WorkerState
+from baton.autoscaling.demand import DemandReader
+from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
+from baton.autoscaling.traffic_flow import TrafficFlow
+from baton.config.cluster import Config, Role
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.role_change import RoleChange
 from loadtest.simulator.simulated_router import SimulatedRouter

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from baton.config import DEFAULT_TENANT, Config
+from baton.autoscaling.traffic_meter import TrafficMeter
+from baton.config.cluster import DEFAULT_TENANT, Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
-from baton.registry import WorkerRecord
 from baton.request import Geometry
-from baton.traffic_meter import TrafficMeter
+from baton.store.registry import WorkerRecord
 from loadtest.simulator.attempt import Attempt
 from loadtest.simulator.event_queue import EventQueue
 from loadtest.simulator.prefix_directory import PrefixDirectory

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.event_queue import EventQueue

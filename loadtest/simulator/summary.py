@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.results import RequestResult, SimulationResult, WorkerResult
 from loadtest.simulator.step_log import Floats

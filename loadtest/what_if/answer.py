@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.results import SimulationResult
 from loadtest.simulator.simulation import simulate

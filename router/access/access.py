@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from baton.config import Config, KeyConfig, Scope, split_host_port
+from baton.config.cluster import Config, KeyConfig, Scope, split_host_port
 from baton.errors import (
     Forbidden,
     Overloaded,
@@ -15,7 +15,7 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
-from baton.metrics import RouterMetrics
+from baton.telemetry.metrics import RouterMetrics
 from router.access.api_keys import ApiKeys, Caller, authorization_of
 from router.access.rate_limits import Charge, RateLimits
 from router.core.choice import Choice

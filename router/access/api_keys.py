@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.config import DEFAULT_TENANT, KeyConfig
+from baton.config.cluster import DEFAULT_TENANT, KeyConfig
 from baton.errors import Unauthenticated
 from baton.request import Principal
 

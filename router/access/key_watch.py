@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baton.config import KeyConfig
+from baton.config.cluster import KeyConfig
+from baton.config.keys_file import read_keys
 from baton.errors import ConfigError
-from baton.keys_file import read_keys
-from baton.metrics import RouterMetrics
+from baton.telemetry.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 

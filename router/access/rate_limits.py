@@ -28,10 +28,10 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from baton.background import end_tasks
-from baton.config import KeyConfig
+from baton.config.cluster import KeyConfig
 from baton.errors import RateLimitExceeded, RequestTooLarge
-from baton.metrics import RouterMetrics
+from baton.host.background import end_tasks
+from baton.telemetry.metrics import RouterMetrics
 from router.access.allowance import Allowance
 from router.access.limit_scripts import ENTER, LEAVE
 from router.access.script_queue import MAX_TOGETHER, ScriptCall, ScriptQueue, call_together

@@ -18,7 +18,7 @@ import redis
 import redis.asyncio
 from redis.commands.core import AsyncScript
 
-from baton.background import end_tasks, spawn
+from baton.host.background import end_tasks, spawn
 
 MAX_TOGETHER = 64
 """Calls on a connection at a time: a few milliseconds of the server's time."""

@@ -10,9 +10,9 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError
-from baton.grpc_errors import call_errors
-from baton.metrics import RouterMetrics
-from baton.prefix_index import IndexSize, PrefixIndex
+from baton.rpc.grpc_errors import call_errors
+from baton.store.prefix_index import IndexSize, PrefixIndex
+from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.workers.worker_links import WorkerLink
 

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.tls import LiveContext, PeerRole, role_name
+from baton.security.tls import LiveContext, PeerRole, role_name
 
 _DEADLINE_S = 2.0
 _PREFIX = "baton_"

@@ -8,7 +8,7 @@ import grpc.aio
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from baton.grpc_errors import guarded
+from baton.rpc.grpc_errors import guarded
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.access.access import Access
 from router.admin.cache_control import CacheControl, CacheStats, Dropped

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import redis
 
-from baton.config import Config, PoolConfig
+from baton.config.cluster import Config, PoolConfig
 from baton.errors import InvalidRequest, LastWorker, NotFound, Unavailable
-from baton.pool_sizes import MOST_WORKERS, PoolSizes
+from baton.store.pool_sizes import MOST_WORKERS, PoolSizes
 from router.routing.policy import route_settings
 
 

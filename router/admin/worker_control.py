@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import grpc.aio
 
 from baton.errors import LastWorker, NotFound, WorkerFailed
-from baton.grpc_errors import CODE_KEY, call_errors
-from baton.registry import DRAINING
+from baton.rpc.grpc_errors import CODE_KEY, call_errors
+from baton.store.registry import DRAINING
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.workers.worker_links import WorkerLink
 

@@ -11,9 +11,9 @@ import grpc.aio
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton.config import Config
-from baton.grpc_errors import guarded
-from baton.pool_sizes import MOST_WORKERS
+from baton.config.cluster import Config
+from baton.rpc.grpc_errors import guarded
+from baton.store.pool_sizes import MOST_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.admin.operator_api import Operators
 from router.admin.pool_scaling import PoolScaling

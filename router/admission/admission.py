@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineUnreachable, Overloaded
 from router.admission.background_slack import BackgroundSlack
 from router.admission.capacity import Capacity

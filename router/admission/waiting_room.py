@@ -10,9 +10,9 @@ import math
 import time
 from collections.abc import Callable
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError
-from baton.metrics import RouterMetrics
+from baton.telemetry.metrics import RouterMetrics
 from router.admission.admission import Admission, Applicant, slo_of
 from router.admission.capacity import Capacity
 from router.core.request import GenerationRequest

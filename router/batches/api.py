@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Query, Request
 from starlette.responses import FileResponse, Response
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import InvalidRequest
 from router.access.access import Access
 from router.batches.batch import Batch, StoredFile

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.config import Config
-from baton.metrics import RouterMetrics
+from baton.config.cluster import Config
+from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import InvalidRequest, NotFound
 from baton.request import Principal
 from router.batches.batch import Batch, StoredFile

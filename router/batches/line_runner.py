@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from baton.config import Config, ContextClass
+from baton.config.cluster import Config, ContextClass
 from baton.errors import BatonError, Overloaded, Unavailable, WorkerFailed
-from baton.metrics import RouterMetrics
 from baton.request import Principal
+from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.access.api_keys import Caller
 from router.batches.batch import Batch, LineResult

@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from baton.background import end_tasks, spawn
 from baton.errors import BatonError, NotFound
-from baton.metrics import RouterMetrics
-from baton.silence import SilenceWatch
+from baton.host.background import end_tasks, spawn
+from baton.liveness.silence import SilenceWatch
+from baton.telemetry.metrics import RouterMetrics
 from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
 from router.batches.database import Database, LeaseLost, StatusChanged
 from router.batches.line import Fault, Line, find_faults, read_lines

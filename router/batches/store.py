@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
-from baton.silence import SilenceWatch
+from baton.liveness.silence import SilenceWatch
 from router.batches.batch import Batch, BatchStatus, StoredFile
 from router.batches.database import Database
 

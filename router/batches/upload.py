@@ -14,7 +14,7 @@ from starlette.formparsers import MultiPartException
 from starlette.types import Message
 
 from baton.errors import InvalidRequest, RequestTooLarge
-from baton.listening import listening
+from baton.liveness.listening import listening
 
 MOST_FIELDS = 16
 MOST_FIELD_BYTES = 4096

@@ -18,10 +18,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import NotFound
-from baton.listening import listening
-from baton.metrics import RouterMetrics
+from baton.liveness.listening import listening
+from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.console.look import Cluster, ConsoleLook, read_router
 from router.console.watch import Watch

@@ -9,10 +9,10 @@ import asyncio
 import time
 from typing import Protocol
 
-from baton import convert
-from baton.config import Config
-from baton.metrics import RouterMetrics
+from baton.config.cluster import Config
 from baton.request import LoadSnapshot
+from baton.rpc import convert
+from baton.telemetry.metrics import RouterMetrics
 from router.console.snapshot import (
     WINDOW_S,
     Look,

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.config import Config
-from baton.registry import WorkerRecord
+from baton.config.cluster import Config
 from baton.request import LoadSnapshot
+from baton.store.registry import WorkerRecord
 from router.console.percentiles import Percentiles, percentiles
 from router.console.window import Key, Window
 from router.console.worker_page import WorkerPage

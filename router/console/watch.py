@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 
-from baton.background import end_tasks
 from baton.errors import Overloaded, Unavailable
+from baton.host.background import end_tasks
 from router.console.snapshot import Snapshot
 from router.http.sse import to_json
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
-from baton.metrics import SHARED_FOLDER_VARIABLE
+from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
 from router.console.what_if_question import Answer, Question
 
 log = logging.getLogger(__name__)

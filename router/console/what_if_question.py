@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import InvalidRequest, Unavailable
-from baton.recent_requests import RecentRequest
-from baton.registry import WorkerRecord
+from baton.store.registry import WorkerRecord
+from baton.telemetry.recent_requests import RecentRequest
 from router.core.fields import Int
 
 TRAFFIC_S = 600.0
@@ -71,7 +71,7 @@ class Question(_Data):
     """All that the simulator needs."""
 
     config: dict[str, Any]
-    """Fields of ``baton.config.Config``; no secrets."""
+    """Fields of ``baton.config.cluster.Config``; no secrets."""
     profiles: dict[str, dict[str, Any]]
     """A worker of each role, as `baton calibrate` writes it."""
     traffic: tuple[Arrival, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from baton.config import Config
+from baton.config.cluster import Config
 from router.core.request import GenerationRequest
 from router.core.request_recorder import RequestRecorder
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from baton.autoscaling.traffic_meter import FIRST_ANSWER_TOKENS
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
-from baton.metrics import RouterMetrics
-from baton.recent_requests import RecentRequest
-from baton.traffic_meter import FIRST_ANSWER_TOKENS
+from baton.telemetry.metrics import RouterMetrics
+from baton.telemetry.recent_requests import RecentRequest
 from router.core.request import OutputDelta
 from router.core.request_span import RequestSpan
 

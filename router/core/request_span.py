@@ -8,7 +8,14 @@ from __future__ import annotations
 from opentelemetry.trace import SpanKind
 
 from baton.errors import BatonError
-from baton.tracing import Attribute, begin_span, context_of, fail_span, trace_id_of, wall_ns
+from baton.telemetry.tracing import (
+    Attribute,
+    begin_span,
+    context_of,
+    fail_span,
+    trace_id_of,
+    wall_ns,
+)
 from router.core.request import GenerationRequest, OutputDelta
 
 

@@ -19,12 +19,12 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
-from baton import convert
-from baton.background import spawn
 from baton.errors import BatonError, NoRoom
-from baton.grpc_errors import as_baton_error
+from baton.host.background import spawn
 from baton.request import SequenceSpec, TokenOutput
-from baton.tracing import begin_span, context_of
+from baton.rpc import convert
+from baton.rpc.grpc_errors import as_baton_error
+from baton.telemetry.tracing import begin_span, context_of
 from baton.v1 import prefill_pb2
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.planner import Planner

@@ -13,19 +13,19 @@ from collections.abc import AsyncGenerator, Sequence
 
 import redis
 
-from baton.background import end_tasks, spawn
-from baton.config import Config
+from baton.autoscaling.traffic_board import TrafficBoard
+from baton.config.cluster import Config
 from baton.errors import BatonError, WorkerFailed
-from baton.grpc_errors import error_from_code
-from baton.logs import ErrorRow
-from baton.loop_lag import watch_loop
-from baton.metrics import RouterMetrics
-from baton.prefix_index import PrefixIndex
-from baton.registry import Registry
+from baton.host.background import end_tasks, spawn
+from baton.host.loop_lag import watch_loop
+from baton.liveness.silence import SilenceWatch
 from baton.request import TokenOutput
-from baton.silence import SilenceWatch
-from baton.tracing import begin_span, fail_span
-from baton.traffic_board import TrafficBoard
+from baton.rpc.grpc_errors import error_from_code
+from baton.store.prefix_index import PrefixIndex
+from baton.store.registry import Registry
+from baton.telemetry.logs import ErrorRow
+from baton.telemetry.metrics import RouterMetrics
+from baton.telemetry.tracing import begin_span, fail_span
 from router.admission.capacity import Capacity
 from router.admission.waiting_room import WaitingRoom
 from router.core.request import GenerationRequest, OutputDelta, without_answer

@@ -21,7 +21,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import (
     BatonError,
     ContextLengthExceeded,
@@ -31,9 +31,9 @@ from baton.errors import (
     Unavailable,
     WorkerFailed,
 )
-from baton.listening import listening
-from baton.metrics import RouterMetrics
+from baton.liveness.listening import listening
 from baton.request import TokenOutput
+from baton.telemetry.metrics import RouterMetrics
 from router.dispatch.attempts import Attempts
 from router.dispatch.poison import Quarantine, prompt_hash
 from router.dispatch.retry_budget import RetryBudget

@@ -18,9 +18,9 @@ from dataclasses import replace
 from itertools import chain
 
 from baton.errors import BatonError
-from baton.grpc_errors import error_from_code
 from baton.logprobs import TokenLogprobs
 from baton.request import TokenOutput
+from baton.rpc.grpc_errors import error_from_code
 from router.core.request import OutputDelta
 from router.text.output_assembler import OutputAssembler
 

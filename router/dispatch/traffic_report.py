@@ -11,9 +11,9 @@ import logging
 
 import redis
 
-from baton.background import end_tasks, spawn
-from baton.traffic_board import TELL_S, TrafficBoard
-from baton.traffic_counts import ToldTraffic, TrafficCounts
+from baton.autoscaling.traffic_board import TELL_S, TrafficBoard
+from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
+from baton.host.background import end_tasks, spawn
 
 log = logging.getLogger(__name__)
 

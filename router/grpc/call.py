@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import grpc.aio
 from google.protobuf.message import Message
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import DeadlineExceeded, RequestTooLarge
-from baton.listening import listening
+from baton.liveness.listening import listening
 from router.access.api_keys import Caller
 from router.inference.request_builder import Arrival
 

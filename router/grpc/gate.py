@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from baton.errors import BatonError
-from baton.grpc_errors import grpc_boundary
+from baton.rpc.grpc_errors import grpc_boundary
 from router.access.access import Access
 from router.access.scopes import scope_of_service
 

@@ -13,13 +13,13 @@ from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
-from baton.config import Config
-from baton.convert import finish_to_proto
+from baton.config.cluster import Config
 from baton.errors import BatonError, InvalidRequest
-from baton.grammar_gate import GrammarGate
-from baton.grpc_errors import grpc_boundary
+from baton.grammars.grammar_gate import GrammarGate
 from baton.logprobs import TokenLogprobs
-from baton.metrics import RouterMetrics
+from baton.rpc.convert import finish_to_proto
+from baton.rpc.grpc_errors import grpc_boundary
+from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access.access import Access
 from router.core.chat_options import ChatOptions, checked_variables

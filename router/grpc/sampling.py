@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.convert import grammar_from_proto
 from baton.errors import InvalidRequest
 from baton.grammar import Grammar
+from baton.rpc.convert import grammar_from_proto
 from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS
 from baton.v1 import sampling_pb2
 from router.inference.sampling_input import SamplingInput

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import grpc.aio
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import InvalidRequest
-from baton.grpc_errors import guarded
+from baton.rpc.grpc_errors import guarded
 from baton.v1 import tokens_pb2, tokens_pb2_grpc
 from router.access.access import Access
 from router.grpc.call import Context, check_size, metadata_of

@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from baton.errors import InvalidRequest, RequestTooLarge
-from baton.listening import listening
+from baton.liveness.listening import listening
 from router.http.errors import from_validation
 
 Body = TypeVar("Body", bound=BaseModel)

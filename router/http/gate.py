@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.config import Config, split_host_port
+from baton.config.cluster import Config, split_host_port
 from baton.errors import (
     BatonError,
     Forbidden,
@@ -24,7 +24,7 @@ from baton.errors import (
     NotFound,
     Unauthenticated,
 )
-from baton.metrics import RouterMetrics
+from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access, is_loopback
 from router.access.scopes import OPEN, is_for_operators, scope_of_path
 from router.core.request_recorder import count_refusal

@@ -25,7 +25,7 @@ import termios
 from collections import Counter
 from typing import ClassVar
 
-from baton.listening import SilenceTimer
+from baton.liveness.listening import SilenceTimer
 from router.http.uvicorn_internals import HttpToolsProtocol
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.errors import BatonError
-from baton.listening import listening
+from baton.liveness.listening import listening
 from router.http.disconnect import unless_disconnected
 from router.http.errors import error_object
 

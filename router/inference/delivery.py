@@ -10,10 +10,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded
-from baton.logs import of_request
-from baton.metrics import RouterMetrics
+from baton.telemetry.logs import of_request
+from baton.telemetry.metrics import RouterMetrics
 from router.core.request import Dispatcher, GenerationRequest, OutputDelta
 from router.core.request_log import RequestLog, Show
 from router.core.request_recorder import RequestRecorder, Slo

@@ -10,10 +10,10 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError
-from baton.grammar_gate import GrammarGate
-from baton.metrics import RouterMetrics
+from baton.grammars.grammar_gate import GrammarGate
+from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.access.api_keys import Caller
 from router.core.choice import Choice, choices_for

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
-from baton.config import DEFAULT_TENANT, Config
+from baton.config.cluster import DEFAULT_TENANT, Config
 from baton.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -17,7 +17,7 @@ from baton.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from baton.grammar_gate import GrammarGate
+from baton.grammars.grammar_gate import GrammarGate
 from baton.trace_context import NO_TRACE, TraceContext
 from router.access.api_keys import Caller
 from router.core.chat_options import ChatOptions

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import redis
 
-from baton.background import end_tasks
-from baton.metrics import RouterMetrics
-from baton.prefix_index import PrefixIndex
+from baton.host.background import end_tasks
+from baton.store.prefix_index import PrefixIndex
+from baton.telemetry.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 

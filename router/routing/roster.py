@@ -5,8 +5,8 @@ Owned by the router's event loop.
 
 from __future__ import annotations
 
-from baton.registry import WorkerRecord
 from baton.request import LoadSnapshot
+from baton.store.registry import WorkerRecord
 from router.routing.planner import Planner
 from router.workers.worker_links import WorkerLink, WorkerLinks
 

@@ -9,10 +9,10 @@ import math
 import time
 from dataclasses import dataclass
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ContextLengthExceeded, Overloaded, Unavailable
 from baton.hashing import HashChain, hash_key
-from baton.metrics import RouterMetrics
+from baton.telemetry.metrics import RouterMetrics
 from router.core.request import GenerationRequest
 from router.routing.planner import Planner
 from router.routing.policy import Decision, RouteRequest

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
+from baton.store.registry import WorkerRecord
 from router.routing.cost_model import (
     PREFILL_DEFAULT,
     Coefficients,

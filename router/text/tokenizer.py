@@ -12,8 +12,8 @@ from typing import Any
 
 import tokenizers
 
-from baton.compiled_grammars import grammars_of
 from baton.errors import ConfigError, InvalidRequest
+from baton.grammars.compiled_grammars import grammars_of
 from router.text.chat_template import ChatTemplate, load_chat_template
 from router.text.detokenizer import (
     ByteDetokenizer,

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from baton.errors import ConfigError
-from baton.registry import WorkerRecord
+from baton.store.registry import WorkerRecord
 
 log = logging.getLogger(__name__)
 

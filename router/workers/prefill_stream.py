@@ -15,10 +15,10 @@ from collections.abc import AsyncGenerator
 
 import grpc.aio
 
-from baton.background import end_tasks, spawn
 from baton.errors import BatonError, WorkerFailed
-from baton.grpc_channel import by_size
-from baton.grpc_errors import error_from_code, error_from_rpc
+from baton.host.background import end_tasks, spawn
+from baton.rpc.grpc_channel import by_size
+from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 
 log = logging.getLogger(__name__)

@@ -26,15 +26,15 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from baton import convert
-from baton.background import end_tasks, spawn
 from baton.errors import BatonError, ConfigError, WorkerFailed
-from baton.grpc_channel import open_channel
-from baton.grpc_errors import call_errors
-from baton.registry import DRAINING, WorkerRecord
+from baton.host.background import end_tasks, spawn
+from baton.liveness.silence import SilenceWatch
 from baton.request import LoadSnapshot, TokenOutput
-from baton.silence import SilenceWatch
-from baton.tls import Renewal, TlsFiles
+from baton.rpc import convert
+from baton.rpc.grpc_channel import open_channel
+from baton.rpc.grpc_errors import call_errors
+from baton.security.tls import Renewal, TlsFiles
+from baton.store.registry import DRAINING, WorkerRecord
 from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from router.workers.breaker import Breaker
 from router.workers.prefill_stream import PrefillStream

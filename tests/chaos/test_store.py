@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import redis
 
-from baton.redis_client import redis_client
+from baton.store.redis_client import redis_client
 from tests.chaos.harness.proxy import Proxy
 from tests.chaos.harness.store import Store
 

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from baton.client.http_api import api_errors, open_api
 from baton.errors import BatonError
-from baton.http_api import api_errors, open_api
 from tests.clients.checking import Outcome, check, chosen, draw
 
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from baton.client import Client, Message, Sampling
-from baton.http_api import open_api, open_async_api
+from baton.client.http_api import open_api, open_async_api
 from tests.clients.checking import check, chosen
 from tests.http_batches import begin_batch
 from tests.support.e2e.cluster import BATON, UpProcess, wait_until_gone

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from baton.client import Client
-from baton.convert import sampling_to_proto
 from baton.request import SequenceSpec
+from baton.rpc.convert import sampling_to_proto
 from baton.sampling_params import SamplingParams
 from engine.engine import EngineSettings, build_engine
 from engine.local import generate

@@ -14,8 +14,8 @@ import grpc
 import psutil
 import pytest
 
-from baton.grpc_channel import open_blocking_channel
-from baton.tls import PeerRole, TlsFiles
+from baton.rpc.grpc_channel import open_blocking_channel
+from baton.security.tls import PeerRole, TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from deploy.workers.node_roll import NodeRoll
 from tests.support.certificates import Authority

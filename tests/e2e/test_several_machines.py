@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from baton.config import TlsConfig
+from baton.config.cluster import TlsConfig
 from baton.valkey_binary import valkey_binary
 from deploy.store.redis_users import StoreUser, url_with_certificates, user_rules
 from tests.support.machines import Machine, machines
@@ -377,10 +377,10 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
 STRANGERS = """
 import asyncio, json, sys
 from pathlib import Path
-from baton.grpc_channel import open_blocking_channel
-from baton.redis_client import redis_client
-from baton.registry import Registry
-from baton.tls import TlsFiles
+from baton.rpc.grpc_channel import open_blocking_channel
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
+from baton.security.tls import TlsFiles
 from baton.v1 import cache_pb2, cache_pb2_grpc
 
 async def workers(url, cluster):

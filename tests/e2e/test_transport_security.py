@@ -15,12 +15,12 @@ import httpx
 import pytest
 
 from baton.client import Client, Message, Sampling, TlsFiles
+from baton.client.http_api import api_errors, open_api
 from baton.errors import BatonError, Unauthenticated
-from baton.grpc_channel import open_blocking_channel
-from baton.http_api import api_errors, open_api
-from baton.redis_client import redis_client
-from baton.registry import Registry, WorkerRecord
-from baton.tls import client_context
+from baton.rpc.grpc_channel import open_blocking_channel
+from baton.security.tls import client_context
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry, WorkerRecord
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from deploy import certificates
 from tests.support.certificates import Authority

@@ -62,8 +62,8 @@ def _safetensors_seeds() -> list[bytes]:
 
 
 def _sse() -> Callable[[bytes], None]:
+    from baton.client.http_api import event_of
     from baton.errors import BatonError
-    from baton.http_api import event_of
     from loadtest.generator.sse_events import EventSplitter
 
     def one(data: bytes) -> None:
@@ -88,8 +88,8 @@ def _sse_seeds() -> list[bytes]:
 def _protobuf() -> Callable[[bytes], None]:
     from google.protobuf.message import DecodeError, EncodeError
 
-    from baton import convert
     from baton.errors import BatonError
+    from baton.rpc import convert
     from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
     from router.grpc.sampling import grpc_sampling
     from router.grpc.tools import grpc_tool_use, grpc_turns
@@ -315,7 +315,7 @@ def _handoff_seeds() -> list[bytes]:
 def _grammar() -> Callable[[bytes], None]:
     from baton.errors import InvalidGrammar
     from baton.grammar import Grammar, GrammarKind
-    from baton.grammar_library import GrammarCompiler
+    from baton.grammars.grammar_library import GrammarCompiler
     from tests.support.router.front_fakes import EOS, tiny_backend
 
     backend = tiny_backend()
@@ -351,13 +351,13 @@ TARGETS = {
     for target in (
         Target("gguf", ("deploy.models.gguf_convert", "gguf"), _gguf, _gguf_seeds, 1 << 15),
         Target("safetensors", ("engine.model.weights",), _safetensors, _safetensors_seeds),
-        Target("sse", ("baton.http_api", "loadtest.generator.sse_events"), _sse, _sse_seeds),
-        Target("protobuf", ("baton.convert", "router"), _protobuf, _protobuf_seeds),
+        Target("sse", ("baton.client.http_api", "loadtest.generator.sse_events"), _sse, _sse_seeds),
+        Target("protobuf", ("baton.rpc.convert", "router"), _protobuf, _protobuf_seeds),
         Target(
             "chat-template", ("router.text.chat_template",), _chat_template, _chat_template_seeds
         ),
         Target("http-body", ("router", "baton"), _http_body, _http_body_seeds),
         Target("handoff", ("kvtransfer",), _handoff, _handoff_seeds),
-        Target("grammar", ("baton.grammar_library",), _grammar, _grammar_seeds),
+        Target("grammar", ("baton.grammars.grammar_library",), _grammar, _grammar_seeds),
     )
 }

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from baton import convert
+from baton.client.http_api import event_of
 from baton.errors import ConfigError, HandoffError, WorkerFailed
-from baton.http_api import event_of
+from baton.rpc import convert
 from baton.v1 import worker_pb2
 from deploy.models.gguf_convert import convert as convert_gguf
 from kvtransfer.transports import shm_transport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.grpc_channel import make_server
+from baton.rpc.grpc_channel import make_server
 
 
 async def main() -> None:

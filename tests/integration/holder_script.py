@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from baton.config import Config
+from baton.config.cluster import Config
 from kvtransfer.transports.transport import Peer
 from prefill_worker.role import PrefillRole
 from worker.process import WorkerProcess

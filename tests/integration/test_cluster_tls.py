@@ -10,12 +10,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.config import TlsConfig
+from baton.config.cluster import TlsConfig
 from baton.errors import BatonError
-from baton.grpc_channel import listen, make_server, open_channel
-from baton.peer_roles import callers_of
+from baton.rpc.grpc_channel import listen, make_server, open_channel
 from baton.sampling_params import SamplingParams
-from baton.tls import LiveContext, PeerRole, TlsFiles, client_context
+from baton.security.peer_roles import callers_of
+from baton.security.tls import LiveContext, PeerRole, TlsFiles, client_context
 from baton.v1 import (
     cache_pb2,
     cache_pb2_grpc,

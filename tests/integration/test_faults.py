@@ -15,7 +15,6 @@ import grpc.aio
 import pytest
 import torch
 
-from baton import convert
 from baton.errors import (
     BatonError,
     ChecksumMismatch,
@@ -24,9 +23,10 @@ from baton.errors import (
     Overloaded,
     TicketEnded,
 )
-from baton.grpc_channel import open_channel
-from baton.grpc_errors import error_from_code
 from baton.request import SequenceSpec
+from baton.rpc import convert
+from baton.rpc.grpc_channel import open_channel
+from baton.rpc.grpc_errors import error_from_code
 from baton.sampling_params import SamplingParams
 from baton.v1 import (
     decode_pb2,

@@ -14,9 +14,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton import grpc_channel
-from baton.grpc_channel import open_channel
-from baton.silence import STANDSTILL_S
+from baton.liveness.silence import STANDSTILL_S
+from baton.rpc import grpc_channel
+from baton.rpc.grpc_channel import open_channel
 
 SCRIPT = Path(__file__).with_name("grpc_server_script.py")
 ROOT = Path(__file__).parents[2]

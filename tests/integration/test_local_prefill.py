@@ -11,12 +11,12 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from baton import convert
 from baton.errors import DeadlineExceeded, HandoffError
-from baton.grpc_channel import open_channel
-from baton.registry import WorkerRecord
 from baton.request import SequenceSpec
+from baton.rpc import convert
+from baton.rpc.grpc_channel import open_channel
 from baton.sampling_params import SamplingParams
+from baton.store.registry import WorkerRecord
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from router.workers.prefill_stream import PrefillStream
 from tests.integration.test_handoff import ANSWER, BLOCK, SAMPLINGS, local_answer, prompt_of

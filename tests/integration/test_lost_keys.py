@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.index_scripts import NAME_BYTES
-from baton.prefix_index import PrefixIndex
-from baton.registry import Registry, WorkerRecord
 from baton.request import LoadSnapshot
+from baton.store.index_scripts import NAME_BYTES
+from baton.store.prefix_index import PrefixIndex
+from baton.store.registry import Registry, WorkerRecord
 from tests.integration.test_redis import Publisher, Store, contents, names, open_store, record_of
 from tests.support.mini_cluster import valkey
 

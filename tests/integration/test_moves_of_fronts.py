@@ -15,7 +15,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from baton.grpc_channel import make_server, open_channel
+from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access.access import Access
 from router.batches.batches import Batches

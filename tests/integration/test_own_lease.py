@@ -17,9 +17,9 @@ import redis
 
 from baton.errors import BatonError
 from baton.hashing import block_hashes, hash_key
-from baton.registry import WorkerRecord
 from baton.request import FinishReason
 from baton.sampling_params import SamplingParams
+from baton.store.registry import WorkerRecord
 from tests.chaos.harness.stage import until_whole
 from tests.integration.test_handoff import local_answer, prompt_of
 from tests.integration.test_redis_away import stopped

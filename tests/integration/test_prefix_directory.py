@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
 from loadtest.simulator.prefix_directory import PrefixDirectory
 
 WORKERS = ("one", "two", "three")

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from baton import convert
 from baton.errors import HandoffError
-from baton.grpc_channel import open_channel
 from baton.hashing import block_hashes, hash_key
 from baton.request import SequenceSpec
+from baton.rpc import convert
+from baton.rpc.grpc_channel import open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
 from engine.scheduling.block_pool import BlockPool

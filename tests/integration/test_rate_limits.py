@@ -15,9 +15,9 @@ import redis.asyncio
 from prometheus_client import CollectorRegistry
 
 from baton import errors
-from baton.config import KeyConfig
-from baton.metrics import RouterMetrics
-from baton.redis_client import redis_client
+from baton.config.cluster import KeyConfig
+from baton.store.redis_client import redis_client
+from baton.telemetry.metrics import RouterMetrics
 from router.access import limit_scripts, rate_limits, script_queue
 from router.access.access import Access
 from router.access.rate_limits import Charge, RateLimits

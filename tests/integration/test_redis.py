@@ -18,14 +18,14 @@ import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton import prefix_index
-from baton.background import end_tasks
 from baton.hashing import HASH_BYTES
-from baton.index_scripts import FIELD_BYTES, NAME_BYTES
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry, WorkerRecord
+from baton.host.background import end_tasks
 from baton.request import Geometry, GroupShape, LoadSnapshot
+from baton.store import prefix_index
+from baton.store.index_scripts import FIELD_BYTES, NAME_BYTES
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry, WorkerRecord
 from engine.scheduling.block_pool import BlockPool
 from tests.chaos.harness.clock import Clock
 from tests.support.mini_cluster import free_port, valkey

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.config import Config
-from baton.grpc_channel import open_channel
+from baton.config.cluster import Config
+from baton.rpc.grpc_channel import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.launcher.router_process import RouterProcess
 from deploy.processes.cluster_mark import ClusterMark

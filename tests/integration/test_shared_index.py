@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from baton.hashing import HASH_BYTES
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
 from engine.scheduling.block_pool import BlockPool
 from worker.registry.index_publisher import IndexPublisher
 

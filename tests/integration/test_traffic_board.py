@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 
-from baton.redis_client import redis_client
-from baton.traffic_board import TTL_S, TrafficBoard
-from baton.traffic_counts import ToldTraffic, TrafficCounts
+from baton.autoscaling.traffic_board import TTL_S, TrafficBoard
+from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
+from baton.store.redis_client import redis_client
 from router.dispatch.traffic_report import TrafficReport
 
 DEADLINE_S = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from baton.background import end_tasks
+from baton.host.background import end_tasks
 from baton.sampling_params import SamplingParams
 from tests.integration.test_handoff import BLOCK, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster

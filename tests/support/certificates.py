@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.tls import AUTHORITY_FILE, PeerRole, TlsFiles
+from baton.security.tls import AUTHORITY_FILE, PeerRole, TlsFiles
 from deploy import certificates
 
 

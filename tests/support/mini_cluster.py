@@ -22,13 +22,13 @@ from types import MappingProxyType
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.config import Config, PoolConfig
-from baton.metrics import RouterMetrics
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry
+from baton.config.cluster import Config, PoolConfig
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
+from baton.telemetry.metrics import RouterMetrics
 from baton.valkey_binary import valkey_binary
 from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole

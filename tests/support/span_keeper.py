@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext
 
-from baton.tracing import end_tracing, start_tracing
+from baton.telemetry.tracing import end_tracing, start_tracing
 
 
 class SpanKeeper:

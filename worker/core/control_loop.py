@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError, GrammarFailed, StepFailed, WorkerFailed
-from baton.logs import ErrorRow
-from baton.process_end import Fail
+from baton.host.process_end import Fail
+from baton.liveness.silence import SilenceWatch
 from baton.request import LoadSnapshot
-from baton.silence import SilenceWatch
+from baton.telemetry.logs import ErrorRow
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import Sequence

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 
-from baton.process_end import Fail
+from baton.host.process_end import Fail
 from engine.execution.runner import Ending, ModelRunner
 from engine.scheduling.plan import StepPlan, StepResult
 from worker.core.step_waiter import Done, StepWaiter

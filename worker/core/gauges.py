@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from baton.metrics import WorkerMetrics
-from baton.redis_calls import RedisCalls
+from baton.store.redis_calls import RedisCalls
+from baton.telemetry.metrics import WorkerMetrics
 from engine.roofline.roofline import Work
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler

@@ -18,7 +18,7 @@ UNKNOWN: Coefficients = (0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """As ``baton.registry.WorkerRecord`` has them."""
+    """As ``baton.store.registry.WorkerRecord`` has them."""
 
     prefill: Coefficients = UNKNOWN
     """Of n prompt tokens that attend to ``context`` on average: a + b*n + c*n*context."""

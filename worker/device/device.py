@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from baton.process_end import Fail
+from baton.host.process_end import Fail
 from worker.device.device_fault import described
 
 LOOK_S = 0.5

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import grpc.aio
 
-from baton import convert
 from baton.errors import BatonError, GeometryMismatch
-from baton.grpc_channel import open_channel
-from baton.grpc_errors import call_errors
-from baton.tls import TlsFiles
+from baton.rpc import convert
+from baton.rpc.grpc_channel import open_channel
+from baton.rpc.grpc_errors import call_errors
+from baton.security.tls import TlsFiles
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.inbound import Inbound

@@ -17,9 +17,9 @@ from typing import Any
 
 import grpc.aio
 
-from baton.background import end_tasks
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
-from baton.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
+from baton.host.background import end_tasks
+from baton.rpc.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
 from baton.v1 import decode_pb2, decode_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 
 import grpc.aio
 
-from baton.background import end_tasks
 from baton.errors import WorkerFailed
-from baton.grpc_channel import open_channel
+from baton.host.background import end_tasks
+from baton.rpc.grpc_channel import open_channel
 from kvtransfer.pairs.outbound import Outbound
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.transports.transport import Peer, Transport
@@ -37,7 +37,7 @@ class OutboundPairs:
     ) -> None:
         """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels.
 
-        ``clock`` is that of peers' silence, in seconds; see ``baton.listening_clock``.
+        ``clock`` is that of peers' silence, in seconds; see ``baton.liveness.listening_clock``.
         """
         self._clock = clock
         self._identity = identity

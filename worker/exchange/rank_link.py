@@ -17,15 +17,15 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from baton import convert
-from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, WorkerFailed
-from baton.grpc_channel import open_channel
-from baton.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
-from baton.listening import listening
+from baton.host.background import end_tasks
+from baton.liveness.listening import listening
+from baton.liveness.silence import SilenceWatch
 from baton.request import Geometry
-from baton.silence import SilenceWatch
-from baton.tls import TlsFiles
+from baton.rpc import convert
+from baton.rpc.grpc_channel import open_channel
+from baton.rpc.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
+from baton.security.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.pairs.push_fan import fail

@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from baton import convert
 from baton.errors import BatonError, HandoffError, TicketEnded
+from baton.rpc import convert
 from baton.v1 import rank_pb2
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.share_layout import shares_to

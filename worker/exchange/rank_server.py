@@ -18,14 +18,14 @@ from concurrent.futures import Executor
 
 import grpc.aio
 
-from baton import convert
-from baton.background import end_tasks
 from baton.errors import BatonError, HandoffError, Unavailable, WorkerFailed
-from baton.grpc_channel import listen, make_server, open_channel
-from baton.grpc_errors import grpc_boundary
-from baton.listening_clock import ListeningClock
-from baton.peer_roles import PeerRoles
-from baton.tls import TlsFiles
+from baton.host.background import end_tasks
+from baton.liveness.listening_clock import ListeningClock
+from baton.rpc import convert
+from baton.rpc.grpc_channel import listen, make_server, open_channel
+from baton.rpc.grpc_errors import grpc_boundary
+from baton.security.peer_roles import PeerRoles
+from baton.security.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from kvtransfer.pairs.inbound import Inbound
 from kvtransfer.pairs.pair import Identity, PairLimits

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from baton.config import MIB, Config
+from baton.config.cluster import MIB, Config
 from baton.errors import ConfigError
-from baton.tls import TlsFiles
+from baton.security.tls import TlsFiles
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.cuda_ipc_transport import CudaIpcTransport
 from kvtransfer.transports.grpc_transport import GrpcTransport

@@ -13,10 +13,10 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from baton.background import end_tasks
-from baton.cache import cache_dir
-from baton.config import MIB, Config
-from baton.metrics import TierSeries, WorkerMetrics
+from baton.config.cluster import MIB, Config
+from baton.host.background import end_tasks
+from baton.host.cache import cache_dir
+from baton.telemetry.metrics import TierSeries, WorkerMetrics
 from engine.engine import Engine
 from engine.scheduling.block_tier import BlockTier
 from engine.scheduling.block_tiers import BlockTiers

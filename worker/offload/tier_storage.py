@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from baton.errors import ChecksumMismatch, ConfigError
-from baton.host_memory import take_memory
+from baton.host.host_memory import take_memory
 
 Fill = Callable[[memoryview], int]
 """Writes a block's bytes into what it is given; returns their checksum."""

@@ -13,7 +13,7 @@ import logging
 from itertools import islice
 from typing import Protocol
 
-from baton.prefix_index import BATCH, PrefixIndex
+from baton.store.prefix_index import BATCH, PrefixIndex
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 
 import redis
 
-from baton.registry import Registry, WorkerRecord
+from baton.store.registry import Registry, WorkerRecord
 from worker.registry.own_lease import OwnLease
 
 log = logging.getLogger(__name__)

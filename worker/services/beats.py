@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.config import Config
+from baton.config.cluster import Config
 
 _BEATS_IN_TIME = 4
 """So many come in the time after which a router takes silence for a hang."""

@@ -6,7 +6,7 @@ import logging
 
 import grpc.aio
 
-from baton.grpc_errors import guarded
+from baton.rpc.grpc_errors import guarded
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tiers import BlockTiers

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import grpc.aio
 
-from baton.grpc_errors import guarded
+from baton.rpc.grpc_errors import guarded
 from baton.v1 import control_pb2, control_pb2_grpc
 
 Context = grpc.aio.ServicerContext[object, object]

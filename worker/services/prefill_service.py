@@ -23,12 +23,12 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from baton import convert
-from baton.background import end_tasks
 from baton.errors import BatonError
-from baton.grpc_channel import by_size
-from baton.grpc_errors import as_baton_error
+from baton.host.background import end_tasks
 from baton.request import LoadSnapshot
+from baton.rpc import convert
+from baton.rpc.grpc_channel import by_size
+from baton.rpc.grpc_errors import as_baton_error
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from worker.services.beats import DEFAULT_BEATS, Beats
 

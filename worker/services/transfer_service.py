@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from baton import convert
-from baton.grpc_errors import guarded
+from baton.rpc import convert
+from baton.rpc.grpc_errors import guarded
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer

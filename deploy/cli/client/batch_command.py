@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from baton.client.http_api import api_errors
 from baton.errors import BatonError, InvalidRequest, Unavailable
-from baton.http_api import api_errors
-from baton.silence import SilenceWatch
+from baton.liveness.silence import SilenceWatch
 from deploy.cli.options.exit_codes import ExitCode
 from router.batches.batch import UNFINISHED
 from router.batches.line import BadLine, read_lines
@@ -53,8 +53,8 @@ class BatchCommand:
         poll_s: float = POLL_S,
         away_s: float = AWAY_S,
     ) -> None:
-        """``client`` is one of ``baton.http_api.open_api``. ``say`` prints a line for the user; the
-        progress is drawn on ``console``.
+        """``client`` is one of ``baton.client.http_api.open_api``. ``say`` prints a line for the
+        user; the progress is drawn on ``console``.
         """
         self._client = client
         self._say = say

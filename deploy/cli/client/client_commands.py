@@ -65,8 +65,8 @@ def batch(
 
         baton batch requests.jsonl --output answers.jsonl
     """
+    from baton.client.http_api import open_api  # noqa: PLC0415
     from baton.errors import BatonError  # noqa: PLC0415
-    from baton.http_api import open_api  # noqa: PLC0415
     from deploy.cli.client.batch_command import BatchCommand, run_batch  # noqa: PLC0415
 
     if (file is None) == (not batch_id):

@@ -15,7 +15,7 @@ from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.option_group import takes
 
 if TYPE_CHECKING:
-    from baton.tls import TlsFiles
+    from baton.security.tls import TlsFiles
     from loadtest.generator.soak import WatchedCluster
 
 

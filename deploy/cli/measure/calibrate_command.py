@@ -15,7 +15,7 @@ from deploy.cli.options.command_line import Http, clear_errors, fail, say
 if TYPE_CHECKING:
     import httpx
 
-    from baton.registry import WorkerRecord
+    from baton.store.registry import WorkerRecord
     from deploy.processes.cluster_state import ClusterState
 
 _REGISTRY_S = 5.0
@@ -75,8 +75,8 @@ async def _measured(
     cluster: ClusterState, *, chunk_tokens: int, is_cpu: bool, seed: int
 ) -> dict[str, Any]:
     """The profile's fields. Raises BatonError."""
+    from baton.client.http_api import open_async_api  # noqa: PLC0415
     from baton.errors import ConfigError  # noqa: PLC0415
-    from baton.http_api import open_async_api  # noqa: PLC0415
     from engine.scheduling.scheduler_limits import SchedulerLimits  # noqa: PLC0415
     from loadtest.simulator.fitted_costs import FittedCosts  # noqa: PLC0415
     from loadtest.simulator.live_probe import LiveProbe  # noqa: PLC0415
@@ -143,7 +143,7 @@ async def local_prompts(client: httpx.AsyncClient, url: str) -> float:
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 
-    from baton.http_api import api_errors  # noqa: PLC0415
+    from baton.client.http_api import api_errors  # noqa: PLC0415
 
     with api_errors():
         page = (await client.get(url, timeout=_REGISTRY_S)).text
@@ -160,8 +160,8 @@ async def the_decode_worker(cluster: ClusterState) -> WorkerRecord:
     import redis  # noqa: PLC0415
 
     from baton.errors import ConfigError, Unavailable  # noqa: PLC0415
-    from baton.redis_client import redis_client  # noqa: PLC0415
-    from baton.registry import Registry  # noqa: PLC0415
+    from baton.store.redis_client import redis_client  # noqa: PLC0415
+    from baton.store.registry import Registry  # noqa: PLC0415
 
     try:
         async with asyncio.timeout(_REGISTRY_S), redis_client(cluster.redis_url) as client:

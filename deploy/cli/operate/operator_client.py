@@ -90,7 +90,7 @@ class OperatorClient:
         import httpx  # noqa: PLC0415
 
         from baton.errors import BatonError  # noqa: PLC0415
-        from baton.tls import client_context  # noqa: PLC0415
+        from baton.security.tls import client_context  # noqa: PLC0415
 
         timeout = float((body or {}).get("deadline_s", 0.0)) + _ANSWER_S
         try:

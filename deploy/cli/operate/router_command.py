@@ -8,10 +8,10 @@ import sys
 
 import redis
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ConfigError
-from baton.redis_client import redis_client
-from baton.registry import Registry
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
 from deploy.launcher.exposure import check_exposure
 from deploy.launcher.what_if import WHAT_IF
 from deploy.models import model_store

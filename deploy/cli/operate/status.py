@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.errors import Forbidden, Unavailable
-from baton.redis_client import redis_client
-from baton.registry import Registry, WorkerRecord
-from baton.tls import TlsFiles, client_context
+from baton.security.tls import TlsFiles, client_context
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry, WorkerRecord
 from deploy.cli.options.command_line import not_a_router
 from deploy.processes.cluster_state import ClusterState
 from deploy.supervisor.pool_keeper import SlotState

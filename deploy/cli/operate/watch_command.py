@@ -20,7 +20,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from baton.errors import BatonError, Forbidden, Unavailable
-from baton.tls import TlsFiles, client_context
+from baton.security.tls import TlsFiles, client_context
 from deploy.cli.operate.watch_view import Screen, draw
 from deploy.cli.options.command_line import not_a_router
 from router.console.snapshot import Snapshot

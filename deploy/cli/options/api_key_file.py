@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from baton.config import Config, KeyConfig, Scope
-from baton.config_errors import plain_faults
+from baton.config.cluster import Config, KeyConfig, Scope
+from baton.config.errors import plain_faults
+from baton.config.keys_file import hash_of
 from baton.errors import ConfigError
-from baton.keys_file import hash_of
 from deploy.cli.options.vllm_aliases import API_KEY_VARIABLE
 
 _MOST_BYTES = 1 << 20

@@ -1,7 +1,7 @@
 """The values that options take, for help and completion.
 
-Those of the configuration are repeated here: `baton.config` imports pydantic, which the command
-line does not load before it runs a command that needs it. A test keeps both in step.
+Those of the configuration are repeated here: `baton.config.cluster` imports pydantic, which the
+command line does not load before it runs a command that needs it. A test keeps both in step.
 """
 
 from __future__ import annotations

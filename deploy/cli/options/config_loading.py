@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 from deploy.cli.options.command_line import fail, say
 
 if TYPE_CHECKING:
-    from baton.config import Config
-    from baton.config_sources import Flag
+    from baton.config.cluster import Config
+    from baton.config.sources import Flag
 
 
 def load(file: Path | None, flags: Iterable[Flag] = (), **values: Any) -> Config:
-    """As ``baton.config.load_config``; ends the command with exit code 1 and every fault.
+    """As ``baton.config.cluster.load_config``; ends the command with exit code 1 and every fault.
 
     It warns about variables of the environment that look like fields misspelled.
     """
-    from baton.config import Config, load_config  # noqa: PLC0415
-    from baton.config_sources import unknown_variables  # noqa: PLC0415
+    from baton.config.cluster import Config, load_config  # noqa: PLC0415
+    from baton.config.sources import unknown_variables  # noqa: PLC0415
     from baton.errors import ConfigError  # noqa: PLC0415
 
     for warning in unknown_variables(Config):

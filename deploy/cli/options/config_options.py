@@ -17,8 +17,8 @@ from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from baton.config import MIB, Config, PoolConfig
-from baton.config_sources import Flag, PoolsOf
+from baton.config.cluster import MIB, Config, PoolConfig
+from baton.config.sources import Flag, PoolsOf
 from deploy.cli.options.command_line import say
 from deploy.cli.options.vllm_aliases import RENAMED, WORDS
 

@@ -12,7 +12,7 @@ from deploy.cli.options.command_line import CONNECTION, DEFAULT_HTTP, fail
 from deploy.cli.options.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from baton.tls import TlsFiles
+    from baton.security.tls import TlsFiles
     from deploy.processes.cluster_state import ClusterState
 
 _MAX_PORT = 65535
@@ -53,7 +53,7 @@ class TlsOptions:
 
     def files(self, cluster: ClusterState | None, address: str = "") -> TlsFiles | None:
         """None where there is no TLS. ``address``: what the user gave, with or without https."""
-        from baton.tls import TlsFiles  # noqa: PLC0415
+        from baton.security.tls import TlsFiles  # noqa: PLC0415
 
         if bool(self.certificate) != bool(self.certificate_key):
             fail("give --certificate and --certificate-key together", code=ExitCode.USAGE)

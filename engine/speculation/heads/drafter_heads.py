@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from baton.cache import cache_dir
+from baton.host.cache import cache_dir
 from engine.checkpoint.model_config import ModelConfig
 from engine.cpu.decoder import cpu_decoder
 from engine.kv.kv_cache import KvCache

@@ -20,7 +20,7 @@ from typing import Literal
 
 import httpx
 
-from baton.config import Config, LocalPrefill, PoolConfig, Role
+from baton.config.cluster import Config, LocalPrefill, PoolConfig, Role
 from baton.errors import BatonError, Unavailable
 from loadtest.bench_store import bench_store
 from loadtest.line_service import Fields, Helper, helper

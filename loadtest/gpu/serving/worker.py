@@ -22,9 +22,9 @@ from typing import NoReturn
 import torch
 from prometheus_client import Counter
 
-from baton.background import end_tasks
-from baton.config import Config
-from baton.process_end import end_with_parent
+from baton.config.cluster import Config
+from baton.host.background import end_tasks
+from baton.host.process_end import end_with_parent
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.config import Config, ContextClass
+from baton.config.cluster import Config, ContextClass
 from loadtest.simulator.results import SimulationResult
 from loadtest.traces import TracedRequest
 

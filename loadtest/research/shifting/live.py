@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.background import end_tasks
 from baton.errors import Unavailable
+from baton.host.background import end_tasks
 from loadtest.generator.load_driver import LoadDriver
 from loadtest.generator.openai_target import OpenAiTarget
 from loadtest.generator.target import AskOptions

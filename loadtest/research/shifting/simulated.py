@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.research.shifting import case
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, outcome
 from loadtest.research.shifting.traffic import WARM_UP, ShiftingTraffic

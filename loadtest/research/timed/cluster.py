@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from baton.config import Config, PoolConfig
+from baton.config.cluster import Config, PoolConfig
 from baton.errors import Unavailable
 from loadtest.bench_store import bench_store
 from loadtest.line_service import Fields, Helper, helper

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from baton.compiled_grammars import grammars_of
+from baton.grammars.compiled_grammars import grammars_of
 from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
 from engine.execution.runner import ModelRunner

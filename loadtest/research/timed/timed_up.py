@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.config import Config, PoolConfig, load_config
+from baton.config.cluster import Config, PoolConfig, load_config
 from deploy.launcher.launcher import run_cluster
 from deploy.processes.progress import Progress
 from loadtest.peer_servers import SERVED_NAME
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def configuration(given: argparse.Namespace, model: Path) -> Config:
-    """Of the cluster. Raises as ``baton.config.load_config``."""
+    """Of the cluster. Raises as ``baton.config.cluster.load_config``."""
     pools = tuple(
         PoolConfig(
             name=role,

@@ -17,8 +17,8 @@ import os
 
 import torch
 
-from baton.background import end_tasks
-from baton.config import Config
+from baton.config.cluster import Config
+from baton.host.background import end_tasks
 from loadtest.line_service import Asker, Fields, run_helper
 from loadtest.research.timed.process import TimedProcess
 from worker.settings import WorkerSettings

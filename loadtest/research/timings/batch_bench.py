@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from baton.client.http_api import api_errors, event_of, open_api
 from baton.errors import BatonError
-from baton.http_api import api_errors, event_of, open_api
 
 PAUSE_S = 0.2
 

@@ -17,9 +17,9 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from baton.config import LocalPrefill, PolicyName
-from baton.registry import WorkerRecord
+from baton.config.cluster import LocalPrefill, PolicyName
 from baton.request import Geometry, LoadSnapshot
+from baton.store.registry import WorkerRecord
 from loadtest.machine import this_machine
 from loadtest.whole_table import print_whole, whole_table
 from router.routing.planner import Planner, Promise

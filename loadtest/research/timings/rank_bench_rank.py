@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.request import Geometry
 from kvtransfer.layout.layout import KvLayout
 from loadtest.bench_pool import bench_pool

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from baton.errors import BatonError
-from baton.grpc_channel import make_server
 from baton.request import Geometry
+from baton.rpc.grpc_channel import make_server
 from baton.v1 import transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.pairs.pair import Identity

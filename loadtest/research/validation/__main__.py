@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import load_config
+from baton.config.cluster import load_config
 from loadtest.generator.lengths import Lengths
 from loadtest.machine import this_machine
 from loadtest.research.timed.cluster import timed_cluster

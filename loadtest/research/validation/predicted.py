@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.generator.request_record import Outcome, RequestRecord
 from loadtest.research.validation.offered_load import OfferedLoad
 from loadtest.simulator.cluster_shape import ClusterShape

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.generator.slo import Slo
 from loadtest.research.validation.comparison import Comparison, compare
 from loadtest.research.validation.measured import measured

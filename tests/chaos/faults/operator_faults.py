@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import redis
 
-from baton.background import end_tasks
-from baton.config import Role
+from baton.config.cluster import Role
+from baton.host.background import end_tasks
 from tests.chaos.faults.fault import Fault
 from tests.chaos.harness.cluster import Cluster, is_alive
 from tests.chaos.harness.counters import pulled_blocks

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from baton.background import end_tasks
+from baton.host.background import end_tasks
 from tests.chaos.faults.fault import CannotStrike, Fault
 from tests.chaos.harness.cluster import Cluster
 from tests.chaos.harness.packet_filter import Program, attach, detach, losing, take_socket

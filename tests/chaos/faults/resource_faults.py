@@ -10,7 +10,7 @@ import socket
 
 import psutil
 
-from baton.background import end_tasks
+from baton.host.background import end_tasks
 from tests.chaos.faults.fault import CannotStrike, Fault
 from tests.chaos.harness.cluster import Cluster
 from tests.chaos.harness.victim import Victim

@@ -20,8 +20,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.config import Role
-from baton.registry import Registry, WorkerRecord
+from baton.config.cluster import Role
+from baton.store.registry import Registry, WorkerRecord
 from router.process_number import ROUTER_HEADER
 from tests.chaos.harness.clock import Clock, NoClock
 from tests.chaos.harness.proxy import Proxy

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from baton.config import Config, PoolConfig, Role
-from baton.metrics import RouterMetrics
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry
+from baton.config.cluster import Config, PoolConfig, Role
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
+from baton.telemetry.metrics import RouterMetrics
 from router.core.request import GenerationRequest
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
-from baton.background import end_tasks
+from baton.host.background import end_tasks
 
 _PIECE = 1 << 16
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import redis
 import redis.asyncio
 
-from baton.redis_client import redis_client
+from baton.store.redis_client import redis_client
 from baton.valkey_binary import valkey_binary
 from tests.support.mini_cluster import free_port
 

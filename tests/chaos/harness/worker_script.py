@@ -31,8 +31,8 @@ import torch
 
 import prefill_worker.role
 import worker.life
-from baton.config import Config, PoolConfig, Role, TransportName
-from baton.process_end import end_with_parent
+from baton.config.cluster import Config, PoolConfig, Role, TransportName
+from baton.host.process_end import end_with_parent
 from baton.v1 import transfer_pb2
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import httpx
 
-from baton.grpc_errors import CODE_KEY, RETRY_KEY
+from baton.rpc.grpc_errors import CODE_KEY, RETRY_KEY
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.chaos.load.answer import AnswerSoFar, ChoiceSoFar
 from tests.chaos.load.questions import Question, Way

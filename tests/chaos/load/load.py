@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from baton.background import end_tasks
+from baton.host.background import end_tasks
 from tests.chaos.load.call import NOT_CLEAR, RESET, Call, Fronts
 from tests.chaos.load.ledger import Ending, Ledger
 from tests.chaos.load.questions import WAYS, Question, Way

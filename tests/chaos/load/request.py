@@ -11,11 +11,11 @@ from typing import Self
 import grpc
 import grpc.aio
 
-from baton import convert
 from baton.errors import BatonError
-from baton.grpc_channel import open_channel
-from baton.grpc_errors import error_from_rpc
 from baton.request import SequenceSpec, TokenOutput
+from baton.rpc import convert
+from baton.rpc.grpc_channel import open_channel
+from baton.rpc.grpc_errors import error_from_rpc
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from router.workers.prefill_stream import PrefillStream

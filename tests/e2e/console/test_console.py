@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page, expect
 
-from baton.background import end_tasks
+from baton.host.background import end_tasks
 from tests.e2e.console.conftest import WAIT_MS, OpenPage
 from tests.support.e2e.stage import Stage, admin, console_stage
 from tests.support.standing_engine import standing_engine

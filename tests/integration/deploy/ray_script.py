@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import psutil
 
-from baton.config import load_config
+from baton.config.cluster import load_config
 from deploy.processes.cluster_mark import ClusterMark
 from deploy.processes.run_directory import RunDirectory
 from deploy.ray.ray_cluster import RayCluster

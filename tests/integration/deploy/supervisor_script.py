@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from baton.config import PoolConfig, load_config
-from baton.redis_client import redis_client
+from baton.config.cluster import PoolConfig, load_config
+from baton.store.redis_client import redis_client
 from deploy.processes.cluster_mark import RUN_VARIABLE, ClusterMark
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.run_directory import RunDirectory

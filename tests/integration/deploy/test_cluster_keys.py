@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import redis.asyncio
 
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry, WorkerRecord
 from baton.request import Geometry
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry, WorkerRecord
 from deploy.launcher.cluster_keys import forget_cluster
 from deploy.processes.ports import free_port
 from tests.support.mini_cluster import valkey

@@ -7,7 +7,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import Unavailable
 from deploy.cli.main import app
 from deploy.doctor import pair_check

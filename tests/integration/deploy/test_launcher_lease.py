@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.config import Config, PoolConfig
+from baton.config.cluster import Config, PoolConfig
 from baton.errors import BatonError
-from baton.redis_client import redis_client
+from baton.store.redis_client import redis_client
 from deploy.launcher.launcher_claim import (
     OF_LAUNCHERS,
     OF_ROUTERS,

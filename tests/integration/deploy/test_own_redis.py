@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import redis
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from deploy.doctor.doctor import Finding, examine
 from deploy.doctor.doctor_host import host_checks

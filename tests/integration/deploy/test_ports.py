@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from baton.config import Config, load_config
+from baton.config.cluster import Config, load_config
 from baton.errors import ConfigError
 from deploy.processes.ports import choose_ports, free_port, reachable
 

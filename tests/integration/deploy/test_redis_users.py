@@ -15,16 +15,16 @@ import redis
 import redis.asyncio
 from prometheus_client import CollectorRegistry
 
-from baton.config import Config, KeyConfig, TlsConfig
-from baton.metrics import RouterMetrics
-from baton.pool_sizes import PoolSizes
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry
-from baton.supervision_page import supervision_page
-from baton.tls import TlsFiles
-from baton.traffic_board import TrafficBoard
-from baton.traffic_counts import ToldTraffic, TrafficCounts
+from baton.autoscaling.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
+from baton.config.cluster import Config, KeyConfig, TlsConfig
+from baton.security.tls import TlsFiles
+from baton.store.pool_sizes import PoolSizes
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
+from baton.store.supervision_page import supervision_page
+from baton.telemetry.metrics import RouterMetrics
 from deploy.launcher.cluster_keys import forget_cluster
 from deploy.processes.cluster_mark import ClusterMark
 from deploy.processes.run_directory import RunDirectory

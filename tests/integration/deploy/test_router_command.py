@@ -12,10 +12,10 @@ import pytest
 from huggingface_hub import constants
 
 import router.main
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ConfigError
-from baton.redis_client import redis_client
-from baton.registry import Registry
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
 from deploy.cli.operate.router_command import serve_router
 from deploy.processes.ports import free_port
 from router.main import RouterSettings

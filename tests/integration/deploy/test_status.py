@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.redis_client import redis_client
-from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
+from baton.store.redis_client import redis_client
+from baton.store.registry import WorkerRecord
 from deploy.cli.operate.status import (
     PairRow,
     SlotRow,

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import redis
 
-from baton.redis_client import redis_client
+from baton.store.redis_client import redis_client
 from deploy.processes.cluster_mark import ClusterMark
 from deploy.processes.run_directory import RunDirectory
 from deploy.store.own_redis import check_redis

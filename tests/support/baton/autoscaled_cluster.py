@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from baton.autoscaler import Action, Autoscaler, Bounds, ChangeRole
-from baton.cluster_figures import (
+from baton.autoscaling.autoscaler import Action, Autoscaler, Bounds, ChangeRole
+from baton.autoscaling.cluster_figures import (
     ROLES,
     ClusterFigures,
     Demand,
@@ -14,7 +14,7 @@ from baton.cluster_figures import (
     WorkerState,
     other,
 )
-from baton.config import AutoscalerConfig, Role
+from baton.config.cluster import AutoscalerConfig, Role
 
 INPUT_PER_WORKER, OUTPUT_PER_WORKER, BATCH = 1000.0, 200.0, 10.0
 """Tokens a second that one worker can do, and its sequences then."""

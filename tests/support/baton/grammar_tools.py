@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.compiled_grammars import CompiledGrammars, grammars_of
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind, TokenMatcher
-from baton.grammar_gate import GrammarGate
+from baton.grammars.compiled_grammars import CompiledGrammars, grammars_of
+from baton.grammars.grammar_gate import GrammarGate
 from engine.sampling.grammar_state import GrammarState, unpack
 
 _CORPUS = [

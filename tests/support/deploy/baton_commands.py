@@ -9,7 +9,7 @@ from typing import Any
 import typer.main
 from typer.core import TyperGroup
 
-from baton.config import Config
+from baton.config.cluster import Config
 from deploy.cli.main import app
 
 CACHE_VARIABLE = "BATON_CACHE_DIR"

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import grpc
 
-from baton.grpc_channel import make_blocking_server
-from baton.grpc_errors import CODE_KEY, RETRY_KEY
+from baton.rpc.grpc_channel import make_blocking_server
+from baton.rpc.grpc_errors import CODE_KEY, RETRY_KEY
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import (
     InferenceServiceServicer,

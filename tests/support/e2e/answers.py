@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from baton.tls import TlsFiles, client_context
+from baton.security.tls import TlsFiles, client_context
 from tests.support.e2e.cluster import END_S, START_S, UpProcess, processes_of
 
 LONG = 96

@@ -17,8 +17,8 @@ import statistics
 import sys
 import time
 
-from baton.redis_client import redis_client
-from baton.registry import Registry
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
 from tests.support.e2e.cluster import UpProcess
 
 SLOT = "decode-0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from baton.config import Config, ContextClass, LocalPrefill
+from baton.config.cluster import Config, ContextClass, LocalPrefill
 from loadtest.simulator.cluster_shape import ClusterShape
 from loadtest.simulator.fitted_costs import FittedCosts
 from loadtest.simulator.sharing import Sharing

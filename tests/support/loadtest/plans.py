@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.config import Config, ContextClass
+from baton.config.cluster import Config, ContextClass
 from loadtest.planner.cluster_kind import ClusterKind, WorkerKind
 from loadtest.planner.evaluation import Evaluation
 from loadtest.planner.transports import AS_MEASURED

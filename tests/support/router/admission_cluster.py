@@ -7,7 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError, Overloaded
 from router.admission.admission import Admission, Applicant
 from router.admission.capacity import Capacity

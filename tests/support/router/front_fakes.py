@@ -21,10 +21,10 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.logprobs import TokenLogprobs
-from baton.metrics import RouterMetrics
 from baton.request import FinishReason
+from baton.telemetry.metrics import RouterMetrics
 from router.core.request import GenerationRequest, OutputDelta
 from router.core.served_model import ServedModel
 from router.http.protocol import http_protocol

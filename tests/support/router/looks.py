@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from baton.config import Config
-from baton.registry import WorkerRecord
+from baton.config.cluster import Config
 from baton.request import Geometry, LoadSnapshot
+from baton.store.registry import WorkerRecord
 from router.console.snapshot import Look, SeenWorker
 from router.console.window import Key
 from router.console.worker_page import WorkerPage

@@ -13,14 +13,14 @@ from pathlib import Path
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError
-from baton.metrics import RouterMetrics
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry
 from baton.request import Principal
 from baton.sampling_params import SamplingParams
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
+from baton.telemetry.metrics import RouterMetrics
 from router.core.request import GenerationRequest
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.text.tokenizer import Tokenizer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot
+from baton.store.registry import WorkerRecord
 from router.routing.cost_model import Coefficients
 from router.routing.worker_table import WorkerTable
 

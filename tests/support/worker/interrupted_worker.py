@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import baton.compiled_grammars
+import baton.grammars.compiled_grammars
 import baton.hashing
 import engine.engine
 import tests.support.fake_grammars
@@ -101,7 +101,7 @@ def _logits(kv: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 _COUNTED = Path(engine.engine.__file__).parent
 _ALSO = {
     module.__file__
-    for module in (baton.compiled_grammars, baton.hashing, tests.support.fake_grammars)
+    for module in (baton.grammars.compiled_grammars, baton.hashing, tests.support.fake_grammars)
 }
 _PLANNING = {Scheduler.schedule.__code__, Scheduler.expire.__code__}
 _MODEL = {MadeUpModel.run.__code__, MadeUpModel.copy.__code__}

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
-from baton.grpc_channel import make_server
-from baton.metrics import WorkerMetrics
 from baton.request import Geometry
+from baton.rpc.grpc_channel import make_server
+from baton.telemetry.metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.layout.layout import SCALE_BYTES, KvLayout

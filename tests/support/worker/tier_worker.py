@@ -11,11 +11,11 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from baton.background import end_tasks
 from baton.errors import BatonError
-from baton.metrics import WorkerMetrics
+from baton.host.background import end_tasks
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
+from baton.telemetry.metrics import WorkerMetrics
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate, make_sequence
 from engine.scheduling.sequence import Sequence

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from baton.config import Config, Role
+from baton.config.cluster import Config, Role
 from tests.chaos.harness.worker_child import WorkerChild
 from tests.chaos.harness.worker_script import Job
 from tests.support.mini_cluster import MiniCluster

@@ -12,8 +12,8 @@ import pytest
 
 from baton import errors
 from baton.errors import BatonError
-from baton.grpc_channel import make_server, open_channel
-from baton.grpc_errors import error_from_rpc, grpc_boundary, guarded
+from baton.rpc.grpc_channel import make_server, open_channel
+from baton.rpc.grpc_errors import error_from_rpc, grpc_boundary, guarded
 from baton.v1 import inference_pb2, inference_pb2_grpc, prefill_pb2_grpc
 
 DEADLINE_S = 20.0

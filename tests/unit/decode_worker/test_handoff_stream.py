@@ -9,10 +9,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from baton import convert
 from baton.errors import Unavailable
 from baton.hashing import block_hashes
 from baton.request import SequenceSpec
+from baton.rpc import convert
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2
 from decode_worker import receiver as receiver_module

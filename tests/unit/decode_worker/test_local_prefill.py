@@ -8,7 +8,6 @@ from contextlib import aclosing
 
 import pytest
 
-from baton import convert
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -19,6 +18,7 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.request import FinishReason, SequenceSpec, TokenOutput
+from baton.rpc import convert
 from baton.v1 import prefill_pb2
 from decode_worker import local_prefill
 from decode_worker import role as role_module

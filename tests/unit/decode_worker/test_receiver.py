@@ -23,9 +23,9 @@ from baton.errors import (
     TicketEnded,
 )
 from baton.hashing import hash_key
-from baton.metrics import WorkerMetrics
 from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
+from baton.telemetry.metrics import WorkerMetrics
 from decode_worker.receiver import HandoffReceiver, Offer
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler

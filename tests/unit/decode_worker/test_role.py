@@ -10,12 +10,12 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ChecksumMismatch, HandoffError, TicketEnded, WorkerFailed
 from baton.hashing import hash_key
-from baton.metrics import WorkerMetrics
 from baton.request import FinishReason, Geometry, LoadSnapshot, SequenceSpec, TokenOutput
 from baton.sampling_params import SamplingParams
+from baton.telemetry.metrics import WorkerMetrics
 from decode_worker import reserves as reserves_module
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer

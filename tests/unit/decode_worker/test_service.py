@@ -6,8 +6,8 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-from baton.grpc_channel import MESSAGE_LIMIT
 from baton.request import LoadSnapshot, TokenOutput
+from baton.rpc.grpc_channel import MESSAGE_LIMIT
 from baton.v1 import decode_pb2
 from decode_worker.outbox import Outbox
 from decode_worker.role import DecodeRole

@@ -13,7 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
-from baton.tls import ROLES, TlsFiles, client_context, role_name, server_context
+from baton.security.tls import ROLES, TlsFiles, client_context, role_name, server_context
 from deploy import certificates
 from deploy.cli.main import app
 

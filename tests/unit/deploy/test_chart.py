@@ -20,7 +20,7 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from typer.testing import CliRunner
 
-from baton.config import load_config
+from baton.config.cluster import load_config
 from baton.valkey_binary import valkey_binary
 from deploy.cli.main import app
 from deploy.node.node_leave import ENDING_S as LEAVING_S

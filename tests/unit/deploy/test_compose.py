@@ -20,7 +20,7 @@ import yaml
 from redis.backoff import ConstantBackoff, NoBackoff
 from redis.retry import Retry
 
-from baton.config import load_config
+from baton.config.cluster import load_config
 from baton.valkey_binary import valkey_binary
 from deploy.launcher.exposure import check_exposure
 from deploy.processes.ports import free_port

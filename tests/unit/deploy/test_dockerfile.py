@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.tls import TlsFiles, server_context
+from baton.security.tls import TlsFiles, server_context
 from tests.support.certificates import Authority
 from tests.support.deploy.baton_commands import parse, unknown_variables
 from tests.support.deploy.chart import program

@@ -16,7 +16,7 @@ import typer.main
 from typer.core import TyperGroup, TyperOption
 from typer.testing import CliRunner
 
-from baton.config import Config, Role, Scope
+from baton.config.cluster import Config, Role, Scope
 from deploy.cli.main import app
 from deploy.cli.options import choices
 from loadtest.generator import load_settings, openai_target

@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc.aio
 
-from baton import convert
 from baton.errors import BatonError
 from baton.request import SequenceSpec, TokenOutput
+from baton.rpc import convert
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from router.workers.prefill_stream import PrefillStream
 from tests.unit.handoff_model.network import Channel, Network

@@ -10,9 +10,9 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from baton.hashing import block_hashes, hash_key
-from baton.listening_clock import ListeningClock
-from baton.metrics import WorkerMetrics
+from baton.liveness.listening_clock import ListeningClock
 from baton.request import Geometry
+from baton.telemetry.metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
 from engine.scheduling.block_pool import BlockPool

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton import errors
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.request import FinishReason
 from loadtest import overload
 from loadtest.overload import Ending, Overload, Row, draw, load_of, percentile

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 from typer.testing import CliRunner
 
-from baton.config import PolicyName
+from baton.config.cluster import PolicyName
 from loadtest.policy_bench import app
 
 BLOCK = 512

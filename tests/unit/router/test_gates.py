@@ -19,11 +19,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (  # ty
 )
 from prometheus_client import CollectorRegistry
 
-from baton.config import Config, KeyConfig, Scope
-from baton.metrics import RouterMetrics
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry
+from baton.config.cluster import Config, KeyConfig, Scope
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
+from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access.access import Access
 from router.access.scopes import listed_scope, scope_of_path, scope_of_service

@@ -12,10 +12,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from baton import grpc_channel
-from baton.config import Config
-from baton.grpc_channel import make_server
+from baton.config.cluster import Config
 from baton.request import FinishReason
+from baton.rpc import grpc_channel
+from baton.rpc.grpc_channel import make_server
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.core.request import GenerationRequest, OutputDelta
 from router.grpc.inference import add_grpc_front

@@ -1,4 +1,4 @@
-"""docs/configuration.md says what baton/config.py says."""
+"""docs/configuration.md says what baton/config/cluster.py says."""
 
 from __future__ import annotations
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from baton import convert, grammar_gate
 from baton.errors import BatonError, GrammarFailed, InvalidGrammar, TicketEnded
+from baton.grammars import grammar_gate
 from baton.request import SequenceSpec
+from baton.rpc import convert
 from baton.v1 import decode_pb2, prefill_pb2
 from decode_worker import local_prefill
 from decode_worker import role as decode_module

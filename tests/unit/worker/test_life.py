@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.request import Geometry
 from worker.life import Lasting, _record
 from worker.settings import WorkerSettings

@@ -15,9 +15,9 @@ import pytest
 import redis
 import torch
 
-from baton.background import end_tasks
 from baton.errors import WorkerFailed
-from baton.registry import DRAINING, Registry
+from baton.host.background import end_tasks
+from baton.store.registry import DRAINING, Registry
 from engine.parallel.ranks import LeadRank
 from engine.scheduling.block_pool import BlockPool
 from worker.intake import Intake

@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.grpc_channel import open_channel
-from baton.tls import PeerRole
+from baton.rpc.grpc_channel import open_channel
+from baton.security.tls import PeerRole
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from tests.support.certificates import Authority
 from worker.exchange.rank_server import RankServer

@@ -22,7 +22,7 @@ from baton.client import (
     Piece,
     Sampling,
 )
-from baton.config import KeyConfig
+from baton.config.cluster import KeyConfig
 from baton.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -31,7 +31,7 @@ from baton.errors import (
     Unavailable,
     WorkerFailed,
 )
-from baton.grpc_channel import make_server
+from baton.rpc.grpc_channel import make_server
 from router.access.access import Access
 from router.batches.batches import Batches
 from router.core.request import GenerationRequest, OutputDelta

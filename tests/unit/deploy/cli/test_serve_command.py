@@ -11,8 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from baton.config import Config
-from baton.keys_file import hash_of
+from baton.config.cluster import Config
+from baton.config.keys_file import hash_of
 from deploy.cli.main import app
 from deploy.cli.serve_command import configuration
 from tests.support.deploy.baton_commands import parse

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from huggingface_hub import constants
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import HandoffError
 from deploy.doctor import doctor_host, pair_check
 from deploy.doctor.doctor import Finding, examine

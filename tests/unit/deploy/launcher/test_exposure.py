@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.config import Config, KeyConfig, PoolConfig, TlsConfig
+from baton.config.cluster import Config, KeyConfig, PoolConfig, TlsConfig
 from baton.errors import ConfigError
 from deploy.launcher.exposure import check_exposure
 from worker.settings import WorkerSettings

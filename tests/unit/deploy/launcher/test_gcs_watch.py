@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.background import end_tasks
+from baton.host.background import end_tasks
 from deploy.launcher import gcs_watch
 from deploy.launcher.gcs_watch import FarGcsWatch, GcsWatch
 

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 from rich.console import Console
 
-from baton.config import Config
+from baton.config.cluster import Config
 from deploy.launcher.launcher import Launcher
 from deploy.models import demo_model
 from deploy.processes.process_identity import ProcessIdentity

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from baton.background import end_tasks
 from baton.errors import BatonError
+from baton.host.background import end_tasks
 from deploy.launcher import part_watch
 from deploy.launcher.part_watch import PartWatch
 

@@ -13,8 +13,8 @@ from gguf.quants import dequantize
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from baton.cache import cache_dir
 from baton.errors import ConfigError
+from baton.host.cache import cache_dir
 from deploy.models.demo_model import KNOWN_MODELS
 from deploy.models.model_store import resolve
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from deploy.models.drafter_folder import resolve_drafter
 from tests.support.models import make_tiny_model

@@ -21,8 +21,8 @@ import pytest
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from baton.cache import cache_dir
 from baton.errors import ConfigError
+from baton.host.cache import cache_dir
 from deploy.models import hub_download, hub_model, model_store
 from deploy.models.hub_download import Cancelled, DownloadWatch
 from deploy.models.model_store import look, resolve

@@ -14,8 +14,8 @@ import pytest
 from gguf import GGMLQuantizationType
 from huggingface_hub import constants
 
-from baton.cache import cache_dir
 from baton.errors import ConfigError
+from baton.host.cache import cache_dir
 from deploy.models import demo_model, hub_model, model_store, sealed_folder
 from deploy.models.demo_model import KnownModel
 from deploy.models.gguf_convert import convert

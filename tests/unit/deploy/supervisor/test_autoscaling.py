@@ -11,20 +11,20 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaler import ChangeRole, Reason, Resize
-from baton.background import end_tasks
-from baton.cluster_figures import ClusterFigures
-from baton.config import AutoscalerConfig, Config, PoolConfig, Role
+from baton.autoscaling.autoscaler import ChangeRole, Reason, Resize
+from baton.autoscaling.cluster_figures import ClusterFigures
+from baton.config.cluster import AutoscalerConfig, Config, PoolConfig, Role
 from baton.errors import WorkerFailed
-from baton.metrics import SupervisorMetrics
-from baton.pool_sizes import PoolSizes
-from baton.registry import WorkerRecord
+from baton.host.background import end_tasks
+from baton.store.pool_sizes import PoolSizes
+from baton.store.registry import WorkerRecord
+from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor import autoscaling as autoscaling_module
 from deploy.supervisor.autoscaling import Autoscaling, words
 from deploy.supervisor.cluster_look import ClusterLook
 from deploy.supervisor.pool_keeper import Phase
 from tests.support.baton.autoscaled_cluster import AutoscaledCluster, Load
-from tests.unit.baton.test_demand import record
+from tests.unit.baton.autoscaling.test_demand import record
 
 DEADLINE_S = 20.0
 SETTINGS = AutoscalerConfig(enabled=True, interval_s=0.5, cooldown_s=0.001)

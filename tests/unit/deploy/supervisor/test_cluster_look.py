@@ -8,15 +8,15 @@ from typing import cast
 
 import pytest
 
-from baton.cluster_figures import WorkerState
-from baton.config import Config, Role
-from baton.registry import DRAINING, Registry, WorkerRecord
-from baton.traffic_board import TrafficBoard
-from baton.traffic_counts import ToldTraffic, TrafficCounts
-from baton.traffic_flow import GONE_S
+from baton.autoscaling.cluster_figures import WorkerState
+from baton.autoscaling.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
+from baton.autoscaling.traffic_flow import GONE_S
+from baton.config.cluster import Config, Role
+from baton.store.registry import DRAINING, Registry, WorkerRecord
 from deploy.supervisor.cluster_look import ClusterLook, workers_of
 from deploy.supervisor.pool_keeper import Phase
-from tests.unit.baton.test_demand import record as decode_record
+from tests.unit.baton.autoscaling.test_demand import record as decode_record
 
 POOLS: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
 

@@ -8,11 +8,11 @@ import grpc.aio
 import pytest
 
 from baton.errors import BatonError, InvalidRequest
-from baton.grpc_channel import make_server
-from baton.grpc_errors import guarded
+from baton.rpc.grpc_channel import make_server
+from baton.rpc.grpc_errors import guarded
 from baton.v1 import control_pb2, control_pb2_grpc
 from deploy.supervisor.role_change import change_role
-from tests.unit.baton.test_demand import record
+from tests.unit.baton.autoscaling.test_demand import record
 
 Context = grpc.aio.ServicerContext[object, object]
 

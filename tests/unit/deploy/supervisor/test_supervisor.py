@@ -10,9 +10,9 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.background import end_tasks
-from baton.metrics import SupervisorMetrics
-from baton.pool_sizes import PoolSizes
+from baton.host.background import end_tasks
+from baton.store.pool_sizes import PoolSizes
+from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor import supervisor as supervisor_module
 from deploy.supervisor.fleet import Seen
 from deploy.supervisor.pool_keeper import Phase, Sight, SlotState

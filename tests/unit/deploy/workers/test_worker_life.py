@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import redis
 
-from baton.redis_client import redis_client
+from baton.store.redis_client import redis_client
 from deploy.processes.run_directory import RunDirectory
 from deploy.workers import worker_life as worker_life_module
 from deploy.workers.node_share import NodeShare

@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary
 import grpc.aio
 import pytest
 
-from baton import convert
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded, WorkerFailed
-from baton.grpc_channel import make_server, open_channel
-from baton.grpc_errors import error_from_code, error_from_rpc
 from baton.request import Geometry
+from baton.rpc import convert
+from baton.rpc.grpc_channel import make_server, open_channel
+from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.pairs import inbound as inbound_module

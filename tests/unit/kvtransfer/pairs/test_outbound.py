@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 import grpc.aio
 import pytest
 
-from baton import convert
 from baton.errors import (
     BatonError,
     ChecksumMismatch,
@@ -21,9 +20,10 @@ from baton.errors import (
     TicketEnded,
     WorkerFailed,
 )
-from baton.grpc_channel import make_server, open_channel
-from baton.grpc_errors import grpc_boundary
 from baton.request import Geometry
+from baton.rpc import convert
+from baton.rpc.grpc_channel import make_server, open_channel
+from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.pairs.outbound import Outbound, Push

@@ -11,10 +11,10 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from baton import convert
 from baton.errors import FingerprintMismatch, GeometryMismatch, HandoffError
-from baton.grpc_channel import make_server, open_channel
 from baton.request import Geometry
+from baton.rpc import convert
+from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.memory import shared_pool
 from kvtransfer.memory.host_memory import HostMemory

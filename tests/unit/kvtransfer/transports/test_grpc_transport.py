@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from baton.errors import BatonError, ChecksumMismatch, ConfigError, HandoffError, WorkerFailed
-from baton.grpc_channel import open_blocking_channel
-from baton.tls import TlsFiles
+from baton.rpc.grpc_channel import open_blocking_channel
+from baton.security.tls import TlsFiles
 from baton.v1 import transfer_pb2
 from kvtransfer.memory.checksum import checksum
 from kvtransfer.memory.host_memory import HostMemory

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton import errors
-from baton.grpc_channel import make_server
 from baton.request import FinishReason
+from baton.rpc.grpc_channel import make_server
 from loadtest.generator.grpc_target import GrpcTarget
 from loadtest.generator.planned_request import PlannedRequest, Prompt
 from loadtest.generator.request_record import RequestRecord

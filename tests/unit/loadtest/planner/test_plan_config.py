@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.config import Config, ContextClass, load_config
+from baton.config.cluster import Config, ContextClass, load_config
 from loadtest.planner.cluster_kind import Budget, WorkerKind
 from loadtest.planner.evaluation import Evaluation
 from loadtest.planner.plan import Plan

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from baton.config import TransportName
+from baton.config.cluster import TransportName
 from loadtest.planner.transports import AS_MEASURED, DEFAULT_TRANSPORTS, TRANSPORTS
 from loadtest.simulator.hardware import ACCELERATORS
 

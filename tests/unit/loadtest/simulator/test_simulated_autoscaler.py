@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.config import AutoscalerConfig, Config
+from baton.config.cluster import AutoscalerConfig, Config
 from loadtest.research.shifting import case
 from loadtest.research.shifting.outcome import AUTOSCALED, gain
 from loadtest.research.shifting.simulated import simulated

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config import LocalPrefill
+from baton.config.cluster import LocalPrefill
 from baton.errors import ConfigError
 from loadtest.simulator.results import SimulationResult
 from loadtest.simulator.simulation import simulate

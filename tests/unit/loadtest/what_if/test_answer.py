@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.what_if.answer import answer
 from router.console.what_if_question import Answer, Question, WhatIfRequest, question
 from tests.unit.router.console.test_what_if import WORKERS, recent

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from baton.config import Config, KeyConfig, load_config
+from baton.config.cluster import Config, KeyConfig, load_config
+from baton.config.keys_file import hash_of, read_keys, write_keys
 from baton.errors import ConfigError, Unauthenticated
-from baton.keys_file import hash_of, read_keys, write_keys
-from baton.metrics import RouterMetrics
 from baton.request import Principal
+from baton.telemetry.metrics import RouterMetrics
 from deploy.cli.main import app
 from router.access.access import Access
 from router.access.api_keys import ApiKeys, Caller

@@ -12,10 +12,10 @@ import grpc
 import httpx
 import pytest
 
-from baton.config import Config, KeyConfig, Scope
+from baton.config.cluster import Config, KeyConfig, Scope
 from baton.errors import Forbidden, Unauthenticated
-from baton.grpc_channel import make_server, open_channel
-from baton.prefix_index import IndexSize
+from baton.rpc.grpc_channel import make_server, open_channel
+from baton.store.prefix_index import IndexSize
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.access.access import Access
 from router.admin.cache_control import CacheControl, CacheStats, Dropped, WorkerCache

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import DeadlineUnreachable, Overloaded
 from router.admission.admission import MAX_LEAD_S, Admission, Applicant
 from router.admission.capacity import Capacity

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.config import Config, KeyConfig, TenantConfig
+from baton.config.cluster import Config, KeyConfig, TenantConfig
 from baton.errors import DeadlineUnreachable, Overloaded
-from baton.metrics import RouterMetrics
 from baton.request import Principal
 from baton.sampling_params import SamplingParams
+from baton.telemetry.metrics import RouterMetrics
 from router.admission.capacity import Capacity
 from router.admission.prefill_forecast import MIN_WINDOW_TOKENS
 from router.admission.waiting_room import WaitingRoom

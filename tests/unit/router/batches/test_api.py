@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 
-from baton.config import KeyConfig, TenantConfig
+from baton.config.cluster import KeyConfig, TenantConfig
 from baton.errors import Overloaded, WorkerFailed
 from baton.request import FinishReason
 from router.access.access import Access

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.metrics import RouterMetrics
+from baton.telemetry.metrics import RouterMetrics
 from router.batches.batch import Batch, BatchStatus, LineResult
 from router.batches.database import Database
 from router.batches.line import Line

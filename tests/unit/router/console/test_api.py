@@ -15,7 +15,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from baton.registry import WorkerRecord
+from baton.store.registry import WorkerRecord
 from router.access.access import Access
 from router.console import api as console_api
 from router.console.api import ConsoleApi

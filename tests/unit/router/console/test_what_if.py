@@ -15,11 +15,11 @@ import pytest
 import uvloop
 from pydantic import ValidationError
 
-from baton.background import end_tasks
-from baton.config import Config, KeyConfig, PoolConfig
+from baton.config.cluster import Config, KeyConfig, PoolConfig
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from baton.grpc_channel import make_server, open_channel
-from baton.recent_requests import RecentRequest
+from baton.host.background import end_tasks
+from baton.rpc.grpc_channel import make_server, open_channel
+from baton.telemetry.recent_requests import RecentRequest
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.console import what_if
 from router.console.what_if import WhatIfProgram

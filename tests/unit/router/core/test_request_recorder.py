@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton import errors
-from baton.metrics import RouterMetrics
 from baton.request import FinishReason
+from baton.telemetry.metrics import RouterMetrics
 from router.core.request import OutputDelta
 from router.core.request_recorder import Outcome, RequestRecorder, Slo, count_refusal, outcome_of
 

@@ -12,12 +12,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError, Overloaded
-from baton.logs import formatter
-from baton.metrics import RouterMetrics
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
+from baton.telemetry.logs import formatter
+from baton.telemetry.metrics import RouterMetrics
 from baton.trace_context import TraceContext
 from router.core.request import GenerationRequest, OutputDelta
 from router.inference.delivery import Delivery

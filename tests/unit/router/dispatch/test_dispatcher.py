@@ -13,12 +13,8 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded
-from baton.metrics import RouterMetrics
-from baton.prefix_index import PrefixIndex
-from baton.redis_client import redis_client
-from baton.registry import Registry, WorkerRecord
 from baton.request import (
     FinishReason,
     Geometry,
@@ -28,6 +24,10 @@ from baton.request import (
     TokenOutput,
 )
 from baton.sampling_params import SamplingParams
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry, WorkerRecord
+from baton.telemetry.metrics import RouterMetrics
 from router.admission.capacity import Capacity
 from router.core.request import GenerationRequest
 from router.dispatch import dispatcher as dispatcher_module

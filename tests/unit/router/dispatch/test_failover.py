@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton import hashing
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import (
     BatonError,
     ContextLengthExceeded,
@@ -24,7 +24,6 @@ from baton.errors import (
     Unavailable,
     WorkerFailed,
 )
-from baton.metrics import RouterMetrics
 from baton.request import (
     LOWEST_PRIORITY,
     FinishReason,
@@ -33,6 +32,7 @@ from baton.request import (
     TokenOutput,
 )
 from baton.sampling_params import SamplingParams
+from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import prefill_pb2
 from router.core.request import GenerationRequest
 from router.dispatch import failover as moves_module

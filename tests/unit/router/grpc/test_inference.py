@@ -19,9 +19,9 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
 )
 
 from baton import errors
-from baton.config import KeyConfig, Scope
-from baton.grpc_channel import make_server, open_channel
+from baton.config.cluster import KeyConfig, Scope
 from baton.request import FinishReason
+from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from router.core.request import GenerationRequest, OutputDelta
 from router.grpc.inference import add_grpc_front

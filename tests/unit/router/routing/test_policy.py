@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config import Config, ContextClass, LocalPrefill, PolicyName, PoolConfig
+from baton.config.cluster import Config, ContextClass, LocalPrefill, PolicyName, PoolConfig
 from baton.errors import Unavailable
 from baton.request import LoadSnapshot
 from router.routing.policies import make_policy

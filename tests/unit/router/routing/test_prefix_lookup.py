@@ -11,8 +11,8 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.metrics import RouterMetrics
-from baton.prefix_index import PrefixIndex
+from baton.store.prefix_index import PrefixIndex
+from baton.telemetry.metrics import RouterMetrics
 from router.routing import prefix_lookup
 from router.routing.prefix_lookup import PrefixLookup
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import ConfigError
-from baton.registry import WorkerRecord
+from baton.store.registry import WorkerRecord
 from router.workers.model_commit import CommitCheck, commit_of
 from tests.support.router.workers import record
 

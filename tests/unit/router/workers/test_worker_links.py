@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import grpc.aio
 import pytest
 
-from baton import convert
 from baton.errors import BatonError, WorkerFailed
-from baton.grpc_channel import listen, make_server, open_channel
-from baton.registry import WorkerRecord
 from baton.request import Geometry, LoadSnapshot, TokenOutput
-from baton.tls import TlsFiles
+from baton.rpc import convert
+from baton.rpc.grpc_channel import listen, make_server, open_channel
+from baton.security.tls import TlsFiles
+from baton.store.registry import WorkerRecord
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from router.workers import worker_links
 from router.workers.worker_links import WorkerLinks

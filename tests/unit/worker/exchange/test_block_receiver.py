@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
-from baton.listening_clock import ListeningClock
-from baton.metrics import WorkerMetrics
+from baton.liveness.listening_clock import ListeningClock
+from baton.telemetry.metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from kvtransfer.tickets.ticket import Ticket, TicketState
 from kvtransfer.tickets.ticket_book import TOMBSTONE_S

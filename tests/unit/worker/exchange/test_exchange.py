@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton import convert
 from baton.errors import (
     BatonError,
     FingerprintMismatch,
@@ -22,9 +21,10 @@ from baton.errors import (
     TicketEnded,
     WorkerFailed,
 )
-from baton.grpc_channel import make_server
-from baton.metrics import WorkerMetrics
 from baton.request import Geometry
+from baton.rpc import convert
+from baton.rpc.grpc_channel import make_server
+from baton.telemetry.metrics import WorkerMetrics
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.memory.host_memory import HostMemory

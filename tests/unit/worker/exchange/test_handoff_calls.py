@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from baton.errors import DeadlineExceeded, HandoffError, NoRoom, WorkerFailed
-from baton.grpc_channel import make_server, open_channel
+from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from worker.exchange.handoff_calls import HandoffCalls
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.config import Config, TransportName
+from baton.config.cluster import Config, TransportName
 from baton.errors import ConfigError, HandoffError
 from kvtransfer.memory.host_memory import HostMemory
 from kvtransfer.memory.shared_pool import allocate

@@ -7,8 +7,8 @@ import contextlib
 from types import SimpleNamespace
 from typing import cast
 
-from baton.background import end_tasks
-from baton.registry import Registry, WorkerRecord
+from baton.host.background import end_tasks
+from baton.store.registry import Registry, WorkerRecord
 from worker.registry.own_entry import OwnEntry
 
 HEARTBEAT_S = 3600.0

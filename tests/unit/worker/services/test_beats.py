@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.config import Config
+from baton.config.cluster import Config
 from worker.services.beats import DEFAULT_BEATS, Beats
 
 

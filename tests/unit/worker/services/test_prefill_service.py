@@ -9,10 +9,10 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from baton import convert
 from baton.errors import BatonError, NoRoom, WorkerFailed
-from baton.grpc_channel import make_server, open_channel
 from baton.request import LoadSnapshot
+from baton.rpc import convert
+from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.workers.prefill_stream import PrefillStream
 from worker.services import prefill_service

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from baton.client.http_api import open_api
 from baton.errors import BatonError, InvalidRequest, NotFound, Unavailable
-from baton.http_api import open_api
-from baton.tls import TlsFiles, server_context
+from baton.security.tls import TlsFiles, server_context
 from deploy.cli.client.batch_command import BatchCommand, run_batch
 from deploy.cli.main import app
 from deploy.cli.options.exit_codes import ExitCode

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from baton.client.http_api import open_async_api
 from baton.errors import ConfigError, Unavailable
-from baton.http_api import open_async_api
-from baton.registry import Registry
+from baton.store.registry import Registry
 from deploy.cli.measure.calibrate_command import local_prompts, the_decode_worker
 from deploy.processes.cluster_state import ClusterState
 from deploy.processes.process_identity import ProcessIdentity

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.config import load_config
+from baton.config.cluster import load_config
 from deploy.cli.main import app
 from deploy.cli.options.exit_codes import ExitCode
 

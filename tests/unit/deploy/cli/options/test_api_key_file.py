@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import Config, KeyConfig
+from baton.config.cluster import Config, KeyConfig
+from baton.config.keys_file import hash_of
 from baton.errors import ConfigError
-from baton.keys_file import hash_of
 from deploy.cli.options.api_key_file import keys_in, requiring, taken_from_environment
 
 

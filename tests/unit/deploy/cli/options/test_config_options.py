@@ -8,7 +8,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from baton.config import Config, PoolConfig, TlsConfig
+from baton.config.cluster import Config, PoolConfig, TlsConfig
 from deploy.cli.main import app
 from deploy.cli.options.config_options import PANELS, ConfigOption, config_options, option_type
 from deploy.cli.serve_command import configuration

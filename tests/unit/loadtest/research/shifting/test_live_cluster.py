@@ -8,7 +8,7 @@ import tomllib
 import httpx
 import pytest
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import Unavailable
 from loadtest.research.shifting import case
 from loadtest.research.shifting.live_cluster import LiveCluster, toml_of

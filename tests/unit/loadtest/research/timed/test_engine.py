@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import Config
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import PoolConfig
+from baton.config.cluster import PoolConfig
 from deploy.workers.actor import WorkerActor
 from loadtest.research.timed.timed_actors import TimedSupervisorActor, TimedWorkerActor
 from loadtest.research.timed.timed_up import KV_POOL_MIB, configuration, parser

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.config import Config
+from baton.config.cluster import Config
 from loadtest.generator.lengths import Lengths
 from loadtest.research.validation.offered_load import OfferedLoad
 from loadtest.research.validation.predicted import predicted, with_call_time

@@ -1,0 +1,62 @@
+"""Timers in asyncio for signs of another process: they count silence as
+``baton.liveness.silence`` does.
+
+``asyncio.timeout`` bounds work of this process. After a pause it fires before pending input is
+read, so it cannot show that another process is dead; these timers can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from baton.liveness.silence import SilenceWatch
+
+_TIMER_TICKS = 8
+"""The number of ticks within the limit of a timer."""
+
+
+class SilenceTimer:
+    """Calls ``on_silence`` after ``limit_s`` seconds of listening, unless it is cancelled before.
+
+    Owned by the event loop in which it is made.
+    """
+
+    def __init__(self, limit_s: float, on_silence: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._on_silence = on_silence
+        self._begun = time.monotonic()
+        self._watch: SilenceWatch[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._next = self._loop.call_later(limit_s / _TIMER_TICKS, self._tick)
+
+    def cancel(self) -> None:
+        """End the timer; idempotent."""
+        self._next.cancel()
+
+    def _tick(self) -> None:
+        # Most timers are cancelled before their first tick.
+        if self._watch is None:
+            self._watch = SilenceWatch(self._limit_s)
+            self._watch.tick({None: None}, self._begun)
+        if self._watch.tick({None: None}, time.monotonic()):
+            self._on_silence()
+        else:
+            self._next = self._loop.call_later(self._limit_s / _TIMER_TICKS, self._tick)
+
+
+@asynccontextmanager
+async def listening(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """Like ``asyncio.timeout``, but counts only seconds in which this process listened.
+
+    Raises TimeoutError.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as timeout:
+        timer = SilenceTimer(limit_s, lambda: timeout.reschedule(loop.time()))
+        try:
+            yield timeout
+        finally:
+            timer.cancel()

@@ -1,0 +1,173 @@
+"""The prefix index in Redis: block hash → the incarnations that hold it.
+
+A worker applies batches of stored and removed hashes. A batch counts only if it follows the last
+one (its sequence number) of the same snapshot; otherwise the worker sends all that it holds. A
+lookup answers, in one round trip, how many leading blocks each worker holds.
+
+Each snapshot of a worker is held under a number of its own. Who is dead, or sends another snapshot,
+loses the number: its entries count for nothing at once, and are dropped bit by bit, by the calls of
+those that live. The index holds no more than a given memory, and then forgets what nobody has
+asked for longest. How it is laid out in Redis: ``baton/store/index_scripts.py``.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis.asyncio
+
+from baton.store.index_scripts import APPLY, BEGIN, FIELD_BYTES, LOOKUP, RETIRE
+from baton.store.registry_scripts import MAX_STEP
+
+BATCH = 256
+"""Most hashes of one call that changes the index: some 0.4 ms of the server's time."""
+MOST_BLOCKS = 65535
+"""A lookup asks for no more leading blocks than this."""
+DEFAULT_MEMORY_BYTES = 256 << 20
+_GROUP = struct.Struct(">HH")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSize:
+    """What the index holds."""
+
+    blocks: int
+    """Distinct ones."""
+    bytes: int
+    """What they take in Redis, about."""
+
+
+class PrefixIndex:
+    """The index of one cluster. Raises ``redis.RedisError``. Owned by one event loop."""
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        cluster_id: str,
+        *,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    ) -> None:
+        """``memory_bytes``: the most that the index may take; the last worker to send a snapshot
+
+        decides.
+        """
+        self._client = client
+        self._state = f"baton:{{{cluster_id}}}:index"
+        self._keys = [self._state, f"{self._state}:numbers", f"{self._state}:retired"]
+        self._most_bytes = memory_bytes
+        self._tag = b""
+        self._names: dict[int, str] = {}
+        self._begin = client.register_script(BEGIN)
+        self._retire = client.register_script(RETIRE)
+        self._apply = client.register_script(APPLY)
+        self._lookup = client.register_script(LOOKUP)
+
+    async def apply(
+        self,
+        incarnation: str,
+        snapshot: bytes,
+        sequence: int,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+        *,
+        tend: bool = False,
+    ) -> bool:
+        """Apply a batch, best of at most ``BATCH`` hashes. False: the index has lost track of this
+
+        worker; send a snapshot. The last batch once more is True, and changes nothing. ``tend``:
+        also keep the index alive and drop a piece of what dead workers held.
+        """
+        head: list[Any] = [incarnation, snapshot, sequence]
+        changes: list[Any] = [b"".join(stored), b"".join(removed), int(tend)]
+        return bool(await cast(Any, self._apply(keys=self._keys, args=[*head, *changes])))
+
+    async def begin(self, incarnation: str) -> bytes:
+        """Forget what was known of a worker; its next batch has the sequence number 0.
+
+        Returns the name of the snapshot that begins.
+        """
+        args: list[Any] = [incarnation, secrets.token_hex(4), self._most_bytes, _step()]
+        return cast(bytes, await cast(Any, self._begin(keys=self._keys, args=args)))
+
+    async def snapshot(self, incarnation: str, held: Sequence[bytes]) -> tuple[bytes, int]:
+        """Make ``held`` all that the index knows of a worker.
+
+        Returns the snapshot's name and the sequence number of the batch that comes next.
+        """
+        name = await self.begin(incarnation)
+        sequence = 0
+        for start in range(0, len(held), BATCH):
+            batch = held[start : start + BATCH]
+            if not await self.apply(incarnation, name, sequence, batch, ()):
+                break
+            sequence += 1
+        return name, sequence
+
+    async def collect(self, incarnation: str) -> None:
+        """Forget an incarnation. Its entries count for nothing from here on; they are dropped by
+
+        those calls of ``apply`` that tend.
+        """
+        await cast(Any, self._retire(keys=self._keys, args=[incarnation, _step()]))
+
+    async def forget_generation(self) -> None:
+        """Leave nothing behind, once every incarnation is collected.
+
+        A worker that lives after all sends a snapshot, which begins another generation.
+        """
+        generation = await cast(Any, self._client.hget(self._state, "generation"))
+        keys = list(self._keys)
+        if generation is not None:
+            keys.append(f"{self._state}:{generation.decode()}")
+        await cast(Any, self._client.unlink(*keys))
+
+    async def size(self) -> IndexSize:
+        """How much it holds."""
+        state = await cast(Any, self._client.hmget(self._state, ["generation", "bytes"]))
+        if state[0] is None:
+            return IndexSize(0, 0)
+        blocks = await cast(Any, self._client.hlen(f"{self._state}:{state[0].decode()}"))
+        return IndexSize(blocks, blocks * FIELD_BYTES + int(state[1] or 0))
+
+    async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """How many leading blocks of ``hashes`` each incarnation holds; absent means none."""
+        if not hashes:
+            return {}
+        asked = b"".join(hashes[:MOST_BLOCKS])
+        # Those of this call: another one's answer may bring a newer table meanwhile.
+        tag, names = self._tag, self._names
+        args: list[Any] = [tag, asked]
+        answer = await cast(Any, self._lookup(keys=self._keys[:2], args=args))
+        if answer[0] != tag:
+            self._tag, self._names = answer[0], _names(answer[1])
+            names = self._names
+        return _decoded(answer[2], names)
+
+
+def _step() -> int:
+    """A step to the next version of the table of numbers; for a server whose clock is behind."""
+    return 1 + secrets.randbelow(MAX_STEP)
+
+
+def _names(table: bytes) -> dict[int, str]:
+    """Incarnations by their numbers, from lines of both."""
+    fields = table.decode().split("\n") if table else []
+    return dict(zip(map(int, fields[::2]), fields[1::2], strict=True))
+
+
+def _decoded(groups: bytes, names: dict[int, str]) -> dict[str, int]:
+    """A lookup's answer: groups of depth, count, numbers. Numbers without a name are left out."""
+    held: dict[str | None, int] = {}
+    at = 0
+    while at < len(groups):
+        depth, count = _GROUP.unpack_from(groups, at)
+        at += _GROUP.size
+        numbers = struct.unpack_from(f">{count}H", groups, at)
+        held.update(dict.fromkeys(map(names.get, numbers), depth))
+        at += 2 * count
+    held.pop(None, None)
+    return cast(dict[str, int], held)

@@ -1,0 +1,100 @@
+"""A process's /metrics on a port of its own, with TLS where the cluster has certificates.
+
+Then it is for routers, the supervisor and whoever has a monitor's certificate.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from baton.security.tls import LiveContext, PeerRole, TlsFiles, roles_in, server_context
+
+log = logging.getLogger(__name__)
+
+_SILENCE_S = 10.0
+"""Who neither asks nor reads for so long is cut off."""
+_READERS: frozenset[PeerRole] = frozenset({"router", "supervisor", "monitor"})
+_ROLES = "baton.roles"
+
+
+class MetricsServer:
+    """Serves from threads of its own, until ``stop``."""
+
+    def __init__(self, host: str, registry: CollectorRegistry, tls: TlsFiles | None = None) -> None:
+        """On a free port of ``host``. Raises OSError, and ConfigError where ``tls`` is no use."""
+        context = None if tls is None else LiveContext(server_context(tls), tls)
+        page = make_wsgi_app(registry)
+        self._server = _Server(host, context, page if tls is None else _for_readers(page))
+        self.port = int(self._server.server_port)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Blocks for about half a second at most. Once."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_SILENCE_S)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, context: LiveContext | None, page: Any) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._context = context
+        super().__init__((host, 0), _Handler)
+        self.set_app(page)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """As ``socketserver``'s. The handshake waits for the connection's own thread: one that
+
+        never ends must not keep others waiting.
+        """
+        connection, address = super().get_request()
+        if self._context is None:
+            return connection, address
+        shaken = self._context.get().wrap_socket(
+            connection, server_side=True, do_handshake_on_connect=False
+        )
+        return shaken, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """As ``socketserver``'s; it would print a stack trace."""
+        log.debug("a page of metrics was not sent", exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def get_environ(self) -> dict[str, Any]:
+        environ: dict[str, Any] = super().get_environ()
+        if isinstance(self.connection, ssl.SSLSocket):
+            shown: Any = self.connection.getpeercert() or {}
+            names = [name for _, name in shown.get("subjectAltName", ())]
+            environ[_ROLES] = roles_in(names)
+        return environ
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """As ``http.server``'s; it would print each request."""
+
+
+def _for_readers(page: Any) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
+    def guarded(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ.get(_ROLES, frozenset()) & _READERS:
+            found: Iterable[bytes] = page(environ, start_response)
+            return found
+        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"for certificates of {', '.join(sorted(_READERS))} alone\n".encode()]
+
+    return guarded

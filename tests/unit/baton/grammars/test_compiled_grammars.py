@@ -1,0 +1,123 @@
+"""The cache of compiled grammars, over a compiler that counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from baton.errors import InvalidGrammar
+from baton.grammar import Grammar, TokenMatcher
+from baton.grammars.compiled_grammars import CompiledGrammars, grammars_of, reason_in
+from tests.support.baton.grammar_tools import regex, small_grammars, vocab_size
+
+WAIT_S = 20.0
+
+
+class CountingCompiler:
+    """Compiles with the library, when it is let; counts by text."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self.compiled: Counter[str] = Counter()
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.began = threading.Event()
+
+    def load(self) -> CountingCompiler:
+        self.loads += 1
+        return self
+
+    def __call__(self, grammar: Grammar) -> TokenMatcher:
+        self.compiled[grammar.text] += 1
+        self.began.set()
+        assert self.may_go.wait(WAIT_S)
+        if grammar.text == "bad":
+            raise InvalidGrammar("it is bad")
+        return small_grammars().matcher(grammar)
+
+
+@pytest.fixture
+def compiler() -> CountingCompiler:
+    return CountingCompiler()
+
+
+def test_each_is_compiled_once(compiler: CountingCompiler) -> None:
+    grammars = CompiledGrammars(compiler.load, vocab_size())
+    assert compiler.loads == 0
+    assert regex("a") not in grammars
+    first, second = grammars.matcher(regex("a")), grammars.matcher(regex("a"))
+    assert first is not second
+    assert compiler.compiled == {"a": 1}
+    assert compiler.loads == 1
+    assert regex("a") in grammars
+
+
+def test_matchers_of_one_grammar_do_not_disturb_each_other(compiler: CountingCompiler) -> None:
+    grammars = CompiledGrammars(compiler.load, vocab_size())
+    broken, sound = grammars.matcher(regex("a")), grammars.matcher(regex("a"))
+    assert not broken.consume_token(0)
+    assert broken.is_error()
+    assert not sound.is_error()
+    assert not grammars.matcher(regex("a")).is_error()
+
+
+def test_the_longest_unused_goes_first(compiler: CountingCompiler) -> None:
+    grammars = CompiledGrammars(compiler.load, vocab_size(), most=2)
+    for text in ("a", "b", "a", "c"):
+        grammars.matcher(regex(text))
+    assert [regex(text) in grammars for text in "abc"] == [True, False, True]
+    grammars.matcher(regex("b"))
+    assert compiler.compiled == {"a": 1, "b": 2, "c": 1}
+
+
+def test_texts_are_bounded_in_bytes(compiler: CountingCompiler) -> None:
+    grammars = CompiledGrammars(compiler.load, vocab_size(), most_bytes=10)
+    for text in ("aaaa", "bbbb", "cccc"):
+        grammars.matcher(regex(text))
+    assert [regex(text * 4) in grammars for text in "abc"] == [False, True, True]
+    grammars.matcher(regex("d" * 30))
+    assert [regex(text * 4) in grammars for text in "bc"] == [False, False]
+    assert regex("d" * 30) in grammars
+
+
+def test_what_is_refused_is_not_kept(compiler: CountingCompiler) -> None:
+    grammars = CompiledGrammars(compiler.load, vocab_size())
+    for _ in range(2):
+        with pytest.raises(InvalidGrammar, match="it is bad"):
+            grammars.matcher(regex("bad"))
+    assert compiler.compiled == {"bad": 2}
+
+
+def test_threads_that_want_the_same_compile_it_once(compiler: CountingCompiler) -> None:
+    """And who wants one that is kept does not wait for them."""
+    grammars = CompiledGrammars(compiler.load, vocab_size())
+    grammars.matcher(regex("kept"))
+    compiler.began.clear()
+    compiler.may_go.clear()
+    threads = [threading.Thread(target=grammars.matcher, args=[regex("a")]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert compiler.began.wait(WAIT_S)
+    grammars.matcher(regex("kept"))
+    compiler.may_go.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert compiler.compiled == {"kept": 1, "a": 1}
+
+
+def test_a_tokenizer_that_is_not_there() -> None:
+    def missing() -> str:
+        raise FileNotFoundError("no tokenizer.json")
+
+    with pytest.raises(InvalidGrammar, match=r"no tokenizer\.json"):
+        grammars_of(missing, 8, [1]).matcher(regex("a"))
+
+
+def test_reasons_are_one_line() -> None:
+    assert reason_in("first\n   second\n<non-verbose/>\nrest") == "first second"
+    assert reason_in("NoExtensionBias\n<non-verbose/>") == "no text matches it"
+    assert len(reason_in("x" * 1000)) == 301
+    assert reason_in("") == "the library does not say why"
