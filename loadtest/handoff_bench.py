@@ -26,10 +26,10 @@ from baton.errors import Unavailable
 from baton.v1.sampling_pb2 import SamplingParameters
 from engine.checkpoint.model_config import load_model_config
 from engine.kv.kv_cache import block_bytes
-from loadtest.machine import Machine, this_machine
 from loadtest.peer_servers import LOOPBACK, SERVED_NAME, Programs, Server, free_port, serving
 from loadtest.transfer_bench import TransferSettings, measure_transfers
-from loadtest.whole_table import print_whole, whole_table, write_json
+from planning.common.machine import Machine, this_machine
+from planning.common.report_output import print_whole, whole_table, write_json
 
 Say = Callable[[str], None]
 

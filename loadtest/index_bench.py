@@ -33,8 +33,8 @@ from baton.store.redis_client import redis_client
 from loadtest.bench_app import Figures, bench_app, say
 from loadtest.bench_store import bench_store
 from loadtest.index_workload import COMMON_BLOCKS, IndexWorkload, Question
-from loadtest.machine import Machine, this_machine
-from loadtest.whole_table import write_json
+from planning.common.machine import Machine, this_machine
+from planning.common.report_output import write_json
 
 Say = Callable[[str], None]
 

@@ -30,7 +30,6 @@ from baton.config.cluster import Config
 from baton.errors import Unavailable
 from loadtest.bench_app import Figures, ModelFolder, bench_app, say
 from loadtest.handoff_bench import random_prompt
-from loadtest.machine import this_machine
 from loadtest.peer_servers import (
     LOOPBACK,
     SERVED_NAME,
@@ -39,8 +38,9 @@ from loadtest.peer_servers import (
     free_port,
     serving,
 )
-from loadtest.traces import Trace, TracedRequest, read_trace
-from loadtest.whole_table import print_whole, whole_table, write_json
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.traces import Trace, TracedRequest, read_trace
 
 Say = Callable[[str], None]
 Kind = Literal["ok", "refused", "failed", "hung"]

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from baton.errors import ConfigError
 from loadtest.bench_client import ClientResult
-from loadtest.machine import Machine
 from loadtest.peer_servers import PEERS, Precision
-from loadtest.whole_table import whole_table
 from loadtest.workload import Workload
+from planning.common.machine import Machine
+from planning.common.report_output import whole_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from baton.errors import ConfigError
 from loadtest.bench_client import BenchClient
-from loadtest.machine import this_machine
 from loadtest.peer_servers import PEERS, Programs, Server, make_server, program_version, serving
 from loadtest.peer_table import Run, draw, summarise, write_runs
-from loadtest.whole_table import print_whole
 from loadtest.workload import Workload
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole
 
 Say = Callable[[str], None]
 _SEED_STEP = 1000

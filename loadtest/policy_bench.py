@@ -40,9 +40,9 @@ from baton.store.registry import WorkerRecord
 from loadtest.bench_app import Figures, bench_app, say
 from loadtest.bench_store import bench_store
 from loadtest.lru_cache import LruCache
-from loadtest.machine import this_machine
-from loadtest.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
-from loadtest.whole_table import print_whole, whole_table, write_json
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
 from router.routing.cost_model import PREFILL_DEFAULT, mean_context
 from router.routing.planner import Planner, Promise
 from router.routing.policies import make_policy

@@ -24,7 +24,7 @@ from engine.kv.kv_cache import block_bytes
 from engine.roofline.ceilings import elapsed, measure_ceilings
 from engine.roofline.roofline import Ceilings, Roof, Storage, Work, step_work, total
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
-from loadtest.whole_table import whole_table
+from planning.common.report_output import whole_table
 
 Say = Callable[[str], None]
 

@@ -43,12 +43,12 @@ from baton.errors import ConfigError
 from loadtest.bench_app import Figures, ModelFolder, bench_app, counts_in, say
 from loadtest.bench_store import bench_store
 from loadtest.line_service import Fields, Helper, helper
-from loadtest.machine import Machine, this_machine
 from loadtest.peer_servers import LOOPBACK, SERVED_NAME, cores
 from loadtest.pinning import pinned
 from loadtest.router_child import router_child
 from loadtest.router_peer import check_command, peer_router
-from loadtest.whole_table import print_whole, write_json
+from planning.common.machine import Machine, this_machine
+from planning.common.report_output import print_whole, write_json
 
 KEPT_UP = 1.03
 """A rate counts if the answers took at most this many times as long as their steps."""

@@ -37,9 +37,9 @@ from loadtest.bench_app import (
     names_in,
     say,
 )
-from loadtest.machine import Machine, this_machine
 from loadtest.speculation_prompts import COPY, copying_tasks, read_questions
-from loadtest.whole_table import print_whole, whole_table, write_json
+from planning.common.machine import Machine, this_machine
+from planning.common.report_output import print_whole, whole_table, write_json
 from router.text.tokenizer import Tokenizer
 from worker.costs.calibration import calibrate
 

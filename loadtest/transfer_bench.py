@@ -26,7 +26,6 @@ from kvtransfer.transports.transport import Peer
 from loadtest.bench_pool import BenchPool, bench_pool, identity_of
 from loadtest.empty_handoff import EmptySettings, measure_empty_handoffs
 from loadtest.line_service import Helper, helper
-from loadtest.machine import this_machine
 from loadtest.transfer_end import transfer_end
 from loadtest.transfer_limits import LIMITS, Limit, grpc_limit, memcpy_limit, socket_limit
 from loadtest.transfer_receiver import RECEIVER
@@ -40,7 +39,8 @@ from loadtest.transfer_rows import (
     row_of,
     sizes_of,
 )
-from loadtest.whole_table import print_whole, write_json
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, write_json
 
 Say = Callable[[str], None]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from loadtest.machine import this_machine
-from loadtest.whole_table import print_whole, whole_table
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, whole_table
 
 ROW_KEYS = ("rate", "concurrency", "batch", "temperature", "bytes", "prompt_tokens")
 """Numeric fields of a row that are settings and not results."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from loadtest.plots import Line, draw_lines
+from planning.common.plots import Line, draw_lines
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 _TITLES = {

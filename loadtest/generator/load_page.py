@@ -13,8 +13,8 @@ from loadtest.generator.load_report import LoadReport, latency_rows
 from loadtest.generator.load_run import LoadRun
 from loadtest.generator.request_record import RequestRecord
 from loadtest.generator.summary import bucket_names, bucket_of
-from loadtest.plots import Line, Mark, cdf, draw_lines
-from loadtest.whole_table import write_json
+from planning.common.plots import Line, Mark, cdf, draw_lines
+from planning.common.report_output import write_json
 
 _TEMPLATE = "load_page.html"
 

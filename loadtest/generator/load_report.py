@@ -13,10 +13,10 @@ from rich.table import Table
 
 from loadtest.generator.load_run import LoadRun
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.slo import Slo
 from loadtest.generator.summary import BucketSummary, Distribution
-from loadtest.machine import Machine
-from loadtest.whole_table import print_whole, whole_table, write_json
+from planning.common.machine import Machine
+from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from loadtest.generator.arrival_process import ArrivalProcess, Kind
 from loadtest.generator.lengths import Lengths
 from loadtest.generator.openai_target import Endpoint
 from loadtest.generator.prompts import Form, read_prompts
-from loadtest.generator.slo import Slo
 from loadtest.generator.summary import DEFAULT_BOUNDS, Window
 from loadtest.generator.traffic import DrawnLengths, PromptList, Source, TraceRows
-from loadtest.traces import Trace, read_trace
+from planning.common.slo import Slo
+from planning.common.traces import Trace, read_trace
 
 Arrivals = Kind | Literal["trace"]
 

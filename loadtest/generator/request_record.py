@@ -14,7 +14,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from loadtest.generator.slo import Slo
+from planning.common.slo import Slo
 
 Outcome = Literal["ok", "error", "shed", "aborted"]
 """As in ``baton_requests_total``. shed: the server refused it for its load (429, 503). aborted: the

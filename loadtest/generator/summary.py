@@ -15,7 +15,7 @@ import numpy as np
 
 from baton.errors import ConfigError
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.slo import Slo
+from planning.common.slo import Slo
 
 PERCENTILES = (50, 95, 99)
 DEFAULT_BOUNDS = (512, 4096)

@@ -16,7 +16,7 @@ import numpy as np
 from loadtest.generator.lengths import Lengths
 from loadtest.generator.planned_request import PlannedRequest
 from loadtest.generator.prompts import FilePrompt, Form, PromptMaker
-from loadtest.traces import Trace
+from planning.common.traces import Trace
 
 _LENGTHS, _ORDER, _ANSWERS = 2, 3, 4
 """What is drawn from a seed, so that no two things are drawn alike."""

@@ -6,7 +6,7 @@ import random
 
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
-from loadtest.simulator.prefix_directory import PrefixDirectory
+from planning.simulator.cluster.prefix_directory import PrefixDirectory
 
 WORKERS = ("one", "two", "three")
 

@@ -42,7 +42,7 @@ def calibrate(
 
         baton calibrate --json my-machine.json
     """
-    from loadtest.whole_table import write_json  # noqa: PLC0415
+    from planning.common.report_output import write_json  # noqa: PLC0415
 
     chosen = target(http, cluster)
     state = chosen.cluster
@@ -78,12 +78,12 @@ async def _measured(
     from baton.client.http_api import open_async_api  # noqa: PLC0415
     from baton.errors import ConfigError  # noqa: PLC0415
     from engine.scheduling.scheduler_limits import SchedulerLimits  # noqa: PLC0415
-    from loadtest.simulator.fitted_costs import FittedCosts  # noqa: PLC0415
-    from loadtest.simulator.live_probe import LiveProbe  # noqa: PLC0415
-    from loadtest.simulator.live_timings import live_costs  # noqa: PLC0415
-    from loadtest.simulator.probe_requests import Limits, ProbeRequests  # noqa: PLC0415
-    from loadtest.simulator.worker_kinds import profile_fields  # noqa: PLC0415
-    from loadtest.simulator.worker_profile import WorkerProfile  # noqa: PLC0415
+    from planning.simulator.calibration.live_probe import LiveProbe  # noqa: PLC0415
+    from planning.simulator.calibration.live_timings import live_costs  # noqa: PLC0415
+    from planning.simulator.calibration.probe_requests import Limits, ProbeRequests  # noqa: PLC0415
+    from planning.simulator.costs.fitted_costs import FittedCosts  # noqa: PLC0415
+    from planning.simulator.costs.worker_kinds import profile_fields  # noqa: PLC0415
+    from planning.simulator.costs.worker_profile import WorkerProfile  # noqa: PLC0415
 
     record = await the_decode_worker(cluster)
     shape = record.geometry

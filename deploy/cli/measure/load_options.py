@@ -255,8 +255,8 @@ class LoadOptions(TlsOptions):
     ) -> LoadSettings:
         """Raises ConfigError."""
         from loadtest.generator.load_settings import LoadSettings, PaceSettings  # noqa: PLC0415
-        from loadtest.generator.slo import Slo  # noqa: PLC0415
         from loadtest.generator.summary import parse_bounds  # noqa: PLC0415
+        from planning.common.slo import Slo  # noqa: PLC0415
 
         pace = PaceSettings(
             rate=rate,

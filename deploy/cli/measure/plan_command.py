@@ -97,8 +97,8 @@ def plan(
         baton plan --trace trace.jsonl --gpu h100,l40s --budget 16
     """
     from baton.errors import BatonError  # noqa: PLC0415
-    from loadtest.planner.cluster_kind import Budget  # noqa: PLC0415
-    from loadtest.planner.command import PlanOutputs, PlanSettings, plan_command  # noqa: PLC0415
+    from planning.plan_command import PlanOutputs, PlanSettings, plan_command  # noqa: PLC0415
+    from planning.planner.cluster_kind import Budget  # noqa: PLC0415
 
     if budget is None and budget_per_hour is None:
         fail("give --budget in GPUs, --budget-per-hour in dollars, or both", code=ExitCode.USAGE)

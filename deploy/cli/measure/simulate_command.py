@@ -73,7 +73,7 @@ def simulate(
         baton simulate --trace trace.jsonl --profile h100 --prefill 2 --decode 4
     """
     from baton.errors import BatonError  # noqa: PLC0415
-    from loadtest.simulator.command import SimulateSettings, simulate_command  # noqa: PLC0415
+    from planning.simulate_command import SimulateSettings, simulate_command  # noqa: PLC0415
 
     settings = SimulateSettings(
         trace,

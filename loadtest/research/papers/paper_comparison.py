@@ -23,15 +23,15 @@ from rich.console import Console
 
 from loadtest.research.papers.paper_tools import SEED, Finding, MeetsSlos, best_rate, quiet_config
 from loadtest.research.papers.splitwise_comparison import KINDS, equal_cost, equal_power
-from loadtest.simulator.analytical_costs import DEFAULT_EFFICIENCY, Efficiency
-from loadtest.simulator.cluster_shape import ClusterShape
-from loadtest.simulator.model_shape import MODELS
-from loadtest.simulator.results import SimulationResult
-from loadtest.simulator.simulation import simulate
-from loadtest.simulator.step_model import StepShape
-from loadtest.simulator.worker_kinds import gpu_profile
-from loadtest.traces import TracedRequest, read_trace
-from loadtest.whole_table import print_whole, whole_table
+from planning.common.report_output import print_whole, whole_table
+from planning.common.traces import TracedRequest, read_trace
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.costs.analytical_costs import DEFAULT_EFFICIENCY, Efficiency
+from planning.simulator.costs.model_shape import MODELS
+from planning.simulator.costs.step_model import StepShape
+from planning.simulator.costs.worker_kinds import gpu_profile
+from planning.simulator.results import SimulationResult
+from planning.simulator.simulation import simulate
 
 _REQUESTS = 400
 _ATTAINMENT = 0.9

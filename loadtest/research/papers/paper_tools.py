@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.config.cluster import Config, ContextClass
-from loadtest.simulator.results import SimulationResult
-from loadtest.traces import TracedRequest
+from planning.common.traces import TracedRequest
+from planning.simulator.results import SimulationResult
 
 SEED = 7
 _ROUNDS = 6

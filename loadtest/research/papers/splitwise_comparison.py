@@ -15,15 +15,15 @@ import numpy as np
 
 from loadtest.research.papers.paper_tools import SEED, Finding, best_rate, quiet_config
 from loadtest.research.papers.splitwise_costs import SplitwiseCosts
-from loadtest.simulator.cluster_shape import ClusterShape
-from loadtest.simulator.model_shape import MODELS
-from loadtest.simulator.results import SimulationResult
-from loadtest.simulator.simulation import simulate
-from loadtest.simulator.step_log import Floats
-from loadtest.simulator.step_model import StepModel, StepShape
-from loadtest.simulator.worker_kinds import gpu_profile
-from loadtest.simulator.worker_profile import WorkerProfile
-from loadtest.traces import Trace, TracedRequest
+from planning.common.traces import Trace, TracedRequest
+from planning.simulator.cluster.step_log import Floats
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.costs.model_shape import MODELS
+from planning.simulator.costs.step_model import StepModel, StepShape
+from planning.simulator.costs.worker_kinds import gpu_profile
+from planning.simulator.costs.worker_profile import WorkerProfile
+from planning.simulator.results import SimulationResult
+from planning.simulator.simulation import simulate
 
 _SECONDS = 30.0
 """Of arrivals at each rate."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadtest.simulator.step_log import Floats
-from loadtest.simulator.step_model import DecodeLine, StepShape
+from planning.simulator.cluster.step_log import Floats
+from planning.simulator.costs.step_model import DecodeLine, StepShape
 from worker.costs.step_costs import StepCosts, fit
 
 _MIXED = 1.1
@@ -48,7 +48,8 @@ TIMES: Mapping[str, MachineTimes] = {
 
 
 class SplitwiseCosts:
-    """Implements ``loadtest.simulator.step_model.StepModel``; between what was measured, lines."""
+    """Implements ``planning.simulator.costs.step_model.StepModel``; between what was measured,
+    lines."""
 
     def __init__(self, gpu: str, *, flat: bool = False) -> None:
         """``gpu``: a100 or h100. ``flat``: a decode step is looked up as the authors' simulator

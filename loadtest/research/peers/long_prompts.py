@@ -39,9 +39,9 @@ from loadtest.generator.planned_request import PlannedRequest
 from loadtest.generator.prompts import PromptMaker
 from loadtest.generator.request_record import RequestRecord
 from loadtest.generator.traffic import Source
-from loadtest.machine import this_machine
 from loadtest.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
-from loadtest.whole_table import print_whole, whole_table
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, whole_table
 
 CHAT_TOKENS = 128
 DOCUMENT_ANSWER = 16

@@ -41,11 +41,11 @@ from loadtest.generator.planned_request import PlannedRequest
 from loadtest.generator.prompts import PromptMaker
 from loadtest.generator.rate_search import ATTAINMENT
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.slo import Slo
 from loadtest.generator.traffic import Source
-from loadtest.machine import this_machine
 from loadtest.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
-from loadtest.whole_table import print_whole, whole_table
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, whole_table
+from planning.common.slo import Slo
 
 _STEP = 1.25
 """From one rate to the next: goodput is known to within so much."""

@@ -22,14 +22,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.machine import this_machine
 from loadtest.research.shifting import case
 from loadtest.research.shifting.live import RolesSeen, autoscaled, fixed_ratios
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, gain, table_of
 from loadtest.research.shifting.simulated import compare
 from loadtest.research.shifting.traffic import ShiftingTraffic
-from loadtest.simulator.role_change import RoleChange
-from loadtest.whole_table import print_whole
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole
+from planning.simulator.cluster.role_change import RoleChange
 
 
 def main() -> None:

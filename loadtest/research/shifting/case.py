@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadtest.generator.slo import Slo
 from loadtest.research.timed.cluster import TimedSettings
 from loadtest.research.validation.timed_case import shape_of
-from loadtest.simulator.cluster_shape import ClusterShape
+from planning.common.slo import Slo
+from planning.simulator.cluster_shape import ClusterShape
 from worker.costs.step_costs import StepCosts
 
 WORKERS = 6

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.slo import Slo
 from loadtest.generator.summary import Window, summarise
 from loadtest.research.shifting.traffic import ShiftingTraffic
-from loadtest.whole_table import whole_table
+from planning.common.report_output import whole_table
+from planning.common.slo import Slo
 
 AUTOSCALED = "autoscaler"
 

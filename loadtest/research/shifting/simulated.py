@@ -9,8 +9,8 @@ from loadtest.research.shifting import case
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, outcome
 from loadtest.research.shifting.traffic import WARM_UP, ShiftingTraffic
 from loadtest.research.validation.predicted import record_of
-from loadtest.simulator.role_change import RoleChange
-from loadtest.simulator.simulation import simulate
+from planning.simulator.cluster.role_change import RoleChange
+from planning.simulator.simulation import simulate
 
 
 def simulated(

@@ -12,7 +12,7 @@ from loadtest.generator.lengths import Lengths
 from loadtest.generator.planned_request import PlannedRequest
 from loadtest.generator.summary import Window
 from loadtest.research.validation.offered_load import OfferedLoad
-from loadtest.traces import TracedRequest
+from planning.common.traces import TracedRequest
 
 
 @dataclass(frozen=True, slots=True)

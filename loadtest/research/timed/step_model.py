@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.step.step import StepInput, StepOutput
-from loadtest.simulator.step_model import StepModel as CostModel
-from loadtest.simulator.step_model import shape_of_rows
+from planning.simulator.costs.step_model import StepModel as CostModel
+from planning.simulator.costs.step_model import shape_of_rows
 
 PLANNED_AHEAD_S = 0.01
 """A step that is asked for so soon after the last one's end counts as planned before it: its time

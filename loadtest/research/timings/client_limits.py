@@ -26,8 +26,8 @@ from loadtest.generator.load_settings import (
     make_traffic,
 )
 from loadtest.line_service import helper
-from loadtest.machine import this_machine
-from loadtest.whole_table import print_whole, whole_table
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, whole_table
 
 _READY_S = 20.0
 

@@ -32,9 +32,9 @@ from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer
 from loadtest.bench_pool import bench_pool
 from loadtest.line_service import Helper, helper
-from loadtest.machine import this_machine
 from loadtest.research.timings.rank_bench_receiver import RECEIVER
 from loadtest.transfer_end import transfer_end
+from planning.common.machine import this_machine
 from worker.exchange.exchange import Exchange
 
 SENDER = "sender"

@@ -23,15 +23,15 @@ from rich.table import Table
 
 from baton.config.cluster import load_config
 from loadtest.generator.lengths import Lengths
-from loadtest.machine import this_machine
 from loadtest.research.timed.cluster import timed_cluster
 from loadtest.research.validation import timed_case as timed
 from loadtest.research.validation.comparison import Comparison, Figure
 from loadtest.research.validation.offered_load import OfferedLoad
 from loadtest.research.validation.validate import LiveCluster, Say, validate
-from loadtest.simulator.cluster_shape import ClusterShape
-from loadtest.simulator.worker_kinds import read_profile
-from loadtest.whole_table import print_whole, whole_table
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, whole_table
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.costs.worker_kinds import read_profile
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.slo import Slo
 from loadtest.generator.summary import Summary, summarise
 from loadtest.research.validation.offered_load import OfferedLoad
+from planning.common.slo import Slo
 
 LATENCY_AIM, GOODPUT_AIM = 0.15, 0.10
 """How far a prediction may be from what was measured, as a share of that."""

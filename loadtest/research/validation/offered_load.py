@@ -11,7 +11,7 @@ from loadtest.generator.lengths import Lengths
 from loadtest.generator.planned_request import PlannedRequest
 from loadtest.generator.summary import Window
 from loadtest.generator.traffic import DrawnLengths, planned
-from loadtest.traces import TracedRequest
+from planning.common.traces import TracedRequest
 
 _ARRIVALS = 7
 """What is drawn from a seed beside the lengths."""

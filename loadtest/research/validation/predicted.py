@@ -12,9 +12,9 @@ import numpy as np
 from baton.config.cluster import Config
 from loadtest.generator.request_record import Outcome, RequestRecord
 from loadtest.research.validation.offered_load import OfferedLoad
-from loadtest.simulator.cluster_shape import ClusterShape
-from loadtest.simulator.results import RequestResult
-from loadtest.simulator.simulation import simulate
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.results import RequestResult
+from planning.simulator.simulation import simulate
 
 _TRIAL_CALL_S = 1e-3
 

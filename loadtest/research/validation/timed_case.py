@@ -8,9 +8,9 @@ from loadtest.research.timed.cluster import TimedCluster, TimedSettings
 from loadtest.research.timed.model_folder import CONTEXT_TOKENS, KV_TOKEN_BYTES
 from loadtest.research.validation.offered_load import OfferedLoad
 from loadtest.research.validation.validate import LiveCluster
-from loadtest.simulator.cluster_shape import ClusterShape
-from loadtest.simulator.fitted_costs import FittedCosts
-from loadtest.simulator.worker_profile import WorkerProfile
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.costs.fitted_costs import FittedCosts
+from planning.simulator.costs.worker_profile import WorkerProfile
 from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts(prefill=(15.0, 0.4, 0.00002), step=(30.0, 1.5, 0.002))

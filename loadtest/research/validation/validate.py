@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.config.cluster import Config
-from loadtest.generator.slo import Slo
 from loadtest.research.validation.comparison import Comparison, compare
 from loadtest.research.validation.measured import measured
 from loadtest.research.validation.offered_load import OfferedLoad
 from loadtest.research.validation.predicted import predicted, with_call_time
-from loadtest.simulator.cluster_shape import ClusterShape
+from planning.common.slo import Slo
+from planning.simulator.cluster_shape import ClusterShape
 
 Say = Callable[[str], None]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from baton.config.cluster import Config, ContextClass, LocalPrefill
-from loadtest.simulator.cluster_shape import ClusterShape
-from loadtest.simulator.fitted_costs import FittedCosts
-from loadtest.simulator.sharing import Sharing
-from loadtest.simulator.worker_profile import WorkerProfile
-from loadtest.traces import TracedRequest
+from planning.common.traces import TracedRequest
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.costs.fitted_costs import FittedCosts
+from planning.simulator.costs.sharing import Sharing
+from planning.simulator.costs.worker_profile import WorkerProfile
 from worker.costs.step_costs import StepCosts
 
 # Odd numbers, so that no two events fall on the same moment by chance.

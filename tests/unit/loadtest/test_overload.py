@@ -17,7 +17,7 @@ from baton.request import FinishReason
 from loadtest import overload
 from loadtest.overload import Ending, Overload, Row, draw, load_of, percentile
 from loadtest.peer_servers import SERVED_NAME
-from loadtest.traces import Trace, TracedRequest
+from planning.common.traces import Trace, TracedRequest
 from router.core.request import GenerationRequest, OutputDelta
 from router.core.served_model import ServedModel
 from router.http_app import create_app

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from baton.errors import ConfigError
 from loadtest.bench_client import ClientResult
-from loadtest.machine import Machine
 from loadtest.peer_servers import Precision
 from loadtest.peer_table import Figures, Run, draw, ratios, summarise, tabulate, write_runs
 from loadtest.workload import WORKLOADS, Workload
+from planning.common.machine import Machine
 
 MACHINE = Machine("a CPU", 2, 24 << 30, "Linux 6", "abc+", "2026-11-20")
 

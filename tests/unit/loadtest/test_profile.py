@@ -19,7 +19,7 @@ from engine.quantization.weight import quantize
 from engine.roofline.roofline import Ceilings
 from loadtest import profile
 from loadtest.profile import ProfileSettings, draw, profile_engine
-from loadtest.whole_table import print_whole
+from planning.common.report_output import print_whole
 from tests.support.models import make_tiny_model
 
 CEILINGS = Ceilings(1e9, 1e9)

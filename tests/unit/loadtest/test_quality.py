@@ -18,7 +18,7 @@ from engine.engine import Engine, EngineSettings, build_engine
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
 from loadtest.quality import Candidate, QualitySettings, draw, measure, read_tokens
-from loadtest.whole_table import print_whole
+from planning.common.report_output import print_whole
 from tests.support.models import make_tiny_model
 
 SETTINGS = QualitySettings(text_tokens=300, window=140, prompt=8, answer=6)

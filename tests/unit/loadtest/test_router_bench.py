@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from baton.errors import ConfigError
-from loadtest.machine import this_machine
 from loadtest.pinning import pinned
 from loadtest.router_bench import (
     Latencies,
@@ -23,7 +22,8 @@ from loadtest.router_bench import (
     draw_rates,
 )
 from loadtest.router_peer import check_command
-from loadtest.whole_table import print_whole
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole
 
 THROUGH = Latencies(2.5, 5.5, 160.0, 170.0, 0.4)
 DIRECT = Latencies(1.0, 2.0, 150.0, 155.0, 0.01)

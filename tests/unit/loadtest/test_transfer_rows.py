@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from baton.errors import ConfigError
-from loadtest.machine import this_machine
 from loadtest.transfer_rows import (
     MIB,
     EmptyHandoff,
@@ -21,7 +20,8 @@ from loadtest.transfer_rows import (
     row_of,
     sizes_of,
 )
-from loadtest.whole_table import print_whole, write_json
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, write_json
 
 BLOCK = 360 << 10
 EMPTY = EmptyHandoff("tiny", idle_ms=1.25, busy_ms=2.5, batch=63, step_ms=40.0)

@@ -9,8 +9,8 @@ import re
 from rich.console import Console
 
 from loadtest.bench_client import ClientResult
-from loadtest.generator.slo import Slo
 from loadtest.generator.summary import Window, summarise
+from planning.common.slo import Slo
 from tools.ab_figures import Figure, compare_runs, numbers, show
 
 

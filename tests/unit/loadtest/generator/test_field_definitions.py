@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.slo import Slo
 from loadtest.generator.summary import Distribution, Window, summarise
+from planning.common.slo import Slo
 from tests.clients.environments import read_table
 
 FOLDER = Path(__file__).parent / "field"

@@ -18,9 +18,9 @@ from loadtest.generator.load_report import LoadReport, show, write_records, writ
 from loadtest.generator.load_run import LoadRun
 from loadtest.generator.metrics_timeline import Timeline
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.slo import Slo
 from loadtest.generator.summary import Distribution, Window, summarise
-from loadtest.machine import this_machine
+from planning.common.machine import this_machine
+from planning.common.slo import Slo
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.15)
 

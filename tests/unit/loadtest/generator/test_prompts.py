@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 from loadtest.generator.lengths import Lengths
 from loadtest.generator.prompts import FilePrompt, Form, PromptMaker, read_prompts
 from loadtest.generator.traffic import DrawnLengths, PromptList, Source, TraceRows
-from loadtest.traces import Trace, TracedRequest
+from planning.common.traces import Trace, TracedRequest
 
 FORMS: tuple[Form, ...] = ("text", "tokens")
 BLOCK = 16

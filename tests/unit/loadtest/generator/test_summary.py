@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from loadtest.generator.request_record import Outcome, RequestRecord
-from loadtest.generator.slo import Slo
 from loadtest.generator.summary import (
     Distribution,
     Window,
@@ -20,6 +19,7 @@ from loadtest.generator.summary import (
     parse_bounds,
     summarise,
 )
+from planning.common.slo import Slo
 
 OUTCOMES: tuple[Outcome, ...] = ("ok", "error", "shed", "aborted")
 

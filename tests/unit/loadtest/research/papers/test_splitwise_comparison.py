@@ -14,10 +14,10 @@ from loadtest.research.papers.splitwise_comparison import (
     slowdowns,
 )
 from loadtest.research.papers.splitwise_costs import SplitwiseCosts
-from loadtest.simulator.cluster_shape import ClusterShape
-from loadtest.simulator.simulation import simulate
-from loadtest.simulator.step_model import StepShape
-from loadtest.traces import Trace, TracedRequest
+from planning.common.traces import Trace, TracedRequest
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.costs.step_model import StepShape
+from planning.simulator.simulation import simulate
 
 TRACE = Trace(tuple(TracedRequest(n * 0.1, 100 + 50 * n, 5 + n) for n in range(40)))
 

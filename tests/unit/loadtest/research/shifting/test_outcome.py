@@ -7,9 +7,9 @@ from array import array
 import pytest
 
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.slo import Slo
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, gain, outcome, table_of
 from loadtest.research.shifting.traffic import ShiftingTraffic
+from planning.common.slo import Slo
 
 TRAFFIC = ShiftingTraffic(1.0, 10.0)
 

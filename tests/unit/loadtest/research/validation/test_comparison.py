@@ -6,9 +6,9 @@ import pytest
 
 from loadtest.generator.lengths import Lengths
 from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.slo import Slo
 from loadtest.research.validation.comparison import Figure, compare
 from loadtest.research.validation.offered_load import OfferedLoad
+from planning.common.slo import Slo
 
 LOAD = OfferedLoad(1.0, 10.0, Lengths.parse("10"), Lengths.parse("3"), "constant")
 

@@ -11,7 +11,7 @@ from loadtest.generator.lengths import Lengths
 from loadtest.research.validation.offered_load import OfferedLoad
 from loadtest.research.validation.predicted import predicted, with_call_time
 from loadtest.research.validation.timed_case import PROBE, settings_of, shape_of
-from loadtest.simulator.cluster_shape import ClusterShape
+from planning.simulator.cluster_shape import ClusterShape
 
 LOAD = OfferedLoad(2.0, 10.0, Lengths.parse("uniform:50-400"), Lengths.parse("uniform:5-20"))
 

@@ -1,0 +1,168 @@
+"""`baton plan`: traces, SLOs and a budget; a cluster."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from baton.config.cluster import Config
+from baton.errors import ConfigError
+from planning.common.machine import this_machine
+from planning.common.report_output import write_json
+from planning.common.slo import Slo
+from planning.common.traces import read_trace
+from planning.planner.cluster_kind import Budget
+from planning.planner.evaluation import Evaluation
+from planning.planner.planner import Planner
+from planning.planner.prices import parse_prices, price_of
+from planning.planner.report.plan_config import plan_file
+from planning.planner.report.plan_page import write_page
+from planning.planner.report.plan_progress import PlanProgress
+from planning.planner.report.plan_report import PlanReport, show
+from planning.planner.transports import DEFAULT_TRANSPORTS
+from planning.planner.wisdom import median_input
+from planning.planner.worker_kinds import roles, transports, worker_kinds
+
+Say = Callable[[str], None]
+_MINUTE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What is to be planned."""
+
+    traces: tuple[Path, ...]
+    """Each is served by itself, and the plan is for all of them."""
+    slo: str
+    """See ``planning.common.slo``; what it does not name, or all, is the configuration's."""
+    gpus: tuple[str, ...]
+    """Accelerators, or files of `baton calibrate`."""
+    budget: Budget
+    target: float = 0.9
+    """Share of requests that must meet every SLO."""
+    model_config: str = ""
+    degrees: tuple[int, ...] = ()
+    """Of tensor parallelism; none: the smallest two that will do."""
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
+    prices: tuple[str, ...] = ()
+    """See ``planning.planner.prices``."""
+    minutes: float = 10.0
+    """Of the busiest part of a trace, in which is searched; 0: all of it."""
+    scale_time: float = 1.0
+    scale_length: float = 1.0
+    block_tokens: int = 0
+    seed: int = 0
+
+    def bounds(self) -> Slo:
+        """Raises ConfigError."""
+        return Slo.parse(self.slo) if self.slo else Slo()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutputs:
+    """Where the plan is written; None: not there."""
+
+    json: Path | None = None
+    html: Path | None = None
+    config: Path | None = None
+    """TOML for `baton serve`; only where the target is met."""
+
+
+def simulated_config(config: Config, slo: Slo) -> Config:
+    """``config`` with the SLOs that are asked for. Raises ConfigError.
+
+    Prompts are left to the prefill workers unless it says else: it is these that are counted.
+    """
+    bounds = slo.bounds()
+    if "e2el_s" in bounds:
+        raise ConfigError("a plan keeps a TTFT and a TPOT: name these in --slo, and no e2el")
+    owner = next((one.name for one in config.classes if one.pools), None)
+    if owner is not None:
+        raise ConfigError(f"a plan has one pool for each role: the class {owner} has its own")
+    changed: dict[str, Any] = {f"slo_{name}": bound for name, bound in bounds.items()}
+    if "local_prefill" not in config.model_fields_set:
+        changed["local_prefill"] = "never"
+    return config.model_copy(update=changed)
+
+
+def make_report(settings: PlanSettings, config: Config, progress: PlanProgress) -> PlanReport:
+    """Search. Raises ConfigError."""
+    if not 0 < settings.target <= 1:
+        raise ConfigError(f"the target is a share of requests above 0, not {settings.target:g}")
+    config = simulated_config(config, settings.bounds())
+    began = time.perf_counter()
+    traces = [
+        read_trace(path, settings.scale_time, settings.scale_length) for path in settings.traces
+    ]
+    evaluation = Evaluation(
+        traces,
+        config,
+        peak_s=settings.minutes * _MINUTE_S,
+        block_tokens=settings.block_tokens,
+        seed=settings.seed,
+        listen=progress.hear,
+    )
+    prices = parse_prices(settings.prices)
+    kinds, dropped = worker_kinds(settings.gpus, settings.model_config, settings.degrees, prices)
+    found = roles(
+        kinds, evaluation.traffic["peak"], config, settings.target, every=bool(settings.degrees)
+    )
+    planner = Planner(
+        evaluation, found, transports(settings.transports), settings.budget, settings.target
+    )
+    plan = planner.plan()
+    return PlanReport(
+        plan=plan,
+        asked=asked(settings, config),
+        prices={gpu: price_of(prices, gpu) for gpu in settings.gpus},
+        trials=evaluation.trials,
+        simulations=evaluation.simulations,
+        requests=evaluation.requests,
+        wall_s=time.perf_counter() - began,
+        machine=this_machine(),
+        median_input=median_input(evaluation.traffic["whole"]),
+        settings={**_plain(asdict(settings)), "dropped": dropped},
+    )
+
+
+def asked(settings: PlanSettings, config: Config) -> str:
+    """In words."""
+    slo = Slo(config.slo_ttft_s, config.slo_tpot_s).text()
+    names = ", ".join(path.name for path in settings.traces)
+    scales = "".join(
+        f", {what} divided by {scale:g}"
+        for what, scale in (("times", settings.scale_time), ("lengths", settings.scale_length))
+        if scale != 1.0
+    )
+    return f"{names}{scales}; SLO {slo}; budget {settings.budget.text()}."
+
+
+def plan_command(
+    settings: PlanSettings, config: Config, outputs: PlanOutputs, say: Say, console: Console
+) -> bool:
+    """Plan, print, write; says whether the target is met. Raises ConfigError."""
+    with PlanProgress(Console(stderr=True), say) as progress:
+        report = make_report(settings, config, progress)
+    show(console, report)
+    if outputs.json is not None:
+        write_json(outputs.json, json.dumps(report.fields(), indent=1) + "\n")
+    if outputs.html is not None:
+        write_page(outputs.html, report)
+    if outputs.config is not None and report.plan.is_met:
+        served = simulated_config(config, settings.bounds())
+        text = plan_file(outputs.config, report.plan, served, report.asked)
+        write_json(outputs.config, text)
+    return report.plan.is_met
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """With nothing that JSON does not know."""
+    budget = {name: bound for name, bound in fields["budget"].items() if bound < float("inf")}
+    traces = [str(path) for path in fields["traces"]]
+    return fields | {"budget": budget, "traces": traces}

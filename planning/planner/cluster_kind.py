@@ -1,0 +1,108 @@
+"""What a cluster is made of, before anybody has counted its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from planning.planner.transports import MACHINE_GPUS, Transport
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.costs.hardware import ACCELERATORS
+from planning.simulator.costs.worker_profile import WorkerProfile
+
+_MOST_WORKERS = 1024
+"""Of a pool, by the configuration."""
+
+
+class Counts(NamedTuple):
+    """Workers of each pool; without prefill workers every worker does both."""
+
+    prefill: int
+    decode: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """One way to build a worker."""
+
+    gpu: str
+    """An accelerator's name, or a profile's file."""
+    profile: WorkerProfile
+    gpu_price: float
+    """Dollars per GPU and hour."""
+
+    @property
+    def name(self) -> str:
+        """``h200``, or ``h200 x 2``."""
+        return self.profile.name
+
+    @property
+    def gpus(self) -> int:
+        """Of a worker: its degree of tensor parallelism."""
+        return self.profile.gpus
+
+    @property
+    def price_per_hour(self) -> float:
+        """Of a worker, in dollars."""
+        return self.gpus * self.gpu_price
+
+    def with_wire(self, transport: Transport) -> WorkerProfile:
+        """Its profile, with the bandwidth of a transport."""
+        if transport.gpu_bytes_per_s is None:
+            return self.profile
+        wire = transport.bytes_per_s(ACCELERATORS[self.gpu], self.gpus)
+        return replace(self.profile, wire_bytes_per_s=wire)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKind:
+    """The workers of both pools, and the way between them."""
+
+    prefill: WorkerKind
+    decode: WorkerKind
+    transport: Transport
+
+    @property
+    def name(self) -> str:
+        """For people: ``h200 x 2 + h200, nixl``."""
+        return f"{self.prefill.name} + {self.decode.name}, {self.transport.name}"
+
+    def shape(self, counts: Counts) -> ClusterShape:
+        """As the simulator takes it."""
+        return ClusterShape(
+            counts.prefill,
+            counts.decode,
+            self.prefill.with_wire(self.transport),
+            self.decode.with_wire(self.transport),
+        )
+
+    def gpus(self, counts: Counts) -> int:
+        """Of all workers."""
+        return counts.prefill * self.prefill.gpus + counts.decode * self.decode.gpus
+
+    def price_per_hour(self, counts: Counts) -> float:
+        """Of all workers, in dollars."""
+        prefill, decode = self.prefill.price_per_hour, self.decode.price_per_hour
+        return counts.prefill * prefill + counts.decode * decode
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What there is at most; either may be unbounded."""
+
+    gpus: float = float("inf")
+    per_hour: float = float("inf")
+    """Dollars."""
+
+    def allows(self, kind: ClusterKind, counts: Counts) -> bool:
+        """Whether there is enough for so many workers."""
+        gpus = kind.gpus(counts)
+        if max(counts) > _MOST_WORKERS or (kind.transport.one_machine and gpus > MACHINE_GPUS):
+            return False
+        return gpus <= self.gpus and kind.price_per_hour(counts) <= self.per_hour
+
+    def text(self) -> str:
+        """For people."""
+        parts = [f"{self.gpus:g} GPUs"] if self.gpus < float("inf") else []
+        parts += [f"${self.per_hour:g}/h"] if self.per_hour < float("inf") else []
+        return " and ".join(parts)

@@ -1,0 +1,108 @@
+"""Candidates, tried by simulation: each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.config.cluster import Config
+from planning.common.traces import Trace
+from planning.planner.cluster_kind import ClusterKind, Counts
+from planning.planner.figures import Figures, figures_of, together
+from planning.planner.traffic import Traffic, busiest, whole
+from planning.simulator.simulation import simulate
+
+Extent = Literal["peak", "whole", "twice the peak"]
+_TWICE = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One candidate that was tried."""
+
+    number: int
+    """Counted from 1."""
+    kind: ClusterKind
+    counts: Counts
+    extent: Extent
+    figures: Figures | None
+    """None: it has just begun."""
+
+    def text(self) -> str:
+        """For people: ``7: 3 + 2 of h200 + h200, nixl, peak: 91.2 %``."""
+        counts = f"{self.counts.prefill} + {self.counts.decode}"
+        said = f"{self.number}: {counts} of {self.kind.name}, {self.extent}"
+        return said if self.figures is None else f"{said}: {self.figures.attainment:.1%}"
+
+
+Listen = Callable[[Trial], None]
+
+
+class Evaluation:
+    """Simulates, and remembers. Owned by whoever plans."""
+
+    def __init__(
+        self,
+        traces: Sequence[Trace],
+        config: Config,
+        *,
+        peak_s: float,
+        block_tokens: int = 0,
+        seed: int = 0,
+        listen: Listen = lambda _: None,
+    ) -> None:
+        """``peak_s``: of each trace the part that is its peak, see ``traffic.busiest``.
+
+        ``block_tokens`` and ``seed`` are those of ``simulator.simulation.simulate``. ``listen``
+        hears of each simulation, when it begins and when it has ended.
+        """
+        self.config = config
+        peaks = tuple(busiest(trace, peak_s) for trace in traces)
+        self.traffic: dict[Extent, tuple[Traffic, ...]] = {
+            "peak": peaks,
+            "whole": tuple(whole(trace) for trace in traces),
+            "twice the peak": tuple(one.faster(_TWICE) for one in peaks),
+        }
+        self.is_one = self.traffic["peak"] == self.traffic["whole"]
+        """Whether the peak is all of it."""
+        self.simulations = 0
+        self.requests = 0
+        """Simulated in all."""
+        self.trials: list[Trial] = []
+        """That have ended, in their order."""
+        self._block_tokens = block_tokens
+        self._seed = seed
+        self._listen = listen
+        self._known: dict[tuple[ClusterKind, Counts, Extent], Figures] = {}
+
+    def figures(self, kind: ClusterKind, counts: Counts, extent: Extent) -> Figures:
+        """Of so many workers; of all traces together."""
+        if extent == "peak" and self.is_one:
+            extent = "whole"
+        key = (kind, counts, extent)
+        if key not in self._known:
+            self._known[key] = self._simulate(kind, counts, extent)
+        return self._known[key]
+
+    def _simulate(self, kind: ClusterKind, counts: Counts, extent: Extent) -> Figures:
+        number = len(self.trials) + 1
+        self._listen(Trial(number, kind, counts, extent, None))
+        shape = kind.shape(counts)
+        found = []
+        for traffic in self.traffic[extent]:
+            self.simulations += 1
+            self.requests += len(traffic.requests)
+            result = simulate(
+                traffic.requests,
+                shape,
+                self.config,
+                trace_block=traffic.block_tokens,
+                block_tokens=self._block_tokens,
+                seed=self._seed,
+            )
+            found.append(figures_of(result, traffic, shape, self.config))
+        ended = Trial(number, kind, counts, extent, together(found))
+        self.trials.append(ended)
+        self._listen(ended)
+        return together(found)

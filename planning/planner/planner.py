@@ -1,0 +1,237 @@
+"""Finds a plan: the cheapest cluster that meets its target, and what stands beside it.
+
+Of each kind of cluster the cheapest counts are looked for in the traffic's peak (``search``), from
+the analytic floor on; a kind whose floor costs more than what was found is left out. What is found
+serves all of the traffic too, and grows where that misses the target. Then the other transports are
+tried with the same workers, and the one is taken that asks for least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from baton.errors import ConfigError
+from planning.planner.beside import Candidate, at_ratio, colocated, neighbours, same_money
+from planning.planner.cluster_kind import Budget, ClusterKind, Counts, WorkerKind
+from planning.planner.evaluation import Evaluation
+from planning.planner.floor import floor
+from planning.planner.plan import Plan, PlannedCluster
+from planning.planner.search import best_split, cheapest, least
+from planning.planner.transports import Transport
+from planning.planner.wisdom import advised
+from planning.planner.worker_kinds import Roles, cluster_kinds, transport_of
+
+_LEAST_GAIN = 0.01
+"""Of attainment: below it twice the workers do not help."""
+
+
+class Planner:
+    """Makes one plan."""
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        roles: Roles,
+        transports: Sequence[Transport],
+        budget: Budget,
+        target: float,
+    ) -> None:
+        """``transports``: those first that ask for less; at least one."""
+        self._evaluation = evaluation
+        self._transports = transports
+        self._budget = budget
+        self._target = target
+        self._reachable = roles.reachable
+        self._remarks = list(roles.dropped)
+        kinds = cluster_kinds(roles, _fastest(transports))
+        self._floors = {kind: self._floor(kind) for kind in kinds}
+        self._kinds = sorted(kinds, key=lambda kind: kind.price_per_hour(self._floors[kind]))
+
+    def plan(self) -> Plan:
+        """Search, and set others beside what was found."""
+        found = self._cheapest() if self._reachable else None
+        kind, counts = found or self._best_attainable()
+        if found:
+            kind = self._simplest(kind, counts)
+        chosen = replace(
+            self._cluster("the plan" if found else "best in the budget", kind, counts),
+            whole=self._evaluation.figures(kind, counts, "whole"),
+        )
+        return Plan(
+            target=self._target,
+            is_met=found is not None,
+            chosen=chosen,
+            others=tuple(self._cluster(*one) for one in self._beside(kind, counts)),
+            twice=self._evaluation.figures(kind, counts, "twice the peak"),
+            limits="" if found else self._limits(kind, counts),
+            remarks=tuple(self._remarks),
+        )
+
+    # What is known of a candidate
+
+    def _floor(self, kind: ClusterKind) -> Counts:
+        """Of the trace that asks for most."""
+        each = [
+            floor(kind, one, self._evaluation.config, self._target)
+            for one in self._evaluation.traffic["peak"]
+        ]
+        return Counts(max(one.prefill for one in each), max(one.decode for one in each))
+
+    def _cluster(self, name: str, kind: ClusterKind, counts: Counts) -> PlannedCluster:
+        return PlannedCluster(name, kind, counts, self._evaluation.figures(kind, counts, "peak"))
+
+    def _meets_peak(self, kind: ClusterKind, counts: Counts) -> bool:
+        return self._evaluation.figures(kind, counts, "peak").attainment >= self._target
+
+    def _meets(self, kind: ClusterKind, counts: Counts) -> bool:
+        if not self._meets_peak(kind, counts):
+            return False
+        return self._evaluation.figures(kind, counts, "whole").attainment >= self._target
+
+    # The search
+
+    def _cheapest(self) -> tuple[ClusterKind, Counts] | None:
+        best: tuple[ClusterKind, Counts] | None = None
+        for kind in self._kinds:
+            limit = math.inf if best is None else best[0].price_per_hour(best[1])
+            lowest = kind.price_per_hour(self._floors[kind])
+            if lowest >= limit:
+                self._remarks.append(
+                    f"{kind.name}: at least {_counted(self._floors[kind])} workers would be"
+                    f" needed, for ${lowest:.2f}/h"
+                )
+                continue
+            found = self._cheapest_of(kind, limit)
+            if found is None:
+                bound = "in the budget" if best is None else f"below ${limit:.2f}/h"
+                self._remarks.append(f"{kind.name}: nothing {bound} meets the target")
+            else:
+                best = (kind, found)
+        return best
+
+    def _cheapest_of(self, kind: ClusterKind, limit: float) -> Counts | None:
+        def allows(counts: Counts) -> bool:
+            return self._budget.allows(kind, counts) and kind.price_per_hour(counts) < limit
+
+        counts = cheapest(
+            lambda one: self._meets_peak(kind, one),
+            kind.price_per_hour,
+            allows,
+            self._floors[kind],
+        )
+        while counts is not None and not self._meets(kind, counts):
+            # The peak was served well, all of the traffic was not.
+            prefill, decode = counts
+            larger = [Counts(prefill + 1, decode), Counts(prefill, decode + 1)]
+            counts = max(
+                (one for one in larger if allows(one)),
+                key=lambda one: self._evaluation.figures(kind, one, "whole").attainment,
+                default=None,
+            )
+        return counts
+
+    def _simplest(self, kind: ClusterKind, counts: Counts) -> ClusterKind:
+        """The same workers with the first transport that will do."""
+        for other in self._over(kind):
+            if self._budget.allows(other, counts) and self._meets(other, counts):
+                return other
+        return kind
+
+    def _over(self, kind: ClusterKind) -> list[ClusterKind]:
+        """The same workers with each transport."""
+        found = [
+            replace(kind, transport=transport_of(kind.prefill, kind.decode, one))
+            for one in self._transports
+        ]
+        return list(dict.fromkeys(found))
+
+    # What is shown where the target is out of reach
+
+    def _best_attainable(self) -> tuple[ClusterKind, Counts]:
+        found: list[tuple[float, ClusterKind, Counts]] = []
+        for kind in self._kinds:
+            counts = best_split(
+                partial(self._attained, kind),
+                partial(self._budget.allows, kind),
+                self._floors[kind],
+            )
+            if counts is not None:
+                found.append((self._attained(kind, counts), kind, counts))
+        if not found:
+            raise ConfigError(
+                f"{self._budget.text()} are too little for one worker of each role; the smallest"
+                f" would be {self._kinds[0].name}"
+            )
+        _, kind, counts = max(found, key=lambda one: one[0])
+        return kind, counts
+
+    def _attained(self, kind: ClusterKind, counts: Counts) -> float:
+        return self._evaluation.figures(kind, counts, "peak").attainment
+
+    def _limits(self, kind: ClusterKind, counts: Counts) -> str:
+        """Which pool does, by what twice as many of it would bring."""
+        prefill, decode = counts
+        now = self._attained(kind, counts)
+        more = {
+            "the prefill pool": self._attained(kind, Counts(2 * prefill, decode)),
+            "the decode pool": self._attained(kind, Counts(prefill, 2 * decode)),
+        }
+        if max(more.values()) < now + _LEAST_GAIN:
+            more["both pools"] = self._attained(kind, Counts(2 * prefill, 2 * decode))
+        what = ", ".join(f"{share:.1%} with twice {pool}" for pool, share in more.items())
+        pool = max(more, key=lambda one: more[one])
+        if not self._reachable or more[pool] < now + _LEAST_GAIN:
+            return f"no number of workers: one alone is too slow for the SLOs ({now:.1%}; {what})"
+        return f"{pool} ({now:.1%}; {what})"
+
+    # What stands beside the plan
+
+    def _beside(self, kind: ClusterKind, counts: Counts) -> list[Candidate]:
+        others = {one: self._floors[one] for one in self._kinds if _workers(one) != _workers(kind)}
+        found = [
+            *neighbours(kind, counts),
+            *(Candidate(f"over {one.transport.name}", one, counts) for one in self._over(kind)),
+            *same_money(others, kind.price_per_hour(counts)),
+            *(
+                one
+                for ratio in advised(self._evaluation.traffic["whole"])
+                for one in at_ratio(kind, counts, ratio)
+            ),
+            *self._colocated(kind, counts),
+        ]
+        return [
+            one
+            for one in found
+            if (one.kind, one.counts) != (kind, counts) or one.name.startswith("wisdom")
+            if self._budget.allows(one.kind, one.counts)
+        ]
+
+    def _colocated(self, kind: ClusterKind, counts: Counts) -> list[Candidate]:
+        """As many GPUs as the plan has, and the fewest that meet the target too."""
+        alike = colocated(kind, counts)
+
+        def meets(workers: int) -> bool:
+            return self._meets_peak(alike.kind, Counts(0, workers))
+
+        most = alike.counts.decode
+        if not meets(most):
+            return [alike]
+        fewest = Counts(0, least(1, most, meets))
+        return [alike, alike._replace(name="colocated, the fewest", counts=fewest)]
+
+
+def _fastest(transports: Sequence[Transport]) -> Transport:
+    """Of those that work between machines, if there are such: none needs more workers."""
+    wide = [one for one in transports if not one.one_machine]
+    return (wide or transports)[-1]
+
+
+def _counted(counts: Counts) -> str:
+    return f"{counts.prefill} + {counts.decode}"
+
+
+def _workers(kind: ClusterKind) -> tuple[WorkerKind, WorkerKind]:
+    return kind.prefill, kind.decode

@@ -1,0 +1,128 @@
+"""The kinds of workers and of clusters that a search goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.config.cluster import Config
+from baton.errors import ConfigError
+from planning.planner.cluster_kind import ClusterKind, WorkerKind
+from planning.planner.floor import timely_answers, timely_prompts
+from planning.planner.prices import price_of
+from planning.planner.traffic import Traffic
+from planning.planner.transports import AS_MEASURED, MACHINE_GPUS, TRANSPORTS, Transport
+from planning.simulator.costs.hardware import ACCELERATORS
+from planning.simulator.costs.worker_kinds import read_profile
+
+_DEGREES = (1, 2, 4, 8)
+_OF_EACH = 2
+"""Degrees of tensor parallelism that are tried of a GPU in a role, where none are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Workers that can keep the SLOs where they have nothing else to do, and others."""
+
+    prefill: tuple[WorkerKind, ...]
+    decode: tuple[WorkerKind, ...]
+    dropped: tuple[str, ...]
+    """Why others are not tried."""
+    reachable: bool
+    """False: there are none that could meet the target in one of the roles, with however many
+    workers; then those that come nearest stand for them."""
+
+
+def worker_kinds(
+    gpus: Sequence[str], model: str, degrees: Sequence[int], prices: Mapping[str, float]
+) -> tuple[list[WorkerKind], list[str]]:
+    """All that hold the model, and why others do not. Raises ConfigError: there are none.
+
+    ``gpus``: accelerators' names, or files of `baton calibrate`, which are what they are.
+    ``degrees`` of tensor parallelism; none: 1 to 8.
+    """
+    found, dropped = [], []
+    for gpu in gpus:
+        price = price_of(prices, gpu)
+        for degree in (degrees or _DEGREES) if gpu in ACCELERATORS else (1,):
+            if not 1 <= degree <= MACHINE_GPUS:
+                raise ConfigError(f"a worker has 1 to {MACHINE_GPUS} GPUs, not {degree}")
+            try:
+                profile = read_profile(gpu, model, tensor_parallel=degree)
+            except ConfigError as error:
+                if gpu not in ACCELERATORS:
+                    raise
+                dropped.append(error.message)
+            else:
+                found.append(WorkerKind(gpu, profile, price))
+    if not found:
+        raise ConfigError("; ".join(dropped) or "no GPU is named")
+    return found, dropped
+
+
+def roles(
+    kinds: Sequence[WorkerKind],
+    traffic: Sequence[Traffic],
+    config: Config,
+    target: float,
+    *,
+    every: bool,
+) -> Roles:
+    """Of ``kinds`` those that fit each role: all of them, or the smallest two of each GPU."""
+
+    def prompts(kind: WorkerKind) -> float:
+        return min(timely_prompts(kind.profile, one, config) for one in traffic)
+
+    def answers(kind: WorkerKind) -> float:
+        return min(timely_answers(kind.profile, one, config) for one in traffic)
+
+    dropped: list[str] = []
+    chosen, reachable = [], True
+    for role, bound, of in (("prompts", "TTFT", prompts), ("answers", "TPOT", answers)):
+        shares = {kind: of(kind) for kind in kinds}
+        able = [kind for kind in kinds if shares[kind] >= target]
+        dropped += [
+            f"one {kind.name} with nothing else to do keeps the {bound} of {shares[kind]:.1%}"
+            f" of the {role}"
+            for kind in kinds
+            if kind not in able
+        ]
+        if not able:
+            reachable, able = False, [max(kinds, key=lambda kind: shares[kind])]
+        chosen.append(tuple(able if every else _smallest(able)))
+    return Roles(chosen[0], chosen[1], tuple(dropped), reachable)
+
+
+def cluster_kinds(found: Roles, transport: Transport) -> list[ClusterKind]:
+    """Each with each; profiles that were measured have their own wire, and keep it."""
+    return [
+        ClusterKind(prefill, decode, transport_of(prefill, decode, transport))
+        for prefill in found.prefill
+        for decode in found.decode
+    ]
+
+
+def transport_of(prefill: WorkerKind, decode: WorkerKind, transport: Transport) -> Transport:
+    """``transport`` between GPUs of the table, and as measured otherwise."""
+    is_known = prefill.gpu in ACCELERATORS and decode.gpu in ACCELERATORS
+    return transport if is_known else AS_MEASURED
+
+
+def transports(names: Iterable[str]) -> list[Transport]:
+    """By name, those first that ask for less. Raises ConfigError."""
+    wanted = set(names)
+    unknown = wanted - set(TRANSPORTS)
+    if unknown or not wanted:
+        raise ConfigError(
+            f"no transport between GPUs is called {', '.join(sorted(unknown)) or repr('')};"
+            f" known: {', '.join(TRANSPORTS)}"
+        )
+    return [one for name, one in TRANSPORTS.items() if name in wanted]
+
+
+def _smallest(kinds: Sequence[WorkerKind]) -> list[WorkerKind]:
+    """The first ones of each GPU, in whose order degrees rise."""
+    found: dict[str, list[WorkerKind]] = {}
+    for kind in kinds:
+        found.setdefault(kind.gpu, []).append(kind)
+    return [kind for alike in found.values() for kind in alike[:_OF_EACH]]

@@ -1,0 +1,121 @@
+"""The real autoscaler over simulated workers: their roles follow the traffic in virtual time.
+
+    looking ─decided→ turning (a worker takes nothing more) ─it is empty→ looking
+
+Roles alone: the number of workers stays, whatever the bounds in the configuration say of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from baton.autoscaling.autoscaler import Autoscaler, Bounds, ChangeRole
+from baton.autoscaling.cluster_figures import ClusterFigures, WorkerFigures, WorkerState
+from baton.autoscaling.demand import DemandReader
+from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
+from baton.autoscaling.traffic_flow import TrafficFlow
+from baton.config.cluster import Config, Role
+from planning.simulator.cluster.event_queue import EventQueue
+from planning.simulator.cluster.role_change import RoleChange
+from planning.simulator.cluster.simulated_router import SimulatedRouter
+from planning.simulator.cluster.simulated_worker import SimulatedWorker
+from planning.simulator.cluster.workers_side import WorkersSide
+
+HEARD_S = 0.25
+"""Until a router has read in the registry that a worker leaves, or is back, as
+``router.dispatch.dispatcher`` reads it."""
+_POLL_S = 0.02
+"""How often a worker that leaves looks whether it is empty, as ``worker.process`` does."""
+
+
+class SimulatedAutoscaler:
+    """Owned by the simulation."""
+
+    def __init__(
+        self,
+        config: Config,
+        workers: Sequence[SimulatedWorker],
+        router: SimulatedRouter,
+        side: WorkersSide,
+        events: EventQueue,
+        is_over: Callable[[], bool],
+    ) -> None:
+        """It looks until ``is_over``."""
+        self.changes: list[RoleChange] = []
+        self._interval_s = config.autoscaler.interval_s
+        self._workers = {worker.name: worker for worker in workers}
+        self._pools = {worker.name: worker.role for worker in workers}
+        self._router, self._side, self._events = router, side, events
+        self._is_over = is_over
+        bounds = replace(
+            Bounds.of(config.autoscaler, len(workers)),
+            least_workers=len(workers),
+            most_workers=len(workers),
+        )
+        pools: dict[Role, str] = {"prefill": "prefill", "decode": "decode"}
+        self._autoscaler = Autoscaler(config.autoscaler, bounds, pools)
+        self._flow = TrafficFlow()
+        self._demand = DemandReader(config.slo_tpot_s)
+        self._looks = 0
+        self._turning = 0
+
+    def start(self) -> None:
+        """Look for the first time."""
+        self._look()
+
+    def _look(self) -> None:
+        if self._is_over():
+            return
+        if not self._turning:
+            now = self._events.now
+            actions = self._autoscaler.decide(self._figures(now), now)
+            turns = [action for action in actions if isinstance(action, ChangeRole)]
+            self._turning = len(turns)
+            for turn in turns:
+                self._turn(turn)
+        self._events.after(self._interval_s, self._look)
+
+    def _figures(self, now: float) -> ClusterFigures:
+        self._looks += 1
+        told = ToldTraffic(self._looks, self._router.traffic.counts.since(TrafficCounts()))
+        traffic = self._flow.look({"router": told}, now)
+        records = [self._router.record(worker) for worker in self._workers.values()]
+        figures = tuple(
+            WorkerFigures(
+                slot=record.slot,
+                pool=self._pools[record.slot],
+                number=self._workers[record.slot].number,
+                role="prefill" if record.role == "prefill" else "decode",
+                state=WorkerState.SERVING,
+                incarnation=record.incarnation,
+                sequences=record.load.running + record.load.waiting,
+            )
+            for record in records
+        )
+        demand = None if traffic is None else self._demand.read(traffic, records)
+        return ClusterFigures(figures, demand)
+
+    def _turn(self, turn: ChangeRole) -> None:
+        worker, begun_s = self._workers[turn.slot], self._events.now
+
+        def leave() -> None:
+            self._router.leave_out(worker)
+            empty()
+
+        def empty() -> None:
+            if self._side.is_emptied(worker):
+                worker.role = turn.role
+                self._events.after(HEARD_S, back)
+            else:
+                self._events.after(_POLL_S, empty)
+
+        def back() -> None:
+            self._router.take_back(worker)
+            took_s = self._events.now - begun_s
+            self.changes.append(RoleChange(begun_s, took_s, worker.name, turn.role, turn.why))
+            self._turning -= 1
+            if not self._turning:
+                self._autoscaler.acted(self._events.now)
+
+        self._events.after(HEARD_S, leave)

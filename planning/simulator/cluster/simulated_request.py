@@ -1,0 +1,163 @@
+"""A request's way through the simulated cluster, and its sequences at the workers."""
+
+from __future__ import annotations
+
+import math
+
+from baton.request import SequenceSpec
+from baton.sampling_params import SamplingParams
+from engine.scheduling.sequence import Sequence
+from planning.common.traces import TracedRequest
+
+TOKEN_IDS = 1 << 32
+"""A token's id is less than this."""
+_PLACE_BYTES = 2
+"""Of a hash, for a block's place in the trace's block: which may hold several."""
+
+
+class SimulatedRequest:
+    """One request. Times are in seconds of virtual time; None: it has not come to that.
+
+    Its tokens are one number again and again, which no other request has: they stand for text that
+    nobody else generates. ``runs`` has where they were made: (worker, first step, last step), one
+    token each.
+    """
+
+    __slots__ = (
+        "attempt",
+        "cached_tokens",
+        "code",
+        "decode",
+        "ended_s",
+        "first_token_s",
+        "generated",
+        "hashes",
+        "is_local",
+        "name",
+        "number",
+        "preemptions",
+        "prefill",
+        "runs",
+        "sent_s",
+        "token_ids",
+        "told",
+        "traced",
+    )
+
+    def __init__(
+        self, number: int, traced: TracedRequest, trace_block: int, block_tokens: int
+    ) -> None:
+        """``trace_block``: tokens of a number of the trace's hashes, a multiple of those of a KV
+
+        block, ``block_tokens``.
+        """
+        self.number = number
+        self.name = f"r{number}"
+        self.traced = traced
+        self.token_ids: tuple[int, ...] = (number % TOKEN_IDS,) * traced.input_tokens
+        self.hashes = _hashes(number, traced, trace_block, block_tokens)
+        """Of the full blocks of its tokens."""
+        self.generated = 0
+        self.attempt = 0
+        self.preemptions = 0
+        self.sent_s: float | None = None
+        self.first_token_s: float | None = None
+        self.ended_s: float | None = None
+        self.code = ""
+        """Of the error that ended it; empty where none has."""
+        self.prefill = -1
+        self.decode = -1
+        self.is_local = False
+        self.cached_tokens = 0
+        self.told = 0
+        """Tokens that admission knows of."""
+        self.runs: list[tuple[int, int, int]] = []
+
+    @property
+    def token_id(self) -> int:
+        """Of all its tokens."""
+        return self.number % TOKEN_IDS
+
+    @property
+    def output_tokens(self) -> int:
+        """That it is to have."""
+        return self.traced.output_tokens
+
+    def spec(self, deadline_s: float, context_class: str) -> SequenceSpec:
+        """For the workers, as its next attempt."""
+        attempt, self.attempt = self.attempt, self.attempt + 1
+        return SequenceSpec(
+            request_id=self.name,
+            attempt=attempt,
+            router_id="router",
+            token_ids=self.token_ids,
+            prompt_length=self.traced.input_tokens,
+            sampling=SamplingParams(max_tokens=self.output_tokens, ignore_eos=True),
+            context_class=context_class,
+            deadline_s=deadline_s,
+            preemptions=self.preemptions,
+            hand_back=True,
+        )
+
+    def forget_tokens(self) -> None:
+        """It has ended: what it was is not needed any more."""
+        self.token_ids, self.hashes = (), []
+
+    def took_token(self, worker: int, step: int) -> None:
+        """A step of a worker brought its next token."""
+        self.generated += 1
+        if self.runs:
+            where, first, last = self.runs[-1]
+            if where == worker and last == step - 1:
+                self.runs[-1] = (worker, first, step)
+                return
+        self.runs.append((worker, step, step))
+
+    def took_run(self, worker: int, first: int, count: int) -> None:
+        """``count`` steps of a worker, from number ``first`` on, brought a token each."""
+        self.took_token(worker, first)
+        self.generated += count - 1
+        where, begun, last = self.runs[-1]
+        self.runs[-1] = (where, begun, last + count - 1)
+
+
+class SimulatedSequence(Sequence):
+    """A sequence that knows whose it is."""
+
+    __slots__ = ("owner",)
+
+    def __init__(
+        self,
+        spec: SequenceSpec,
+        owner: SimulatedRequest,
+        *,
+        prefill_only: bool = False,
+        queued_at: float = 0.0,
+        deadline: float = math.inf,
+    ) -> None:
+        """See ``Sequence``."""
+        super().__init__(
+            owner.number,
+            spec,
+            stop_ids=(),
+            hash_key=b"",
+            prefill_only=prefill_only,
+            queued_at=queued_at,
+            deadline=deadline,
+        )
+        self.owner = owner
+        self.hashes = list(owner.hashes)
+
+
+def _hashes(number: int, traced: TracedRequest, trace_block: int, block_tokens: int) -> list[bytes]:
+    """Chained where the trace knows of prefixes, and nobody else's where it does not."""
+    full = traced.input_tokens // block_tokens
+    each = trace_block // block_tokens
+    known = [
+        digest[:-_PLACE_BYTES] + place.to_bytes(_PLACE_BYTES, "little")
+        for digest in traced.chained_hashes()
+        for place in range(each)
+    ]
+    own = number.to_bytes(8, "little")
+    rest = (own + place.to_bytes(8, "little") for place in range(len(known), full))
+    return [*known[:full], *rest]

@@ -1,0 +1,299 @@
+"""One router without connections: the real admission, planner and policy in virtual time.
+
+arrived ─no place, no hope→ refused
+arrived → waiting ─its turn→ placed ─first token→ begun ─last token→ done
+placed, begun ─handed back→ placed again;  ─deadline, no room for ever→ failed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from baton.autoscaling.traffic_meter import TrafficMeter
+from baton.config.cluster import DEFAULT_TENANT, Config
+from baton.errors import BatonError, DeadlineExceeded, Overloaded
+from baton.request import Geometry
+from baton.store.registry import WorkerRecord
+from planning.simulator.cluster.attempt import Attempt
+from planning.simulator.cluster.event_queue import EventQueue
+from planning.simulator.cluster.prefix_directory import PrefixDirectory
+from planning.simulator.cluster.simulated_request import SimulatedRequest
+from planning.simulator.cluster.simulated_worker import SimulatedWorker
+from planning.simulator.cluster.workers_side import WorkersSide
+from router.admission.admission import Admission, Applicant, slo_of
+from router.admission.capacity import Capacity
+from router.routing.planner import Planner
+from router.routing.policy import Policy, RouteRequest
+
+TICK_S = 0.05
+CAPACITY_AGE_S = 0.02
+"""How often the waiting room is looked at while nothing happens, and how old its view of the
+workers may be, as ``router.admission.waiting_room`` has them."""
+REFRESH_S = 0.05
+"""How old the table of workers may be, as ``router.routing.roster`` has it."""
+GENERATED_EVERY_S = 0.25
+"""How often admission hears, while requests wait, how many tokens were generated: a live router
+tells it with each of them."""
+
+
+class SimulatedRouter:
+    """Implements ``planning.simulator.cluster.workers_side.RouterSide``. Owned by the
+    simulation."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        workers: Sequence[SimulatedWorker],
+        block_tokens: int,
+        directory: PrefixDirectory,
+        side: WorkersSide,
+        events: EventQueue,
+    ) -> None:
+        self._config = config
+        self._events = events
+        self._directory = directory
+        self._side = side
+        self._workers = {worker.name: worker for worker in workers}
+        self._block_tokens = block_tokens
+        self.traffic = TrafficMeter()
+        """For the autoscaler."""
+        self._planner = Planner(policy, block_tokens, self.traffic.counts)
+        self._admission = Admission(
+            config.tenant_weights,
+            config,
+            self._refused,
+        )
+        self._requests: dict[str, SimulatedRequest] = {}
+        """Under way."""
+        self._begun: dict[str, SimulatedRequest] = {}
+        self._deadlines: dict[str, float] = {}
+        self._attempts: dict[str, Attempt] = {}
+        self._capacity: Capacity | None = None
+        self._capacity_at = -math.inf
+        self._generated_at = -math.inf
+        self._refreshed_at = -math.inf
+        self._seen: dict[str, int] = {}
+        """Of each worker the change that the table has seen last."""
+        self._ticks = False
+        self._prefill = [worker for worker in workers if worker.role == "prefill"]
+        self._decode = [worker for worker in workers if worker.role == "decode"]
+        for worker in workers:
+            self._join(worker)
+
+    def _join(self, worker: SimulatedWorker) -> None:
+        table, record = self._planner.table, self.record(worker)
+        table.add(record)
+        table.set_load(worker.name, record.load, self._events.now * 1e3)
+        table.set_up(worker.name, True)
+
+    def record(self, worker: SimulatedWorker) -> WorkerRecord:
+        """What a registry would say of it, now."""
+        costs = worker.step_costs
+        return WorkerRecord(
+            incarnation=worker.name,
+            slot=worker.name,
+            role=worker.role,
+            address="",
+            metrics_address="",
+            model="",
+            fingerprint="",
+            geometry=Geometry(self._block_tokens, 1, 1, 1, ""),
+            context_length=worker.context_length,
+            total_blocks=worker.pool.total,
+            max_sequences=worker.profile.max_sequences,
+            pool=worker.role,
+            prefill_cost=costs.prefill,
+            step_cost=costs.step,
+            load=worker.load(),
+        )
+
+    def leave_out(self, worker: SimulatedWorker) -> None:
+        """It takes nothing more."""
+        self._planner.table.set_up(worker.name, False)
+        for workers in (self._prefill, self._decode):
+            if worker in workers:
+                workers.remove(worker)
+        self._capacity = None
+
+    def take_back(self, worker: SimulatedWorker) -> None:
+        """It serves again, in the role that it has now."""
+        (self._prefill if worker.role == "prefill" else self._decode).append(worker)
+        self._join(worker)
+        self._capacity = None
+        self._pump()
+
+    # Admission
+
+    def arrive(self, request: SimulatedRequest) -> None:
+        """A client asks."""
+        now = self._events.now
+        self._requests[request.name] = request
+        self._deadlines[request.name] = now + self._config.request_deadline_s
+        tokens = request.traced.input_tokens
+        self.traffic.came(self._config.class_of(tokens), tokens, request.output_tokens)
+        capacity = self._current_capacity(now)
+        try:
+            self._admission.offer(self._applicant(request), capacity, now)
+        except Overloaded as error:
+            self._refused(request.name, error)
+        self._pump()
+
+    def _applicant(self, request: SimulatedRequest) -> Applicant:
+        config, tokens = self._config, request.traced.input_tokens
+        return Applicant(
+            request_id=request.name,
+            tenant=DEFAULT_TENANT,
+            priority=0,
+            prompt_tokens=tokens,
+            max_tokens=request.output_tokens,
+            slo_s=slo_of(config, tokens),
+            deadline_s=config.request_deadline_s,
+        )
+
+    def _slo_ttft(self, request: SimulatedRequest) -> float:
+        return self._config.slo_ttft_of(self._config.class_of(request.traced.input_tokens))
+
+    def _refused(self, name: str, error: BatonError) -> None:
+        self._end(self._requests[name], error.code or "overloaded")
+
+    def _pump(self) -> None:
+        now = self._events.now
+        for name in self._admission.release(self._current_capacity(now), now):
+            self._place(self._requests[name])
+        if self._admission.waiting_requests and not self._ticks:
+            self._ticks = True
+            self._events.after(TICK_S, self._on_tick)
+
+    def _on_tick(self) -> None:
+        self._ticks = False
+        self._pump()
+
+    def _current_capacity(self, now: float) -> Capacity:
+        if self._capacity is None or now - self._capacity_at > CAPACITY_AGE_S:
+            self._capacity, self._capacity_at = self._read_capacity(), now
+            if self._admission.waiting_requests and now - self._generated_at > GENERATED_EVERY_S:
+                self._generated_at = now
+                for request in self._begun.values():
+                    self._tell_generated(request)
+        return self._capacity
+
+    def _read_capacity(self) -> Capacity:
+        decode = self._decode
+        for worker in decode:
+            worker.catch_up()
+        return Capacity(
+            block_size=self._block_tokens,
+            prefill_workers=len(self._prefill or decode),
+            decode_sequences=sum(
+                len(worker.scheduler.running) + len(worker.scheduler.waiting) for worker in decode
+            ),
+            max_sequences=sum(worker.profile.max_sequences for worker in decode),
+            available_blocks=tuple(worker.pool.available for worker in decode),
+            total_blocks=tuple(worker.pool.total for worker in decode),
+            prefill_cost=self._planner.table.prefill_cost("prefill" if self._prefill else "decode"),
+        )
+
+    def _tell_generated(self, request: SimulatedRequest) -> None:
+        more = request.generated - request.told
+        if more > 0:
+            request.told += more
+            self._admission.generated(request.name, more)
+
+    # Routing
+
+    def _place(self, request: SimulatedRequest) -> None:
+        now = self._events.now
+        if request.sent_s is None:
+            request.sent_s = now
+        left_s = self._deadlines[request.name] - now
+        tokens = len(request.token_ids)
+        context_class = self._config.class_of(request.traced.input_tokens)
+        asked = RouteRequest(tokens, context_class, request.traced.session, math.inf)
+        self._refresh(now)
+        hashes = request.hashes
+        held = self._directory.lookup(hashes)
+        try:
+            if left_s <= 0:
+                raise DeadlineExceeded("the request's deadline passed while it waited")
+            decision = self._planner.decide(asked, hashes, held, now)
+        except BatonError as error:
+            self._end(request, error.code or "unavailable")
+            return
+        promise = self._planner.promise(decision, asked, hashes, now)
+        source, target = self._workers[decision.prefill], self._workers[decision.decode]
+        request.prefill, request.decode = source.number, target.number
+        request.is_local = decision.local
+        spec = request.spec(left_s, context_class)
+        attempt = Attempt(request, spec, source, target, promise, now + left_s)
+        self._attempts[request.name] = attempt
+        self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
+
+    def _refresh(self, now: float) -> None:
+        """Read the workers' loads, where the table is old."""
+        if now - self._refreshed_at < REFRESH_S:
+            return
+        self._refreshed_at = now
+        table = self._planner.table
+        for worker in self._workers.values():
+            if not worker.is_idle or self._seen.get(worker.name) != worker.changes:
+                self._seen[worker.name] = worker.changes
+                table.set_load(worker.name, worker.load(), now * 1e3)
+
+    # What workers tell
+
+    def computed(self, attempt: Attempt, computed_tokens: int, compute_s: float) -> None:
+        """See ``RouterSide``."""
+        now, request = self._events.now, attempt.request
+        if request.name not in self._requests:
+            return
+        attempt.promise.computed(now, computed_tokens=computed_tokens, compute_ms=compute_s * 1e3)
+        if request.first_token_s is None:
+            request.first_token_s = now
+            ttft_s = now - request.traced.arrival_s
+            self.traffic.counts.judge_first_token(ttft_s, self._slo_ttft(request))
+            self._begun[request.name] = request
+        if self._admission.first_token(request.name, now):
+            self._pump()
+
+    def committed(self, attempt: Attempt, transfer_s: float) -> None:
+        """See ``RouterSide``."""
+        attempt.promise.committed(pinned_blocks=len(attempt.pinned), transfer_ms=transfer_s * 1e3)
+
+    def finished(self, attempt: Attempt) -> None:
+        """See ``RouterSide``."""
+        if attempt.request.name in self._requests:
+            self._end(attempt.request, "")
+            self._pump()
+
+    def handed_back(self, attempt: Attempt) -> None:
+        """See ``RouterSide``."""
+        attempt.promise.ended(self._events.now)
+        if attempt.request.name in self._requests:
+            self._place(attempt.request)
+
+    def failed(self, attempt: Attempt, error: BatonError) -> None:
+        """See ``RouterSide``."""
+        if attempt.request.name in self._requests:
+            self._end(attempt.request, error.code or "unavailable")
+            self._pump()
+
+    def _end(self, request: SimulatedRequest, code: str) -> None:
+        now = self._events.now
+        request.ended_s, request.code = now, code
+        self.traffic.counts.shed += code in ("overloaded", "deadline_unreachable")
+        if not code:
+            context_class = self._config.class_of(request.traced.input_tokens)
+            self.traffic.ended(context_class, request.generated)
+        if not code and request.generated > 1 and request.first_token_s is not None:
+            tpot_s = (now - request.first_token_s) / (request.generated - 1)
+            self.traffic.counts.judge_answer(tpot_s, self._config.slo_tpot_s)
+        self._tell_generated(request)
+        attempt = self._attempts.pop(request.name, None)
+        if attempt is not None:
+            attempt.promise.ended(now)
+        self._admission.left(request.name, now, finished=not code)
+        for known in (self._requests, self._begun, self._deadlines):
+            known.pop(request.name, None)
+        request.forget_tokens()

@@ -1,0 +1,437 @@
+"""One worker without an engine: the real scheduler, block pool and step planner in virtual time.
+
+    idle ─a plan→ stepping ─its end, nothing to plan→ idle
+    stepping ─every plan in flight is alike→ leaping ─the last alike, or somebody comes→ stepping
+
+While it leaps nothing is done until something but the next token happens: then the scheduler takes
+in, at once, the steps that have ended meanwhile. That gives what single steps give. Where workers
+share a host, steps take as much engine time as they would alone, and that passes more slowly
+(``work_clock``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.request import LoadSnapshot
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence as EngineSequence
+from engine.scheduling.sequence_update import SequenceUpdate
+from planning.simulator.cluster.event_queue import STEP_END, EventQueue
+from planning.simulator.cluster.host import Host
+from planning.simulator.cluster.leaping_planner import LeapingPlanner
+from planning.simulator.cluster.leaping_scheduler import LeapingScheduler
+from planning.simulator.cluster.simulated_request import (
+    TOKEN_IDS,
+    SimulatedRequest,
+    SimulatedSequence,
+)
+from planning.simulator.cluster.step_log import Floats, StepLog, StepRun
+from planning.simulator.cluster.wire import Wire
+from planning.simulator.cluster.work_clock import WorkClock
+from planning.simulator.costs.sharing import Doing, Sharing
+from planning.simulator.costs.step_model import StepShape, shape_of
+from planning.simulator.costs.worker_profile import WorkerProfile
+
+PUBLISH_S = 0.05
+"""From a prompt's coming or going to its events, as ``worker.process`` publishes."""
+
+
+class WorkerListener(Protocol):
+    """Whoever handles what runs on a worker."""
+
+    def on_step(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
+        """A step that was not leapt over has ended."""
+
+    def on_expired(self, worker: SimulatedWorker, sequences: list[EngineSequence]) -> None:
+        """These sequences' deadlines have passed; they have ended."""
+
+
+Publish = Callable[[str, Sequence[bytes], Sequence[bytes]], None]
+"""Hears of a worker the hashes that it has stored and removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a worker is run."""
+
+    block_tokens: int
+    slo_tpot_s: float | None
+    """A step with prompts and sequences that decode is to take no longer; None: nobody looks."""
+    leaps: bool = True
+    max_model_len: int = 0
+    """Maximum tokens of a sequence; 0: as many as the profile says."""
+
+
+@dataclass(slots=True)
+class Work:
+    """What a worker has done, in seconds of its engine and in tokens."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    decode_s: float = 0.0
+    """Of ``busy_s``: steps in which all decoded."""
+    decoded_tokens: int = 0
+    prompt_tokens: int = 0
+    """Computed in chunks."""
+    ended_s: float = 0.0
+    """When the last step did."""
+    flops: float = 0.0
+    """That the steps had to do at least, where the costs tell; see ``StepWork``."""
+    memory_bytes: float = 0.0
+    """As ``flops``."""
+
+
+class SimulatedWorker:
+    """See the module's text. Owned by the simulation."""
+
+    def __init__(
+        self,
+        number: int,
+        role: str,
+        profile: WorkerProfile,
+        settings: WorkerSettings,
+        events: EventQueue,
+        listener: WorkerListener,
+        publish: Publish,
+        host: Host | None = None,
+    ) -> None:
+        """``host``: the machine that it shares with others, if it does."""
+        self.number = number
+        self.name = f"{role}-{number}"
+        self.role = role
+        self.profile = profile
+        self.pool = BlockPool(max(1, profile.kv_tokens // settings.block_tokens))
+        self.context_length = min(
+            profile.context_length,
+            settings.max_model_len or profile.context_length,
+            self.pool.total * settings.block_tokens,
+        )
+        limits = SchedulerLimits(
+            block_size=settings.block_tokens,
+            chunk_tokens=profile.chunk_tokens,
+            max_sequences=profile.max_sequences,
+            context_length=self.context_length,
+            chunk_keys=profile.chunk_keys,
+        )
+        self.scheduler = LeapingScheduler(self.pool, limits)
+        self.step_costs = profile.costs.step_costs()
+        self._planner = LeapingPlanner(
+            self.scheduler, self.step_costs, settings.slo_tpot_s, is_cpu=profile.is_cpu
+        )
+        self.wire = Wire(profile.wire_bytes_per_s)
+        self._log = StepLog()
+        """In engine time."""
+        self._clock = WorkClock()
+        self._host = host
+        if host is not None:
+            host.join(self)
+        self.work = Work()
+        self._events = events
+        self._listener = listener
+        self._publish = publish
+        self._publishes = False
+        self._leaps = settings.leaps
+        self._plans: deque[tuple[StepPlan, int]] = deque()
+        """In flight, the first of them runs; and how many steps were leapt over when each came."""
+        self._run: StepRun | None = None
+        """The running step, and, while it leaps, those after it."""
+        self._shape = StepShape(0, 0)
+        """Of the first step of ``_run``."""
+        self._leapt = 0
+        """Steps of ``_run`` that have ended."""
+        self._most_leaps = 0
+        """Steps of ``_run`` that are not to be seen one by one."""
+        self._begun_s = 0.0
+        """When the step began that runs."""
+        self._is_bent = False
+        """Whether the speed has changed since."""
+        self._leapt_ever = 0
+        self.changes = 0
+        """Grows with whatever changes what runs here, or its blocks."""
+        self.last_step_s = 0.0
+        """What the step took that ended last."""
+        self._alarm = 0
+        self._deadline = math.inf
+        """The first of all that are here."""
+
+    # What runs here
+
+    def add(self, sequence: SimulatedSequence) -> None:
+        """Queue a sequence whose KV is to be computed. Raises InvalidRequest, see ``Scheduler``."""
+        self.catch_up()
+        self._note_deadline(sequence)
+        self.scheduler.add(sequence)
+        self.settle()
+
+    def add_computed(self, sequence: SimulatedSequence, blocks: list[int], computed: int) -> None:
+        """Queue one whose first ``computed`` tokens are in ``blocks``."""
+        self.catch_up()
+        self._note_deadline(sequence)
+        self.scheduler.add_computed(sequence, blocks, computed)
+        self.changed()
+        self.settle()
+
+    def _note_deadline(self, sequence: SimulatedSequence) -> None:
+        self._deadline = min(self._deadline, sequence.deadline)
+        if math.isfinite(sequence.deadline):
+            self._events.at(sequence.deadline, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        if self._events.now >= self._deadline:
+            self.catch_up()
+            self.settle()
+
+    def remove(self, sequence: EngineSequence) -> None:
+        """End a sequence; idempotent."""
+        self.catch_up()
+        self.scheduler.remove(sequence)
+        self.changed()
+        self.settle()
+
+    def changed(self) -> None:
+        """Blocks came or went of which the prefix index is to be told."""
+        if not self._publishes:
+            self._publishes = True
+            self._events.after(PUBLISH_S, self._tell_index)
+
+    def _tell_index(self) -> None:
+        self._publishes = False
+        self.catch_up()
+        stored, removed = self.pool.drain_changes()
+        self._publish(self.name, stored, removed)
+
+    # Steps
+
+    def settle(self) -> None:
+        """Plan what can be planned, after whatever has changed. ``catch_up`` comes before that."""
+        now = self._events.now
+        self.changes += 1
+        if now >= self._deadline:
+            expired = self.scheduler.expire(now)
+            rest = (*self.scheduler.waiting, *self.scheduler.running)
+            self._deadline = min((s.deadline for s in rest), default=math.inf)
+            if expired:
+                self._listener.on_expired(self, expired)
+        while (plan := self._planner.next_plan()) is not None:
+            self._plans.append((plan, self._leapt_ever))
+            if len(self._plans) == 1:
+                self._begin(now)
+        self._tell_host()
+        self._set_alarm()
+
+    def _begin(self, now: float) -> None:
+        """Run the first plan in flight."""
+        plan, leapt = self._plans[0]
+        shape = shape_of(plan)
+        missed = self._leapt_ever - leapt
+        if missed:
+            shape = StepShape(shape.decodes, shape.context_tokens + missed * shape.decodes)
+        line = self.profile.costs.decode_line(shape.decodes) if not shape.chunks else None
+        growth_s = 0.0 if line is None else line.per_token_s * shape.decodes
+        step_s = self.profile.costs.seconds(shape)
+        self._shape, self._leapt, self._most_leaps = shape, 0, 0
+        self._run = StepRun(self.work.steps, self._clock.engine_time(now), step_s, growth_s)
+        self._begun_s, self._is_bent = now, False
+        self._log.add(self._run)
+
+    def _tell_host(self) -> None:
+        if self._host is not None:
+            self._host.tell(self, self._doing())
+
+    def _doing(self) -> Doing:
+        if self._run is None:
+            return Doing.NOTHING
+        return Doing.PROMPTS if self._shape.chunks else Doing.DECODING
+
+    @property
+    def sharing(self) -> Sharing:
+        """See ``Tenant``."""
+        return self.profile.sharing
+
+    def change_speed(self, speed: float) -> None:
+        """See ``Tenant``."""
+        self.catch_up()
+        self._clock.change(self._events.now, speed)
+        self._is_bent = True
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """For the next step's end that is more than the next token of each."""
+        run = self._run
+        if run is None:
+            return
+        self._most_leaps = self._leapt
+        if self._leaps and not self._shape.chunks:
+            steps = self.scheduler.identical_steps()
+            if math.isfinite(self._deadline):
+                deadline = self._clock.engine_time(self._deadline)
+                steps = min(steps, max(0, run.ended_at(deadline) - 1 - self._leapt))
+            self._most_leaps += steps
+        self._alarm += 1
+        alarm = self._alarm
+        end_s = self._clock.moment(run.end_s(self._most_leaps + 1))
+        self._events.at(end_s, lambda: self._on_alarm(alarm), STEP_END)
+
+    def _on_alarm(self, alarm: int) -> None:
+        if alarm == self._alarm:
+            # Not by the clock: rounding must not lose the last of them.
+            self._take_in(self._most_leaps - self._leapt)
+            self._end_step()
+
+    def catch_up(self) -> None:
+        """Take in what was leapt over until now."""
+        run = self._run
+        if run is not None and self._most_leaps > self._leapt:
+            ended = run.ended_at(self._clock.engine_time(self._events.now))
+            self._take_in(min(ended, self._most_leaps) - self._leapt)
+
+    def _take_in(self, steps: int) -> None:
+        """So many steps of the run have ended, the last of them behind the last bend."""
+        if steps > 0 and self._is_bent:
+            # It went at several speeds, those behind it at one.
+            self._take_in_alike(1)
+            steps -= 1
+        if steps > 0:
+            self._take_in_alike(steps)
+
+    def _take_in_alike(self, steps: int) -> None:
+        run, shape, speed = self._run, self._shape, self._clock.speed
+        assert run is not None, "no step runs"
+        before, self._leapt = self._leapt, self._leapt + steps
+        self._leapt_ever += steps
+        self.scheduler.leap(steps, _token_of)
+        context_tokens = shape.context_tokens + before * shape.decodes
+        took_s = self._took_s(before)
+        self._planner.observe_run(
+            shape.decodes, context_tokens, steps, took_s * 1e3, run.growth_s / speed * 1e3
+        )
+        first = self.work.steps
+        for sequence in self.scheduler.running:
+            _owner(sequence).took_run(self.number, first, steps)
+        leapt = StepShape(shape.decodes, context_tokens)
+        if steps > 1:
+            took_s = (run.end_s(self._leapt) - run.end_s(before)) / speed
+        self._count(steps, took_s, leapt)
+        self._begun_s = self._clock.moment(run.end_s(self._leapt))
+        self._is_bent = False
+
+    def _took_s(self, leapt: int) -> float:
+        """Seconds of the step behind so many of the run, which began at ``_begun_s``."""
+        run = self._run
+        assert run is not None, "no step runs"
+        if self._is_bent:
+            return self._clock.moment(run.end_s(leapt + 1)) - self._begun_s
+        return (run.step_s + leapt * run.growth_s) / self._clock.speed
+
+    def _end_step(self) -> None:
+        assert self._run is not None, "no step runs"
+        now = self._events.now
+        plan, _ = self._plans.popleft()
+        step_s = self._took_s(self._leapt)
+        shape = StepShape(
+            self._shape.decodes,
+            self._shape.context_tokens + self._leapt * self._shape.decodes,
+            self._shape.chunks,
+        )
+        step, self.last_step_s = self.work.steps, step_s
+        self._count(1, step_s, shape)
+        self._run = None
+        if self._plans:
+            self._begin(now)
+        result = StepResult(plan.step, _sampled(plan), step_s)
+        updates = self.scheduler.complete(plan, result)
+        self._observe(plan, result, shape)
+        for update in updates:
+            if update.token_ids:
+                _owner(update.sequence).took_token(self.number, step)
+        # As in ``worker.core.control_loop``: planned first, then told.
+        self.settle()
+        self._listener.on_step(self, updates)
+        self.catch_up()
+        self.settle()
+
+    def _observe(self, plan: StepPlan, result: StepResult, shape: StepShape) -> None:
+        """What the worker learns of its own steps."""
+        if shape.chunks:
+            self._planner.observe(plan, result, result.seconds * 1e3)
+        else:
+            ms = result.seconds * 1e3
+            self._planner.observe_run(shape.decodes, shape.context_tokens, 1, ms, 0.0)
+
+    def _count(self, steps: int, seconds: float, shape: StepShape) -> None:
+        """Of ``steps`` alike that began with ``shape``."""
+        work = self.work
+        self._count_work(steps, shape)
+        work.steps += steps
+        work.busy_s += seconds
+        work.ended_s = self._events.now
+        work.decoded_tokens += steps * shape.decodes
+        if shape.chunks:
+            work.prompt_tokens += shape.tokens - shape.decodes
+        else:
+            work.decode_s += seconds
+
+    def _count_work(self, steps: int, shape: StepShape) -> None:
+        ends = [shape]
+        if steps > 1:
+            # A line in the context: the mean of the first step and of the last one is that of all.
+            grown = shape.context_tokens + (steps - 1) * shape.decodes
+            ends.append(StepShape(shape.decodes, grown))
+        for end in ends:
+            done = self.profile.costs.work(end)
+            if done is not None:
+                self.work.flops += done.flops * steps / len(ends)
+                self.work.memory_bytes += done.memory_bytes * steps / len(ends)
+
+    # What others see
+
+    def step_ends_s(self, first: int, last: int) -> Floats:
+        """When the steps ``first`` to ``last``, this one included, ended. fp64 [steps]."""
+        return self._clock.moments(self._log.ends_s(first, last))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step runs."""
+        return self._run is None
+
+    def load(self) -> LoadSnapshot:
+        """As its messages tell it, now."""
+        self.catch_up()
+        counts = self.pool.counts()
+        step = self._planner.mean_step()
+        running = self.scheduler.running
+        return LoadSnapshot(
+            incarnation=self.name,
+            running=len(running),
+            waiting=len(self.scheduler.waiting),
+            waiting_tokens=self.scheduler.waiting_tokens,
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            used_blocks=counts.used,
+            engine_steps=self.work.steps,
+            context_tokens=sum(sequence.computed for sequence in running),
+            step_ms=step.ms,
+            step_batch=step.batch,
+            step_context_tokens=step.context_tokens,
+        )
+
+
+def _owner(sequence: EngineSequence) -> SimulatedRequest:
+    assert isinstance(sequence, SimulatedSequence), "no sequence of the simulation's"
+    return sequence.owner
+
+
+def _token_of(sequence: EngineSequence) -> int:
+    return _owner(sequence).token_id
+
+
+def _sampled(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each row: a sequence has its request's number."""
+    return tuple((row.sequence_id % TOKEN_IDS,) if row.sample else () for row in plan.rows)

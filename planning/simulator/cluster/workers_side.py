@@ -1,0 +1,395 @@
+"""What happens at workers to a request that was sent there: room, prompt, handoff, decoding.
+
+The rules are the workers' own (``decode_worker.room``, ``engine.scheduling.scheduler``); what
+they say to one another and to the router takes virtual time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.errors import BatonError, ContextLengthExceeded, DeadlineExceeded, NoRoom
+from decode_worker.room import Room
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence_update import SequenceUpdate
+from planning.simulator.cluster.attempt import Attempt
+from planning.simulator.cluster.event_queue import EventQueue
+from planning.simulator.cluster.simulated_request import SimulatedSequence
+from planning.simulator.cluster.simulated_worker import SimulatedWorker
+
+LEAST_WIRE_S = 0.02
+"""Layers of a chunk leave while it is computed where the wire is busy for so long with it, as
+``prefill_worker.handoff`` has it."""
+
+
+class RouterSide(Protocol):
+    """Whoever placed the requests. Called when the router hears of it."""
+
+    def computed(self, attempt: Attempt, computed_tokens: int, compute_s: float) -> None:
+        """An attempt has its first token."""
+
+    def committed(self, attempt: Attempt, transfer_s: float) -> None:
+        """Its handoff has ended."""
+
+    def finished(self, attempt: Attempt) -> None:
+        """It has all its tokens."""
+
+    def handed_back(self, attempt: Attempt) -> None:
+        """It has lost its blocks, and is to be placed again."""
+
+    def failed(self, attempt: Attempt, error: BatonError) -> None:
+        """It has ended without all its tokens."""
+
+
+class _Places:
+    """Some places, and the attempts that wait for one."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.waiting: deque[Attempt] = deque()
+
+    def enter(self, attempt: Attempt) -> bool:
+        """Take a place, if there is one; else the attempt waits. Returns whether it has one."""
+        if self.places:
+            self.places -= 1
+            return True
+        self.waiting.append(attempt)
+        return False
+
+    def leave(self) -> Attempt | None:
+        """Free a place. Returns the attempt that has it now; None where none waits."""
+        if self.waiting:
+            return self.waiting.popleft()
+        self.places += 1
+        return None
+
+
+class _Seat:
+    """What of a worker is not its engine's: tickets and places."""
+
+    def __init__(self, worker: SimulatedWorker) -> None:
+        self.room = Room(worker.scheduler)
+        self.tickets = 0
+        self.batch = _Places(worker.profile.max_sequences)
+        """Places in the prefill batch, which are taken after the ticket."""
+        self.handoffs: dict[str, _Places] = {}
+        """By receiver: handoffs under way, as ``prefill_worker.role`` bounds them."""
+
+
+class WorkersSide:
+    """Implements ``planning.simulator.cluster.simulated_worker.WorkerListener``."""
+
+    router: RouterSide
+    """Set before anything comes."""
+
+    def __init__(self, events: EventQueue) -> None:
+        self._events = events
+        self._seats: dict[str, _Seat] = {}
+        self._attempts: dict[Sequence, Attempt] = {}
+
+    def _seat(self, worker: SimulatedWorker) -> _Seat:
+        if worker.name not in self._seats:
+            self._seats[worker.name] = _Seat(worker)
+        return self._seats[worker.name]
+
+    # A prompt's beginning
+
+    def begin(self, attempt: Attempt) -> None:
+        """A request has come to the worker that is to compute its prompt."""
+        if len(attempt.spec.token_ids) + 1 >= attempt.target.context_length:
+            longest = attempt.target.context_length
+            text = f"{len(attempt.spec.token_ids)} tokens, and the workers' context is {longest}"
+            self._fail(attempt, ContextLengthExceeded(text))
+        elif attempt.is_local:
+            self._place(attempt)
+        elif not attempt.needs_handoff:
+            self._take_place(attempt)
+        elif self._handoffs(attempt).enter(attempt):
+            self._reserve(attempt)
+        else:
+            self._events.at(attempt.deadline, lambda: self._give_up(attempt))
+
+    def _handoffs(self, attempt: Attempt) -> _Places:
+        handoffs, source = self._seat(attempt.source).handoffs, attempt.source
+        if attempt.target.name not in handoffs:
+            handoffs[attempt.target.name] = _Places(source.profile.max_sequences)
+        return handoffs[attempt.target.name]
+
+    def _give_up(self, attempt: Attempt) -> None:
+        if attempt in self._handoffs(attempt).waiting:
+            self._handoffs(attempt).waiting.remove(attempt)
+            self._fail(attempt, _expired())
+
+    def _reserve(self, attempt: Attempt) -> None:
+        """Ask the target for room."""
+        self._events.after(attempt.source.profile.call_s, lambda: self._promise(attempt))
+
+    def _leave_handoff(self, attempt: Attempt) -> None:
+        following = self._handoffs(attempt).leave() if attempt.needs_handoff else None
+        if following is not None:
+            self._reserve(following)
+
+    def _take_place(self, attempt: Attempt) -> None:
+        """Take a place in the batch of the source, once the blocks at the target are promised."""
+        if self._seat(attempt.source).batch.enter(attempt):
+            self._compute(attempt)
+        else:
+            self._events.at(attempt.deadline, lambda: self._give_place_up(attempt))
+
+    def _give_place_up(self, attempt: Attempt) -> None:
+        waiting = self._seat(attempt.source).batch.waiting
+        if attempt in waiting:
+            waiting.remove(attempt)
+            self._end_ticket(attempt)
+            self._leave_handoff(attempt)
+            self._fail(attempt, _expired())
+
+    def _leave_place(self, attempt: Attempt) -> None:
+        """Give the place at a prefill worker to the next attempt."""
+        following = self._seat(attempt.source).batch.leave()
+        if following is not None:
+            self._compute(following)
+        self._leave_handoff(attempt)
+
+    def _promise(self, attempt: Attempt) -> None:
+        """At the target: take blocks, or ask again later."""
+        target, call_s = attempt.target, attempt.source.profile.call_s
+        target.catch_up()
+        pool, seat = target.pool, self._seat(target)
+        pinned = pool.match(attempt.hashes)
+        count = _blocks(attempt, target) - len(pinned)
+        now = self._events.now
+        try:
+            seat.room.check(count, pinned, attempt.spec, promised=seat.tickets, now=now)
+        except NoRoom as full:
+            self._ask_again(attempt, full, lambda: self._promise(attempt), 2 * call_s)
+            return
+        except BatonError as error:
+            self._leave_handoff(attempt)
+            self._fail(attempt, error)
+            return
+        pool.pin(pinned)
+        attempt.pinned, attempt.missing = pinned, pool.allocate(count)
+        attempt.sent_blocks = len(pinned)
+        seat.tickets += 1
+        target.settle()
+        self._events.after(call_s, lambda: self._take_place(attempt))
+
+    def _ask_again(
+        self, attempt: Attempt, full: NoRoom, ask: Callable[[], None], calls_s: float
+    ) -> None:
+        left = attempt.deadline - self._events.now
+        wait = (full.retry_after or 0.1) + calls_s
+        if left > wait:
+            self._events.after(wait, ask)
+            return
+        if not attempt.is_local:
+            self._leave_handoff(attempt)
+        self._events.after(max(0.0, left), lambda: self._fail(attempt, _expired()))
+
+    def _compute(self, attempt: Attempt) -> None:
+        """At the source: queue the prompt."""
+        sequence = self._sequence(attempt, prefill_only=True)
+        attempt.source.add(sequence)
+
+    def _sequence(self, attempt: Attempt, *, prefill_only: bool = False) -> SimulatedSequence:
+        sequence = SimulatedSequence(
+            attempt.spec,
+            attempt.request,
+            prefill_only=prefill_only,
+            queued_at=self._events.now,
+            deadline=attempt.deadline,
+        )
+        sequence.hashes = list(attempt.hashes)
+        attempt.sequence = sequence
+        self._attempts[sequence] = attempt
+        return sequence
+
+    def _place(self, attempt: Attempt) -> None:
+        """At a worker that computes the prompt itself: take all its blocks, or ask again later."""
+        target = attempt.target
+        target.catch_up()
+        pool, seat = target.pool, self._seat(target)
+        size = target.scheduler.limits.block_size
+        held = pool.match(attempt.hashes[: (len(attempt.spec.token_ids) - 1) // size])
+        count = _blocks(attempt, target) - len(held)
+        now = self._events.now
+        try:
+            seat.room.check(count, held, attempt.spec, promised=seat.tickets, now=now)
+        except NoRoom as full:
+            calls_s = 2 * target.profile.call_s
+            self._ask_again(attempt, full, lambda: self._place(attempt), calls_s)
+            return
+        except BatonError as error:
+            self._fail(attempt, error)
+            return
+        sequence = self._sequence(attempt)
+        sequence.cached_tokens = len(held) * size
+        pool.pin(held)
+        blocks = held + pool.allocate(count)
+        target.add_computed(sequence, blocks, sequence.cached_tokens)
+
+    # What steps bring
+
+    def on_step(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
+        """See ``WorkerListener``."""
+        for update in updates:
+            attempt = self._attempts.get(update.sequence)
+            if attempt is None:
+                continue
+            if update.sequence.prefill_only:
+                self._prompt_step(attempt, update)
+            else:
+                self._decode_step(attempt, update)
+        for sequence in worker.scheduler.take_handed_back():
+            self._hand_back(worker, sequence)
+
+    def _prompt_step(self, attempt: Attempt, update: SequenceUpdate) -> None:
+        """A chunk was computed at the source; with the first token, the prompt."""
+        source, sequence = attempt.source, update.sequence
+        if attempt.needs_handoff and sequence.block_table:
+            self._send(attempt, sequence, is_last=bool(update.token_ids))
+        if not update.token_ids:
+            return
+        source.changed()
+        self._tell_computed(attempt)
+        if sequence.finish_reason:
+            del self._attempts[sequence]
+            self._end_ticket(attempt)
+            self._leave_place(attempt)
+            self._tell(attempt, lambda: self.router.finished(attempt))
+            return
+        now = self._events.now
+        arrived_s = max(now, attempt.arrived_s) + source.profile.handoff_s
+        self._events.at(arrived_s, lambda: self._commit(attempt, now))
+
+    def _send(self, attempt: Attempt, sequence: Sequence, *, is_last: bool) -> None:
+        """Let blocks leave that have become full, with the last one whatever it has."""
+        source, target = attempt.source, attempt.target
+        size = source.scheduler.limits.block_size
+        done = _blocks(attempt, source) if is_last else sequence.computed // size
+        count = done - attempt.sent_blocks
+        if count <= 0:
+            return
+        attempt.sent_blocks = done
+        amount = count * size * source.profile.kv_token_bytes
+        wire_s = amount / min(source.wire.bytes_per_s, target.wire.bytes_per_s)
+        now, ready_s, layer_s = self._events.now, self._events.now, wire_s / source.profile.layers
+        if wire_s >= LEAST_WIRE_S:
+            # Its layers left one after another while the step ran.
+            ready_s = now - source.last_step_s * (1 - 1 / source.profile.layers)
+        arrived_s = source.wire.send(target.wire, amount, ready_s)
+        attempt.arrived_s = max(attempt.arrived_s, arrived_s, now + layer_s)
+
+    def _tell_computed(self, attempt: Attempt) -> None:
+        sequence = attempt.sequence
+        assert sequence is not None, "no prompt was queued"
+        tokens, seconds = sequence.computed_here, sequence.compute_s
+        attempt.request.cached_tokens = max(attempt.request.cached_tokens, sequence.cached_tokens)
+        self._tell(attempt, lambda: self.router.computed(attempt, tokens, seconds))
+
+    def _tell(self, attempt: Attempt, say: Callable[[], None]) -> None:
+        """The router hears it a message later."""
+        self._events.after(attempt.target.profile.call_s, say)
+
+    def _commit(self, attempt: Attempt, computed_at: float) -> None:
+        """At the target: the last byte is in place, the sequence runs."""
+        source, target = attempt.source, attempt.target
+        self._seat(target).tickets -= 1
+        prompt = attempt.sequence
+        assert prompt is not None, "no prompt was computed"
+        del self._attempts[prompt]
+        sequence = self._sequence(attempt)
+        sequence.token_ids.append(attempt.request.token_id)
+        blocks = attempt.pinned + attempt.missing
+        attempt.missing = []
+        target.add_computed(sequence, blocks, len(attempt.spec.token_ids))
+        took_s = self._events.now - computed_at
+
+        def answered() -> None:
+            source.remove(prompt)
+            self._leave_place(attempt)
+            self._tell(attempt, lambda: self.router.committed(attempt, took_s))
+
+        self._events.after(source.profile.call_s, answered)
+
+    def _decode_step(self, attempt: Attempt, update: SequenceUpdate) -> None:
+        sequence = update.sequence
+        if not update.token_ids:
+            return
+        if attempt.is_local and sequence.output_length == attempt.first_output + 1:
+            attempt.target.changed()
+            self._tell_computed(attempt)
+        if sequence.finish_reason:
+            del self._attempts[sequence]
+            attempt.target.changed()
+            self._tell(attempt, lambda: self.router.finished(attempt))
+
+    def _hand_back(self, worker: SimulatedWorker, sequence: Sequence) -> None:
+        attempt = self._attempts.pop(sequence, None)
+        if attempt is None:
+            return
+        worker.changed()
+        request = attempt.request
+        request.preemptions += 1
+        request.token_ids = tuple(sequence.token_ids)
+        request.hashes = list(sequence.full_hashes(worker.scheduler.limits.hash_block))
+        self._tell(attempt, lambda: self.router.handed_back(attempt))
+
+    # A role that changes
+
+    def is_emptied(self, worker: SimulatedWorker) -> bool:
+        """Have a worker's sequences go on elsewhere, as routers do where one is drained.
+
+        Whether nothing is left there: prompts end where they are, and tickets with their handoff.
+        """
+        worker.catch_up()
+        scheduler = worker.scheduler
+        for sequence in (*scheduler.running, *scheduler.waiting):
+            if not sequence.prefill_only and sequence in self._attempts:
+                worker.remove(sequence)
+                self._hand_back(worker, sequence)
+        seat = self._seat(worker)
+        here = (*scheduler.running, *scheduler.waiting, *scheduler.held)
+        total = worker.profile.max_sequences
+        bounds = (seat.batch, *seat.handoffs.values())
+        return not here and not seat.tickets and all(bound.places == total for bound in bounds)
+
+    # Ends before their time
+
+    def on_expired(self, worker: SimulatedWorker, sequences: list[Sequence]) -> None:
+        """See ``WorkerListener``."""
+        for sequence in sequences:
+            attempt = self._attempts.pop(sequence, None)
+            if attempt is None:
+                continue
+            worker.changed()
+            if sequence.prefill_only:
+                self._leave_place(attempt)
+                self._end_ticket(attempt)
+            self._fail(attempt, _expired())
+
+    def _end_ticket(self, attempt: Attempt) -> None:
+        if not attempt.missing:
+            return
+        target = attempt.target
+        target.catch_up()
+        target.pool.release(attempt.pinned)
+        target.pool.release(attempt.missing)
+        attempt.missing = []
+        self._seat(target).tickets -= 1
+        target.settle()
+
+    def _fail(self, attempt: Attempt, error: BatonError) -> None:
+        self._tell(attempt, lambda: self.router.failed(attempt, error))
+
+
+def _blocks(attempt: Attempt, worker: SimulatedWorker) -> int:
+    """Of all tokens that it comes with."""
+    return -(-len(attempt.spec.token_ids) // worker.scheduler.limits.block_size)
+
+
+def _expired() -> DeadlineExceeded:
+    return DeadlineExceeded("the request's deadline has passed")

@@ -1,0 +1,144 @@
+"""Costs from a data sheet and a model's sizes: a roofline (Williams et al., Roofline: An Insightful
+
+Visual Performance Model for Multicore Architectures, 2009), part by part.
+
+A step is its matrix products, its attention and what it costs to launch. Each part takes as long as
+its arithmetic or its bytes, whichever is longer, at the stated share of the peak:
+
+    step = max(products/flops, weights/bandwidth) + max(pairs/flops, kv/bandwidth) + reduce + launch
+
+so that a step in which all decode is a line in the tokens that they attend to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planning.simulator.costs.hardware import Accelerator
+from planning.simulator.costs.model_shape import ModelShape
+from planning.simulator.costs.step_model import DecodeLine, Peak, StepShape, StepWork
+from worker.costs.step_costs import StepCosts, fit
+
+_CHUNKS = ((64, 0), (256, 0), (512, 512), (1024, 0), (2048, 0), (2048, 6144), (8192, 0))
+_BATCHES = ((1, 128), (1, 2048), (8, 512), (16, 2048), (32, 256), (64, 1024), (128, 512))
+"""Steps that a worker's calibration would time: tokens and those before them, of one sequence; a
+batch, and tokens of each."""
+_REDUCE_LATENCY_S = 10e-6
+"""Of one all-reduce within a machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the data sheet's peaks that are reached; docs/simulator.md has the sources."""
+
+    products: float = 0.6
+    """Of FLOP/s, in matrix products (MFU)."""
+    attention: float = 0.4
+    """Of FLOP/s, in the attention of chunks."""
+    memory: float = 0.7
+    """Of memory bandwidth (MBU)."""
+    wire: float = 0.8
+    """Of the network's and the links' bandwidth."""
+    launch_s: float = 1e-3
+    """Seconds of a step in which nothing of this happens: launches, sampling, planning."""
+
+
+DEFAULT_EFFICIENCY = Efficiency()
+
+
+class AnalyticalCosts:
+    """Implements ``planning.simulator.costs.step_model.StepModel``."""
+
+    def __init__(
+        self,
+        gpu: Accelerator,
+        model: ModelShape,
+        efficiency: Efficiency = DEFAULT_EFFICIENCY,
+        *,
+        weight_bytes: float = 2.0,
+        tensor_parallel: int = 1,
+    ) -> None:
+        """``weight_bytes``: of a weight; with 1 products have inputs of 8 bits. KV has two bytes a
+
+        value. ``tensor_parallel`` GPUs of one machine share a worker's work evenly.
+        """
+        self.gpu = gpu
+        self.model = model
+        self.efficiency = efficiency
+        self.weight_bytes = weight_bytes
+        self.tensor_parallel = tensor_parallel
+        self.kv_token_bytes = model.kv_token_bytes(2.0)
+        """KV of one token, over all GPUs."""
+        flops = gpu.eight_bit_flops if weight_bytes <= 1 else gpu.flops
+        self.peak = Peak(flops * tensor_parallel, gpu.memory_bytes_per_s * tensor_parallel)
+        """Of all GPUs. Attention's own peak is lower where weights have 8 bits: KV has 16."""
+        self._pair_flops = 4.0 * model.layers * model.heads * model.head_dim
+        self._flops_per_s = flops * efficiency.products * tensor_parallel
+        self._bytes_per_s = gpu.memory_bytes_per_s * efficiency.memory * tensor_parallel
+        self._pair_s = self._pair_flops / (gpu.flops * efficiency.attention * tensor_parallel)
+        self._kv_s = self.kv_token_bytes / self._bytes_per_s
+        self._lines: dict[int, DecodeLine] = {}
+
+    def seconds(self, shape: StepShape) -> float:
+        """See ``StepModel``."""
+        line = self.decode_line(shape.decodes)
+        if not shape.chunks:
+            return line.seconds(shape.context_tokens)
+        pairs = sum(_pairs(*chunk) for chunk in shape.chunks)
+        held = sum(count + start for count, start in shape.chunks)
+        chunks = max(self._pair_s * pairs, self._kv_s * held)
+        rows = shape.decodes + len(shape.chunks)
+        decodes = line.per_token_s * shape.context_tokens
+        return self._products_s(shape.tokens, rows) + chunks + decodes
+
+    def work(self, shape: StepShape) -> StepWork:
+        """See ``StepModel``."""
+        rows = shape.decodes + len(shape.chunks)
+        pairs = shape.context_tokens + sum(_pairs(*chunk) for chunk in shape.chunks)
+        held = shape.context_tokens + sum(count + start for count, start in shape.chunks)
+        flops, weights = self._products(shape.tokens, rows)
+        return StepWork(flops + self._pair_flops * pairs, weights + self.kv_token_bytes * held)
+
+    def decode_line(self, batch: int) -> DecodeLine:
+        """See ``StepModel``."""
+        line = self._lines.get(batch)
+        if line is None:
+            # Queries by keys are few beside the bytes of these, but where many heads share them.
+            per_token_s = max(self._pair_s, self._kv_s)
+            line = self._lines[batch] = DecodeLine(self._products_s(batch, batch), per_token_s)
+        return line
+
+    def step_costs(self) -> StepCosts:
+        """See ``StepModel``. By the fit that workers make of what they measure."""
+        chunks = [(n, n * (start + n / 2)) for n, start in _CHUNKS]
+        chunk_ms = [self.seconds(StepShape(0, 0, (chunk,))) * 1e3 for chunk in _CHUNKS]
+        steps = [(batch, batch * start) for batch, start in _BATCHES]
+        shapes = [StepShape(batch, batch * start) for batch, start in _BATCHES]
+        step_ms = [self.seconds(shape) * 1e3 for shape in shapes]
+        return StepCosts(fit(chunks, chunk_ms), fit(steps, step_ms))
+
+    def _products_s(self, tokens: int, rows: int) -> float:
+        """All but attention: ``tokens`` are computed, and of ``rows`` of them the logits."""
+        flops, size = self._products(tokens, rows)
+        longest = max(flops / self._flops_per_s, size / self._bytes_per_s)
+        return longest + self._reduce_s(tokens) + self.efficiency.launch_s
+
+    def _products(self, tokens: int, rows: int) -> tuple[float, float]:
+        """FLOPs of the same, and bytes of the weights."""
+        model = self.model
+        flops = 2.0 * (model.used_weights * tokens + model.head_weights * rows)
+        return flops, (model.read_weights(tokens) + model.head_weights) * self.weight_bytes
+
+    def _reduce_s(self, tokens: int) -> float:
+        """Two all-reduces a layer, in a ring."""
+        parts = self.tensor_parallel
+        if parts == 1:
+            return 0.0
+        size = 2.0 * tokens * self.model.hidden * 2 * (parts - 1) / parts
+        once = size / (self.gpu.link_bytes_per_s * self.efficiency.wire) + _REDUCE_LATENCY_S
+        return 2 * self.model.layers * once
+
+
+def _pairs(count: int, start: int) -> float:
+    """Pairs of a query and a key in a chunk: each token sees those before it, and itself."""
+    return count * (start + (count + 1) / 2)
