@@ -27,8 +27,8 @@ import typer
 from rich.console import Console
 
 from baton.errors import ConfigError, Unavailable
-from loadtest.bench_app import bench_app, say
-from loadtest.process_group import last_lines, process_group, signals_interrupt
+from loadtest.common.bench_app import bench_app, say
+from loadtest.common.process_group import last_lines, process_group, signals_interrupt
 from tools.ab_figures import compare_runs, numbers, show
 
 _OUT = "{out}"

@@ -111,13 +111,13 @@ _BENCH = _group(
         },
     },
     moved={
-        "grammar": "python -m loadtest.grammar_bench",
-        "index": "python -m loadtest.index_bench",
-        "overload": "python -m loadtest.overload",
-        "policy": "python -m loadtest.policy_bench",
-        "router": "python -m loadtest.router_bench",
-        "speculation": "python -m loadtest.speculation",
-        "tiers": "python -m loadtest.tier_bench",
+        "grammar": "python -m loadtest.engine.grammar_bench",
+        "index": "python -m loadtest.cluster.index_bench",
+        "overload": "python -m loadtest.cluster.overload",
+        "policy": "python -m loadtest.cluster.policy_bench",
+        "router": "python -m loadtest.router.router_bench",
+        "speculation": "python -m loadtest.engine.speculation",
+        "tiers": "python -m loadtest.engine.tier_bench",
     },
 )
 app = _group(

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from loadtest.generator.load_driver import LiveCounts
-from loadtest.generator.target import RunClock
+from loadtest.generator.targets.target import RunClock
 
 _DRAW_S = 0.5
 _SAY_S = 10.0

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from loadtest.generator.planned_request import PlannedRequest
-from loadtest.generator.request_record import Outcome, RequestRecord
-from loadtest.generator.target import RunClock, Target
-from loadtest.generator.traffic import Source
+from loadtest.generator.results.request_record import Outcome, RequestRecord
+from loadtest.generator.targets.target import RunClock, Target
+from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.traffic import Source
 
 P = TypeVar("P")
 

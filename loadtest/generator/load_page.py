@@ -11,8 +11,8 @@ import jinja2
 
 from loadtest.generator.load_report import LoadReport, latency_rows
 from loadtest.generator.load_run import LoadRun
-from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.summary import bucket_names, bucket_of
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.results.summary import bucket_names, bucket_of
 from planning.common.plots import Line, Mark, cdf, draw_lines
 from planning.common.report_output import write_json
 

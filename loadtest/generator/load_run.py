@@ -16,16 +16,16 @@ from rich.console import Console
 
 from baton.errors import ConfigError, Unavailable
 from baton.security.tls import client_context
-from loadtest.generator.grpc_target import GrpcTarget
 from loadtest.generator.live_progress import LiveProgress, Say
 from loadtest.generator.load_driver import LoadDriver
 from loadtest.generator.load_settings import LoadSettings, ServerSettings, Traffic, counted
 from loadtest.generator.metrics_timeline import MetricsReader, Timeline
-from loadtest.generator.openai_target import OpenAiTarget
-from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.summary import Distribution, Summary, Window, summarise
-from loadtest.generator.target import AskOptions, Target
-from loadtest.generator.traffic import planned
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.results.summary import Distribution, Summary, Window, summarise
+from loadtest.generator.targets.grpc_target import GrpcTarget
+from loadtest.generator.targets.openai_target import OpenAiTarget
+from loadtest.generator.targets.target import AskOptions, Target
+from loadtest.generator.workload.traffic import planned
 
 HONEST_LAG_MS = 10.0
 """p99 of the client's lag from which on its figures are not to be trusted."""

@@ -11,12 +11,12 @@ import numpy as np
 
 from baton.errors import ConfigError
 from baton.security.tls import TlsFiles
-from loadtest.generator.arrival_process import ArrivalProcess, Kind
-from loadtest.generator.lengths import Lengths
-from loadtest.generator.openai_target import Endpoint
-from loadtest.generator.prompts import Form, read_prompts
-from loadtest.generator.summary import DEFAULT_BOUNDS, Window
-from loadtest.generator.traffic import DrawnLengths, PromptList, Source, TraceRows
+from loadtest.generator.results.summary import DEFAULT_BOUNDS, Window
+from loadtest.generator.targets.openai_target import Endpoint
+from loadtest.generator.workload.arrival_process import ArrivalProcess, Kind
+from loadtest.generator.workload.lengths import Lengths
+from loadtest.generator.workload.prompts import Form, read_prompts
+from loadtest.generator.workload.traffic import DrawnLengths, PromptList, Source, TraceRows
 from planning.common.slo import Slo
 from planning.common.traces import Trace, read_trace
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.security.tls import TlsFiles
-from loadtest.generator.http_connection import HttpPool, Origin
-from loadtest.generator.target import RunClock
+from loadtest.generator.targets.http_connection import HttpPool, Origin
+from loadtest.generator.targets.target import RunClock
 
 EVERY_S = 1.0
 _PAGE_S = 5.0

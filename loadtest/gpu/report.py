@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.gpu.predictions import Prediction, by_name, gpu_of, milliseconds
-from loadtest.gpu.results import Record
+from loadtest.gpu.common.predictions import Prediction, by_name, gpu_of, milliseconds
+from loadtest.gpu.common.results import Record
 
 _NO_PREDICTION = Prediction(0.0, 0.0)
 

@@ -28,9 +28,9 @@ from triton.runtime.cache import triton_key
 
 from engine.gpu.compile_ahead import compile_launch
 from engine.gpu.kernels.launch import Launch, describe
+from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.results import Item
 from loadtest.gpu.phases import PHASES
-from loadtest.gpu.place import Place
-from loadtest.gpu.results import Item
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ABOUT = "baton.json"

@@ -14,7 +14,7 @@ from typing import Self
 import httpx
 import pytest
 
-from loadtest.peer_servers import SERVED_NAME
+from loadtest.common.peer_servers import SERVED_NAME
 from tests.e2e.test_timed_up import PROGRAM
 from tests.support.e2e.cluster import START_S, UpProcess
 

@@ -8,12 +8,12 @@ import sys
 import httpx
 import pytest
 
-from loadtest.peer_servers import SERVED_NAME
+from loadtest.common.peer_servers import SERVED_NAME
 from tests.support.e2e.cluster import BATON, START_S, UpProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
-PROGRAM = (sys.executable, "-m", "loadtest.research.timed.timed_up")
+PROGRAM = (sys.executable, "-m", "loadtest.research.validation.timed_up")
 
 
 def test_timed_workers_serve_change_roles_and_come_back() -> None:

@@ -64,7 +64,7 @@ def _safetensors_seeds() -> list[bytes]:
 def _sse() -> Callable[[bytes], None]:
     from baton.client.http_api import event_of
     from baton.errors import BatonError
-    from loadtest.generator.sse_events import EventSplitter
+    from loadtest.generator.targets.sse_events import EventSplitter
 
     def one(data: bytes) -> None:
         whole = EventSplitter().feed(data)
@@ -351,7 +351,12 @@ TARGETS = {
     for target in (
         Target("gguf", ("deploy.models.gguf_convert", "gguf"), _gguf, _gguf_seeds, 1 << 15),
         Target("safetensors", ("engine.model.weights",), _safetensors, _safetensors_seeds),
-        Target("sse", ("baton.client.http_api", "loadtest.generator.sse_events"), _sse, _sse_seeds),
+        Target(
+            "sse",
+            ("baton.client.http_api", "loadtest.generator.targets.sse_events"),
+            _sse,
+            _sse_seeds,
+        ),
         Target("protobuf", ("baton.rpc.convert", "router"), _protobuf, _protobuf_seeds),
         Target(
             "chat-template", ("router.text.chat_template",), _chat_template, _chat_template_seeds

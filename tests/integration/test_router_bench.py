@@ -1,4 +1,4 @@
-"""`loadtest.router_bench` in small: every process of it is real."""
+"""`loadtest.router.router_bench` in small: every process of it is real."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.peer_servers import cores
-from loadtest.router_bench import RouterBenchSettings, measure_peer, measure_router
+from loadtest.common.peer_servers import cores
+from loadtest.router.router_bench import RouterBenchSettings, measure_peer, measure_router
 
 PEER = """
 import asyncio, sys

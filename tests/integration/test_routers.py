@@ -20,7 +20,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.launcher.router_process import RouterProcess
 from deploy.processes.cluster_mark import ClusterMark
 from deploy.processes.run_directory import RunDirectory
-from loadtest.line_service import helper
+from loadtest.common.line_service import helper
 from router.process_number import ROUTER_HEADER
 from tests.support.mini_cluster import free_port
 
@@ -98,7 +98,7 @@ async def two_routers(model: Path, redis_url: str, **changes: object) -> AsyncIt
     )
     log = run.log("echo")
     try:
-        async with helper("loadtest.echo_worker", fields, log, ready_s=DEADLINE_S):
+        async with helper("loadtest.router.echo_worker", fields, log, ready_s=DEADLINE_S):
             await asyncio.gather(*(process.start() for process in processes))
             await asyncio.gather(*(process.healthy() for process in processes))
             yield Routers(config, processes)

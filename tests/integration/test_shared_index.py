@@ -1,7 +1,7 @@
 """Several routers share one prefix index: it answers all of them alike.
 
 Here they know the same loads, so that only the index can lose hits; tests/unit/loadtest's test of
-`loadtest.policy_bench` has routers with accounts of their own.
+`loadtest.cluster.policy_bench` has routers with accounts of their own.
 """
 
 from __future__ import annotations

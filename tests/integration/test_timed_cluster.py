@@ -6,7 +6,7 @@ import httpx
 import psutil
 import pytest
 
-from loadtest.peer_servers import SERVED_NAME
+from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.research.timed.cluster import TimedCluster, TimedSettings, timed_cluster
 from worker.costs.step_costs import StepCosts
 

@@ -46,8 +46,8 @@ def transfer(
 ) -> None:
     """Measure the speed of each KV transport."""
     from deploy.models import model_store  # noqa: PLC0415
-    from loadtest.empty_handoff import EMPTY_PER_REPETITION, EmptySettings  # noqa: PLC0415
-    from loadtest.transfer_bench import TransferSettings, bench_transfers  # noqa: PLC0415
+    from loadtest.handoff.empty_handoff import EMPTY_PER_REPETITION, EmptySettings  # noqa: PLC0415
+    from loadtest.handoff.transfer_bench import TransferSettings, bench_transfers  # noqa: PLC0415
 
     with clear_ends():
         empty = None
@@ -107,9 +107,9 @@ def peers(
     `vllm bench serve` drives each of them in turn.
     """
     from deploy.models import model_store  # noqa: PLC0415
-    from loadtest.peer_servers import Programs, find_program  # noqa: PLC0415
-    from loadtest.peers import Comparison, default_peers, run_comparison  # noqa: PLC0415
-    from loadtest.workload import choose_workloads  # noqa: PLC0415
+    from loadtest.common.peer_servers import Programs, find_program  # noqa: PLC0415
+    from loadtest.common.workload import choose_workloads  # noqa: PLC0415
+    from loadtest.peers.peers import Comparison, default_peers, run_comparison  # noqa: PLC0415
 
     with clear_ends():
         programs = Programs(
@@ -145,8 +145,8 @@ def handoff(
     It starts its own clusters, and measures the first and the second token.
     """
     from deploy.models import model_store  # noqa: PLC0415
-    from loadtest.handoff_bench import HandoffSettings, bench_handoffs  # noqa: PLC0415
-    from loadtest.peer_servers import Programs  # noqa: PLC0415
+    from loadtest.common.peer_servers import Programs  # noqa: PLC0415
+    from loadtest.handoff.handoff_bench import HandoffSettings, bench_handoffs  # noqa: PLC0415
 
     with clear_ends():
         programs = Programs(model=model_store.resolve(model, say, "auto").path)

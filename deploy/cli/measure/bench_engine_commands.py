@@ -43,7 +43,7 @@ def profile(
 
     It needs no cluster, and compares the steps with this machine's limits.
     """
-    from loadtest.profile import ProfileSettings, draw, profile_engine  # noqa: PLC0415
+    from loadtest.engine.profile import ProfileSettings, draw, profile_engine  # noqa: PLC0415
     from planning.common.report_output import print_whole  # noqa: PLC0415
 
     with clear_errors():
@@ -74,7 +74,7 @@ def quality(
 ) -> None:
     """Compare quantization formats by perplexity and agreement."""
     from engine.engine import Engine, build_engine  # noqa: PLC0415
-    from loadtest.quality import (  # noqa: PLC0415
+    from loadtest.engine.quality import (  # noqa: PLC0415
         Candidate,
         QualitySettings,
         draw,

@@ -255,7 +255,7 @@ class LoadOptions(TlsOptions):
     ) -> LoadSettings:
         """Raises ConfigError."""
         from loadtest.generator.load_settings import LoadSettings, PaceSettings  # noqa: PLC0415
-        from loadtest.generator.summary import parse_bounds  # noqa: PLC0415
+        from loadtest.generator.results.summary import parse_bounds  # noqa: PLC0415
         from planning.common.slo import Slo  # noqa: PLC0415
 
         pace = PaceSettings(
@@ -299,8 +299,8 @@ class LoadOptions(TlsOptions):
         )
 
     def _traffic(self) -> TrafficSettings:
-        from loadtest.generator.lengths import Lengths  # noqa: PLC0415
         from loadtest.generator.load_settings import TrafficSettings  # noqa: PLC0415
+        from loadtest.generator.workload.lengths import Lengths  # noqa: PLC0415
 
         if self.prompts is not None and self.trace is not None:
             fail("give --prompts or --trace, not both", code=ExitCode.USAGE)

@@ -11,8 +11,8 @@ from engine.gpu.kernels.attention.chunk import chunk_attention
 from engine.gpu.kernels.attention.decode import decode_attention
 from engine.gpu.kernels.attention.reference import Scoring, attend_reference, slot_mapping
 from engine.gpu.kernels.kv_blocks import KvBlocks, quantise
-from loadtest.gpu.place import Place, padded, permutation
-from loadtest.gpu.results import Check, Item
+from loadtest.gpu.common.place import Place, padded, permutation
+from loadtest.gpu.common.results import Check, Item
 
 _BLOCK = 16
 _FAR_ELEMENTS = 1 << 31

@@ -20,11 +20,11 @@ from engine.model.weights import load_weights
 from engine.scheduling.plan import PlanRow
 from engine.scheduling.sequence import Sequence
 from engine.step.step import StepInput
-from loadtest.gpu.drafts import run_to_end
-from loadtest.gpu.models import write_folder
-from loadtest.gpu.place import Place
-from loadtest.gpu.results import Check, Fact, Item, Result, Timing
-from loadtest.gpu.shapes import SHAPES, llama_1b, miniature
+from loadtest.gpu.common.drafts import run_to_end
+from loadtest.gpu.common.models import write_folder
+from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.results import Check, Fact, Item, Result, Timing
+from loadtest.gpu.common.shapes import SHAPES, llama_1b, miniature
 from worker.costs.calibration import calibrate
 
 _REGRET = 0.25

@@ -29,9 +29,9 @@ from engine.model.rope import rope_table
 from engine.quantization.weight import KINDS, QuantKind
 from engine.sampling.grammar_state import pack
 from engine.sampling.noise import noise_keys
-from loadtest.gpu.models import random_codes
-from loadtest.gpu.place import Place, permutation
-from loadtest.gpu.results import Check, Item
+from loadtest.gpu.common.models import random_codes
+from loadtest.gpu.common.place import Place, permutation
+from loadtest.gpu.common.results import Check, Item
 
 _BLOCK = 16
 _BLOCKS = 40

@@ -19,10 +19,10 @@ from engine.model.torch_step import TorchStepModel
 from engine.quantization.weight import KINDS, QuantKind
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from engine.step.step import StepInput, StepModel
-from loadtest.gpu.models import random_model
-from loadtest.gpu.place import Place, permutation
-from loadtest.gpu.results import Check, Item
-from loadtest.gpu.shapes import SHAPES, llama_1b, llama_8b, miniature, with_layers
+from loadtest.gpu.common.models import random_model
+from loadtest.gpu.common.place import Place, permutation
+from loadtest.gpu.common.results import Check, Item
+from loadtest.gpu.common.shapes import SHAPES, llama_1b, llama_8b, miniature, with_layers
 
 _NOISE = 1.5
 """How much larger than that of torch in bf16 the median error of whole steps may be."""

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import DeadlineExceeded, Unavailable
-from loadtest.gpu.results import Check, Fact, Result, Timing
+from loadtest.common.line_service import Fields
+from loadtest.common.peer_servers import SERVED_NAME
+from loadtest.gpu.common.results import Check, Fact, Result, Timing
 from loadtest.gpu.serving.cluster import Answer, Asked, ServingCluster
-from loadtest.line_service import Fields
-from loadtest.peer_servers import SERVED_NAME
-from loadtest.stream_client import Answer as StreamedAnswer
-from loadtest.stream_client import HttpTarget
+from loadtest.router.stream_client import Answer as StreamedAnswer
+from loadtest.router.stream_client import HttpTarget
 
 GONE_S = 2.0
 """A worker whose CUDA context is broken ends within this, in seconds."""

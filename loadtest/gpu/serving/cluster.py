@@ -22,10 +22,10 @@ import httpx
 
 from baton.config.cluster import Config, LocalPrefill, PoolConfig, Role
 from baton.errors import BatonError, Unavailable
-from loadtest.bench_store import bench_store
-from loadtest.line_service import Fields, Helper, helper
-from loadtest.peer_servers import SERVED_NAME
-from loadtest.router_child import RouterChild, router_child
+from loadtest.common.bench_store import bench_store
+from loadtest.common.line_service import Fields, Helper, helper
+from loadtest.common.peer_servers import SERVED_NAME
+from loadtest.router.router_child import RouterChild, router_child
 
 Device = Literal["cpu", "cuda"]
 Route = Literal["handoff", "local"]

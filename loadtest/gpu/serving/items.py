@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loadtest.gpu.results import Item
+from loadtest.gpu.common.results import Item
 
 if TYPE_CHECKING:
     from loadtest.gpu.serving.phase import ServingPhase

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from loadtest.byte_tokenizer import write_tokenizer
-from loadtest.gpu.models import write_folder
-from loadtest.gpu.shapes import llama_1b
+from loadtest.common.byte_tokenizer import write_tokenizer
+from loadtest.gpu.common.models import write_folder
+from loadtest.gpu.common.shapes import llama_1b
 
 TINY = replace(
     llama_1b(4096),

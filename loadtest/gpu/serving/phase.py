@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from loadtest.gpu.results import Result
+from loadtest.gpu.common.results import Result
 from loadtest.gpu.serving.checks import (
     LARGE,
     SMALL,

@@ -28,8 +28,8 @@ from baton.host.process_end import end_with_parent
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan
-from loadtest.line_service import Asker, Fields, run_helper
-from loadtest.peer_servers import SERVED_NAME
+from loadtest.common.line_service import Asker, Fields, run_helper
+from loadtest.common.peer_servers import SERVED_NAME
 from prefill_worker.role import PrefillRole
 from worker.process import WorkerProcess
 from worker.settings import WorkerSettings

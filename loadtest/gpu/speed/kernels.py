@@ -26,7 +26,7 @@ from engine.gpu.kernels.sample import draw
 from engine.model.rope import rope_table
 from engine.quantization.weight import DEFAULT_GROUP, QuantizedWeight, QuantKind
 from engine.roofline.ceilings import best_elapsed
-from loadtest.gpu.cases import (
+from loadtest.gpu.common.cases import (
     BLOCK,
     ChunkAttention,
     DecodeAttention,
@@ -36,8 +36,8 @@ from loadtest.gpu.cases import (
     kernel_cases,
     small,
 )
-from loadtest.gpu.place import Place
-from loadtest.gpu.results import Item, Timing
+from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.results import Item, Timing
 from loadtest.gpu.speed.timing import Work, timed
 
 _POOL_PART = 0.6

@@ -25,11 +25,11 @@ from engine.kv.kv_cache import KvCache, block_bytes
 from engine.quantization.weight import QuantKind
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.step.step import StepInput
-from loadtest.gpu.cases import BLOCK, Step, config_of, small, step_cases
-from loadtest.gpu.models import random_model
-from loadtest.gpu.place import Place
-from loadtest.gpu.results import Fact, Item, Result, Timing
-from loadtest.gpu.shapes import with_layers
+from loadtest.gpu.common.cases import BLOCK, Step, config_of, small, step_cases
+from loadtest.gpu.common.models import random_model
+from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.results import Fact, Item, Result, Timing
+from loadtest.gpu.common.shapes import with_layers
 
 _WARM_STEPS, _STEPS, _TRACED = 4, 32, 8
 _PREFILLS = 5

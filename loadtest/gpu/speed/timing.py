@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from engine.roofline.ceilings import elapsed
-from loadtest.gpu.place import Place
-from loadtest.gpu.results import Timing
+from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.results import Timing
 
 Work = Callable[[], object]
 

@@ -24,7 +24,7 @@ import uvloop
 from rich.console import Console
 
 from baton.errors import BatonError
-from loadtest.generator.arrival_process import ArrivalProcess
+from loadtest.common.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
 from loadtest.generator.live_progress import Say
 from loadtest.generator.load_run import run_load
 from loadtest.generator.load_settings import (
@@ -35,11 +35,11 @@ from loadtest.generator.load_settings import (
     TrafficSettings,
     counted,
 )
-from loadtest.generator.planned_request import PlannedRequest
-from loadtest.generator.prompts import PromptMaker
-from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.traffic import Source
-from loadtest.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.workload.arrival_process import ArrivalProcess
+from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.prompts import PromptMaker
+from loadtest.generator.workload.traffic import Source
 from planning.common.machine import this_machine
 from planning.common.report_output import print_whole, whole_table
 

@@ -25,8 +25,7 @@ import uvloop
 from rich.console import Console
 
 from baton.errors import BatonError
-from loadtest.generator.arrival_process import ArrivalProcess
-from loadtest.generator.lengths import Lengths
+from loadtest.common.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
 from loadtest.generator.live_progress import Say
 from loadtest.generator.load_run import LoadRun, run_load
 from loadtest.generator.load_settings import (
@@ -37,12 +36,13 @@ from loadtest.generator.load_settings import (
     TrafficSettings,
     counted,
 )
-from loadtest.generator.planned_request import PlannedRequest
-from loadtest.generator.prompts import PromptMaker
 from loadtest.generator.rate_search import ATTAINMENT
-from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.traffic import Source
-from loadtest.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.workload.arrival_process import ArrivalProcess
+from loadtest.generator.workload.lengths import Lengths
+from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.prompts import PromptMaker
+from loadtest.generator.workload.traffic import Source
 from planning.common.machine import this_machine
 from planning.common.report_output import print_whole, whole_table
 from planning.common.slo import Slo

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from baton.errors import Unavailable
 from baton.host.background import end_tasks
+from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.generator.load_driver import LoadDriver
-from loadtest.generator.openai_target import OpenAiTarget
-from loadtest.generator.target import AskOptions
-from loadtest.peer_servers import SERVED_NAME
+from loadtest.generator.targets.openai_target import OpenAiTarget
+from loadtest.generator.targets.target import AskOptions
 from loadtest.research.shifting import case
 from loadtest.research.shifting.live_cluster import LiveCluster, live_cluster
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, outcome

@@ -1,7 +1,7 @@
 """A cluster of timed workers under Ray, with its supervisor: what a live run of the traffic drives.
 
 States: starting → ready → ended, with all of its processes. Its program is
-`loadtest.research.timed.timed_up`.
+`loadtest.research.validation.timed_up`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import httpx
 
 from baton.errors import Unavailable
-from loadtest.peer_servers import LOOPBACK, free_port
-from loadtest.process_group import last_lines, process_group
+from loadtest.common.peer_servers import LOOPBACK, free_port
+from loadtest.common.process_group import last_lines, process_group
 from loadtest.research.shifting.case import COSTS
 
-_PROGRAM = "loadtest.research.timed.timed_up"
+_PROGRAM = "loadtest.research.validation.timed_up"
 _READY_S = 240.0
 _ROLE_S = 60.0
 _POLL_S = 0.2

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from loadtest.generator.lengths import Lengths
-from loadtest.generator.planned_request import PlannedRequest
-from loadtest.generator.summary import Window
+from loadtest.generator.results.summary import Window
+from loadtest.generator.workload.lengths import Lengths
+from loadtest.generator.workload.planned_request import PlannedRequest
 from loadtest.research.validation.offered_load import OfferedLoad
 from planning.common.traces import TracedRequest
 

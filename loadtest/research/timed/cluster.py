@@ -26,11 +26,11 @@ import numpy.typing as npt
 
 from baton.config.cluster import Config, PoolConfig
 from baton.errors import Unavailable
-from loadtest.bench_store import bench_store
-from loadtest.line_service import Fields, Helper, helper
-from loadtest.peer_servers import SERVED_NAME
+from loadtest.common.bench_store import bench_store
+from loadtest.common.line_service import Fields, Helper, helper
+from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.research.timed.model_folder import write_model_folder
-from loadtest.router_child import RouterChild, router_child
+from loadtest.router.router_child import RouterChild, router_child
 from worker.costs.step_costs import StepCosts
 
 Process = TypeVar("Process")

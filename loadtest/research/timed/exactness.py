@@ -21,9 +21,9 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from loadtest.peer_servers import SERVED_NAME
+from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.research.timed.cluster import Steps, TimedCluster, TimedSettings, timed_cluster
-from loadtest.stream_client import HttpTarget
+from loadtest.router.stream_client import HttpTarget
 from planning.common.machine import this_machine
 from planning.common.report_output import print_whole, whole_table
 from worker.costs.step_costs import StepCosts

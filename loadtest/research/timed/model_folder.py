@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from baton.errors import ConfigError
-from loadtest.byte_tokenizer import write_tokenizer
+from loadtest.common.byte_tokenizer import write_tokenizer
 from worker.costs.step_costs import StepCosts
 
 VOCABULARY = 2048

@@ -1,6 +1,7 @@
 """Ray actors of timed workers: all of the real ones, and steps that only sleep.
 
-Nothing that a user can set leads here: ``python -m loadtest.research.timed.timed_up`` alone does.
+Nothing that a user can set leads here: ``python -m loadtest.research.validation.timed_up`` alone
+does.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 
 from baton.config.cluster import Config
 from baton.host.background import end_tasks
-from loadtest.line_service import Asker, Fields, run_helper
+from loadtest.common.line_service import Asker, Fields, run_helper
 from loadtest.research.timed.process import TimedProcess
 from worker.settings import WorkerSettings
 

@@ -16,7 +16,7 @@ import typer
 import uvloop
 from rich.console import Console
 
-from loadtest.generator.lengths import Lengths
+from loadtest.common.line_service import helper
 from loadtest.generator.load_run import LoadRun, run_load
 from loadtest.generator.load_settings import (
     LoadSettings,
@@ -25,7 +25,7 @@ from loadtest.generator.load_settings import (
     TrafficSettings,
     make_traffic,
 )
-from loadtest.line_service import helper
+from loadtest.generator.workload.lengths import Lengths
 from planning.common.machine import this_machine
 from planning.common.report_output import print_whole, whole_table
 
@@ -38,7 +38,7 @@ async def measure(
     """One rate: prompts of so many words, answers of so many tokens, one a step."""
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         log = Path(folder) / "echo.log"
-        async with helper("loadtest.echo_http", {}, log, ready_s=_READY_S) as echo:
+        async with helper("loadtest.router.echo_http", {}, log, ready_s=_READY_S) as echo:
             await echo.ask({"step_s": step_s}, _READY_S)
             settings = LoadSettings(
                 ServerSettings(

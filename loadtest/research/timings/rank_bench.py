@@ -30,10 +30,10 @@ from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.plan import plan
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer
-from loadtest.bench_pool import bench_pool
-from loadtest.line_service import Helper, helper
+from loadtest.common.bench_pool import bench_pool
+from loadtest.common.line_service import Helper, helper
+from loadtest.handoff.transfer_end import transfer_end
 from loadtest.research.timings.rank_bench_receiver import RECEIVER
-from loadtest.transfer_end import transfer_end
 from planning.common.machine import this_machine
 from worker.exchange.exchange import Exchange
 

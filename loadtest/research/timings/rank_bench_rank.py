@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from baton.config.cluster import Config
 from baton.request import Geometry
 from kvtransfer.layout.layout import KvLayout
-from loadtest.bench_pool import bench_pool
-from loadtest.line_service import Asker, Fields, run_helper
-from loadtest.transfer_end import LOOPBACK, TRANSFER_THREADS
+from loadtest.common.bench_pool import bench_pool
+from loadtest.common.line_service import Asker, Fields, run_helper
+from loadtest.handoff.transfer_end import LOOPBACK, TRANSFER_THREADS
 from worker.device.process_tuning import keep_buffers, spare_the_interpreter
 from worker.exchange.rank_server import RankServer
 from worker.exchange.transports import make_transports

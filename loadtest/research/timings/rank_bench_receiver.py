@@ -14,9 +14,9 @@ from baton.v1 import transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.tickets.ticket import Ticket
-from loadtest.bench_pool import bench_pool
-from loadtest.line_service import Asker, Fields, run_helper
-from loadtest.transfer_end import LOOPBACK, transfer_end
+from loadtest.common.bench_pool import bench_pool
+from loadtest.common.line_service import Asker, Fields, run_helper
+from loadtest.handoff.transfer_end import LOOPBACK, transfer_end
 from worker.exchange.block_receiver import BlockReceiver
 from worker.services.transfer_service import TransferServicer
 

@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.sampling.sampling import SampleRow, sample
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
-from loadtest.speculation_prompts import copying_tasks
+from loadtest.engine.speculation_prompts import copying_tasks
 from router.text.tokenizer import Tokenizer
 
 _OWN_TASKS = 0.15

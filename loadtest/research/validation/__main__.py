@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.config.cluster import load_config
-from loadtest.generator.lengths import Lengths
+from loadtest.generator.workload.lengths import Lengths
 from loadtest.research.timed.cluster import timed_cluster
 from loadtest.research.validation import timed_case as timed
 from loadtest.research.validation.comparison import Comparison, Figure

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.summary import Summary, summarise
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.results.summary import Summary, summarise
 from loadtest.research.validation.offered_load import OfferedLoad
 from planning.common.slo import Slo
 

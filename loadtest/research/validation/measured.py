@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from loadtest.generator.load_driver import LoadDriver
-from loadtest.generator.openai_target import OpenAiTarget
-from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.target import AskOptions
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.targets.openai_target import OpenAiTarget
+from loadtest.generator.targets.target import AskOptions
 from loadtest.research.validation.offered_load import OfferedLoad
 
 LATE_S = 0.05

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadtest.generator.arrival_process import ArrivalProcess, Kind
-from loadtest.generator.lengths import Lengths
-from loadtest.generator.planned_request import PlannedRequest
-from loadtest.generator.summary import Window
-from loadtest.generator.traffic import DrawnLengths, planned
+from loadtest.generator.results.summary import Window
+from loadtest.generator.workload.arrival_process import ArrivalProcess, Kind
+from loadtest.generator.workload.lengths import Lengths
+from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.traffic import DrawnLengths, planned
 from planning.common.traces import TracedRequest
 
 _ARRIVALS = 7

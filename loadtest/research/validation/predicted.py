@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 
 from baton.config.cluster import Config
-from loadtest.generator.request_record import Outcome, RequestRecord
+from loadtest.generator.results.request_record import Outcome, RequestRecord
 from loadtest.research.validation.offered_load import OfferedLoad
 from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.results import RequestResult

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loadtest.generator.lengths import Lengths
-from loadtest.peer_servers import SERVED_NAME
+from loadtest.common.peer_servers import SERVED_NAME
+from loadtest.generator.workload.lengths import Lengths
 from loadtest.research.timed.cluster import TimedCluster, TimedSettings
 from loadtest.research.timed.model_folder import CONTEXT_TOKENS, KV_TOKEN_BYTES
 from loadtest.research.validation.offered_load import OfferedLoad

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from loadtest.peer_servers import Programs
+from loadtest.common.peer_servers import Programs
 
 _SCRIPT = """#!{python}
 import http.server, json, os, subprocess, sys, time, urllib.request

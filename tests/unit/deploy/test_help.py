@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from baton.config.cluster import Config, Role, Scope
 from deploy.cli.main import app
 from deploy.cli.options import choices
-from loadtest.generator import load_settings, openai_target
+from loadtest.generator import load_settings
+from loadtest.generator.targets import openai_target
 from tests.support.deploy.baton_commands import parse
 
 NOT_WORDS = (
@@ -137,13 +138,13 @@ def test_benchmarks_of_baton_itself_come_last() -> None:
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("grammar", "loadtest.grammar_bench"),
-        ("index", "loadtest.index_bench"),
-        ("overload", "loadtest.overload"),
-        ("policy", "loadtest.policy_bench"),
-        ("router", "loadtest.router_bench"),
-        ("speculation", "loadtest.speculation"),
-        ("tiers", "loadtest.tier_bench"),
+        ("grammar", "loadtest.engine.grammar_bench"),
+        ("index", "loadtest.cluster.index_bench"),
+        ("overload", "loadtest.cluster.overload"),
+        ("policy", "loadtest.cluster.policy_bench"),
+        ("router", "loadtest.router.router_bench"),
+        ("speculation", "loadtest.engine.speculation"),
+        ("tiers", "loadtest.engine.tier_bench"),
     ],
 )
 def test_a_benchmark_that_moved_names_its_module(name: str, module: str) -> None:

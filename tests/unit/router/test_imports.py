@@ -11,7 +11,7 @@ HEAVY = ("torch", "triton", "ray", "transformers", "engine", "kvtransfer", "work
 
 
 @pytest.mark.parametrize(
-    "module", ["router.main", "loadtest.echo_worker", "loadtest.stream_client"]
+    "module", ["router.main", "loadtest.router.echo_worker", "loadtest.router.stream_client"]
 )
 def test_neither_torch_nor_an_engine_is_loaded(module: str) -> None:
     """A process of its own: this one has loaded everything long ago."""

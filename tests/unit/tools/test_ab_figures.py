@@ -8,8 +8,8 @@ import re
 
 from rich.console import Console
 
-from loadtest.bench_client import ClientResult
-from loadtest.generator.summary import Window, summarise
+from loadtest.generator.results.summary import Window, summarise
+from loadtest.peers.bench_client import ClientResult
 from planning.common.slo import Slo
 from tools.ab_figures import Figure, compare_runs, numbers, show
 

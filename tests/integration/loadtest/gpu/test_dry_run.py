@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.gpu.cases import kernel_cases, step_cases
+from loadtest.gpu.common.cases import kernel_cases, step_cases
 from loadtest.gpu.phases import PHASES
 from loadtest.gpu.report import Report, finished
 

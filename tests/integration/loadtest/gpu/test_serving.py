@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadtest.gpu.results import Check, Fact, Result, Timing
+from loadtest.gpu.common.results import Check, Fact, Result, Timing
 from loadtest.gpu.serving.items import missing, serving_items
 
 DEADLINE_S = 60.0

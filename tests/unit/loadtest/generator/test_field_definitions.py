@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.summary import Distribution, Window, summarise
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.results.summary import Distribution, Window, summarise
 from planning.common.slo import Slo
 from tests.clients.environments import read_table
 

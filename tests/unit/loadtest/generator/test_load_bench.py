@@ -36,8 +36,8 @@ from loadtest.generator.load_settings import (
     make_traffic,
     open_trace,
 )
-from loadtest.generator.summary import Window
-from loadtest.generator.traffic import planned
+from loadtest.generator.results.summary import Window
+from loadtest.generator.workload.traffic import planned
 from planning.common.slo import Slo
 from tests.support.loadtest.fake_server import Asked, FakeServer, fake_server, good_answer
 from tests.unit.loadtest.generator.test_load_report import make_run

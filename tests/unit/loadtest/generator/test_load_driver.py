@@ -8,12 +8,12 @@ from array import array
 import numpy as np
 import pytest
 
-from loadtest.generator.lengths import Lengths
 from loadtest.generator.load_driver import LoadDriver
-from loadtest.generator.planned_request import PlannedRequest
-from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.target import RunClock, Target
-from loadtest.generator.traffic import DrawnLengths, planned
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.targets.target import RunClock, Target
+from loadtest.generator.workload.lengths import Lengths
+from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.traffic import DrawnLengths, planned
 
 SOURCE = DrawnLengths(Lengths("fixed", 3), Lengths("fixed", 2), "tokens", seed=1)
 

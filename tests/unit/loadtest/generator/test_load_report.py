@@ -17,8 +17,8 @@ from loadtest.generator.load_page import page
 from loadtest.generator.load_report import LoadReport, show, write_records, write_report
 from loadtest.generator.load_run import LoadRun
 from loadtest.generator.metrics_timeline import Timeline
-from loadtest.generator.request_record import RequestRecord
-from loadtest.generator.summary import Distribution, Window, summarise
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.results.summary import Distribution, Window, summarise
 from planning.common.machine import this_machine
 from planning.common.slo import Slo
 

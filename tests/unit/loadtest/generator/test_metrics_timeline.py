@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.generator import metrics_timeline
 from loadtest.generator.metrics_timeline import MetricsReader, read_page
-from loadtest.generator.target import RunClock
+from loadtest.generator.targets.target import RunClock
 from tests.support.loadtest.fake_server import Asked, fake_server
 
 PAGE = """# HELP baton_sequences Sequences by state.

@@ -14,7 +14,7 @@ import torch
 
 from engine.gpu.kernels.activation import gated
 from loadtest.gpu import triton_cache
-from loadtest.gpu.results import Item, Result
+from loadtest.gpu.common.results import Item, Result
 
 
 def _gate() -> Iterator[Result]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from loadtest.gpu import phases, run
+from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.results import Check, Fact, Item, Result, Timing
 from loadtest.gpu.phases import Phase
-from loadtest.gpu.place import Place
-from loadtest.gpu.results import Check, Fact, Item, Result, Timing
 
 MARK = "BATON_TEST_MARK"
 """The variable that names the file."""

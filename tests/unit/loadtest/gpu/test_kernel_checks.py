@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.gpu.kernels.launch import Launch
 from loadtest.gpu.checks.kernels import kernel_items
-from loadtest.gpu.place import Place
+from loadtest.gpu.common.place import Place
 
 NAMES = ("norms, 4096 wide", "gates", "grammar masks")
 """Those whose work asks no tensor for a value in between."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.gpu import report
+from loadtest.gpu.common.results import Check, Timing
 from loadtest.gpu.report import Report, finished, table, wrong
-from loadtest.gpu.results import Check, Timing
 
 NAN = float("nan")
 RUN = {"kind": "run", "device": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "date": "a day"}

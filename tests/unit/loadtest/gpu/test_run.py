@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from loadtest.gpu import run
+from loadtest.gpu.common.results import Record
 from loadtest.gpu.phases import PHASES, PLANS, table
 from loadtest.gpu.report import Report
-from loadtest.gpu.results import Record
 from tests.unit.loadtest.gpu import run_script
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from baton.errors import ConfigError
-from loadtest.generator.request_record import Outcome, RequestRecord
+from loadtest.generator.results.request_record import Outcome, RequestRecord
 from planning.common.slo import Slo
 
 

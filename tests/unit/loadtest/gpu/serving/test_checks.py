@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from baton.errors import DeadlineExceeded
-from loadtest.gpu.results import Check, Fact, Result, Timing
+from loadtest.gpu.common.results import Check, Fact, Result, Timing
 from loadtest.gpu.serving import checks
 from loadtest.gpu.serving.checks import (
     MIB,
@@ -21,7 +21,7 @@ from loadtest.gpu.serving.checks import (
     load_results,
 )
 from loadtest.gpu.serving.cluster import Answer, Asked, ServingCluster
-from loadtest.stream_client import Answer as StreamedAnswer
+from loadtest.router.stream_client import Answer as StreamedAnswer
 
 Fields = dict[str, Any]
 

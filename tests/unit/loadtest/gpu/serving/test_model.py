@@ -10,7 +10,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate
-from loadtest.gpu.models import tensor_shapes
+from loadtest.gpu.common.models import tensor_shapes
 from loadtest.gpu.serving.model import BILLION, TINY, write_model
 from router.text.tokenizer import Tokenizer
 

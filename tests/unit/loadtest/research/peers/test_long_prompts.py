@@ -6,7 +6,7 @@ from array import array
 
 from rich.console import Console
 
-from loadtest.generator.request_record import RequestRecord
+from loadtest.generator.results.request_record import RequestRecord
 from loadtest.research.peers.long_prompts import (
     CHAT_TOKENS,
     DOCUMENT_ANSWER,

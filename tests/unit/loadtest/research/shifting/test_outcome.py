@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from loadtest.generator.request_record import RequestRecord
+from loadtest.generator.results.request_record import RequestRecord
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, gain, outcome, table_of
 from loadtest.research.shifting.traffic import ShiftingTraffic
 from planning.common.slo import Slo

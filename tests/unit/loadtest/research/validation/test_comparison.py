@@ -4,8 +4,8 @@ from array import array
 
 import pytest
 
-from loadtest.generator.lengths import Lengths
-from loadtest.generator.request_record import RequestRecord
+from loadtest.generator.results.request_record import RequestRecord
+from loadtest.generator.workload.lengths import Lengths
 from loadtest.research.validation.comparison import Figure, compare
 from loadtest.research.validation.offered_load import OfferedLoad
 from planning.common.slo import Slo

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from baton.config.cluster import Config
-from loadtest.generator.lengths import Lengths
+from loadtest.generator.workload.lengths import Lengths
 from loadtest.research.validation.offered_load import OfferedLoad
 from loadtest.research.validation.predicted import predicted, with_call_time
 from loadtest.research.validation.timed_case import PROBE, settings_of, shape_of

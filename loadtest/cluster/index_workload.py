@@ -1,0 +1,110 @@
+"""What `loadtest.cluster.index_bench` puts into the prefix index, and what it asks for.
+
+Prompts are ``PROMPT_BLOCKS`` blocks long and begin with the same ``COMMON_BLOCKS``, which every
+worker holds: a system prompt. Half of the (block, worker) pairs belong to prompts that 16 to 64
+workers hold, each at least 128 blocks of it; the others to prompts that one worker holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.hashing import HASH_BYTES
+
+PROMPT_BLOCKS = 256
+COMMON_BLOCKS = 2
+DEEP_BLOCKS = 128
+DEEP_WORKERS = 16
+_MOST_HOLDERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt's block hashes, and who holds more of its leading blocks than the common ones."""
+
+    hashes: list[bytes]
+    holders: dict[int, int]
+    """Worker number → how many leading blocks."""
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether at least 16 workers hold at least 128 of its blocks."""
+        return sum(depth >= DEEP_BLOCKS for depth in self.holders.values()) >= DEEP_WORKERS
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    digests: bytes
+    """Its block hashes but for the common ones, one after the other."""
+    holders: dict[int, int]
+    """Worker number → how many of all its leading blocks that worker holds."""
+
+
+class IndexWorkload:
+    """Prompts and their holders, made from ``seed``. Owned by the benchmark."""
+
+    def __init__(self, workers: int, pairs: int, seed: int = 1) -> None:
+        """``pairs``: about how many (block, worker) pairs to make."""
+        self._random = np.random.default_rng(seed)
+        self._workers = workers
+        self._common = self._random.bytes(COMMON_BLOCKS * HASH_BYTES)
+        self._held: list[list[tuple[_Prompt, int]]] = [[] for _ in range(workers)]
+        self.pairs = COMMON_BLOCKS * workers
+        self._shared: list[_Prompt] = []
+        while not self._shared or self.pairs < pairs // 2:
+            self._shared.append(self._add(self._shared_holders()))
+        self._private: list[_Prompt] = []
+        while not self._private or self.pairs < pairs:
+            holder = int(self._random.integers(workers))
+            self._private.append(self._add({holder: PROMPT_BLOCKS}))
+
+    def _shared_holders(self) -> dict[int, int]:
+        most = min(_MOST_HOLDERS, self._workers)
+        count = int(self._random.integers(min(DEEP_WORKERS, most), most + 1))
+        chosen = self._random.choice(self._workers, count, replace=False)
+        depths = self._random.integers(DEEP_BLOCKS, PROMPT_BLOCKS + 1, count)
+        # Half of them hold all of it.
+        depths[::2] = PROMPT_BLOCKS
+        return dict(zip(chosen.tolist(), depths.tolist(), strict=True))
+
+    def _add(self, holders: dict[int, int]) -> _Prompt:
+        digests = self._random.bytes((PROMPT_BLOCKS - COMMON_BLOCKS) * HASH_BYTES)
+        prompt = _Prompt(digests, holders)
+        for worker, depth in holders.items():
+            self._held[worker].append((prompt, depth))
+            self.pairs += depth - COMMON_BLOCKS
+        return prompt
+
+    def held_by(self, worker: int) -> list[bytes]:
+        """The hashes of all blocks that a worker holds."""
+        hashes = _split(self._common)
+        for prompt, depth in self._held[worker]:
+            hashes += _split(prompt.digests[: (depth - COMMON_BLOCKS) * HASH_BYTES])
+        return hashes
+
+    def questions(self) -> Iterator[Question]:
+        """Prompts without end. Every second one is a shared prompt; the others are a conversation
+
+        that goes on otherwise at a random block, or one that nobody has seen.
+        """
+        while True:
+            yield self._question(self._any_of(self._shared), PROMPT_BLOCKS)
+            cut = int(self._random.integers(COMMON_BLOCKS, PROMPT_BLOCKS + 1))
+            known = bool(self._random.integers(2))
+            yield self._question(self._any_of(self._private), cut if known else COMMON_BLOCKS)
+
+    def _any_of(self, prompts: list[_Prompt]) -> _Prompt:
+        return prompts[int(self._random.integers(len(prompts)))]
+
+    def _question(self, prompt: _Prompt, cut: int) -> Question:
+        known = self._common + prompt.digests[: (cut - COMMON_BLOCKS) * HASH_BYTES]
+        fresh = self._random.bytes((PROMPT_BLOCKS - cut) * HASH_BYTES)
+        holders = {worker: min(depth, cut) for worker, depth in prompt.holders.items()}
+        return Question(_split(known + fresh), holders)
+
+
+def _split(digests: bytes) -> list[bytes]:
+    return [digests[at : at + HASH_BYTES] for at in range(0, len(digests), HASH_BYTES)]

@@ -1,0 +1,321 @@
+"""A trace replayed through the router's own planner, policy and prefix index.
+
+    python -m loadtest.cluster.policy_bench --trace FILE --workers 4
+
+Time is the trace's own. The workers are prefill workers with a queue each and a prefix cache; a
+prompt takes them what the cost model's defaults say, and they report it as real ones do. Their
+events reach an index in a Valkey of the benchmark's own when a prompt is computed, a publisher's
+period later. One decode worker has room for everything. Blocks are found where the worker that was
+chosen holds them; nothing is fetched from others. Several routers take the requests in turns: each
+knows what it has sent itself, the index that all share, and the loads that workers tell with their
+heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import redis
+import typer
+from rich.console import Console
+
+from baton.config.cluster import PolicyName
+from baton.errors import ConfigError, Unavailable
+from baton.request import Geometry, LoadSnapshot
+from baton.store.prefix_index import PrefixIndex
+from baton.store.redis_client import redis_client
+from baton.store.registry import WorkerRecord
+from loadtest.common.bench_app import Figures, bench_app, say
+from loadtest.common.bench_store import bench_store
+from loadtest.common.lru_cache import LruCache
+from planning.common.machine import this_machine
+from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
+from router.routing.cost_model import PREFILL_DEFAULT, mean_context
+from router.routing.planner import Planner, Promise
+from router.routing.policies import make_policy
+from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
+
+PUBLISH_S = 0.05
+"""From a prompt's end to its events, as ``worker.process`` publishes."""
+HEARTBEAT_S = 1.0
+"""How often workers tell their loads, as by default."""
+_SEED = 1
+_REDIS_S = 30.0
+_PLENTY = 1 << 40
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBenchSettings:
+    """What is to be replayed."""
+
+    trace: Path
+    workers: int = 4
+    policy: PolicyName = "predictive"
+    scale_length: float = 1.0
+    """Lengths, and the tokens of a block, are divided by this."""
+    cache_blocks: int | None = None
+    """Most blocks in a worker's cache; None: no bound."""
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    """Tokens in a block of the trace."""
+    routers: int = 1
+
+
+@dataclass(slots=True)
+class Replay:
+    """What came of it."""
+
+    asked: int = 0
+    """Blocks of all prompts."""
+    found: int = 0
+    """Leading ones that the chosen worker held."""
+    uncached: list[int] = field(default_factory=list)
+    """Blocks that each worker computed."""
+    decision_us: list[float] = field(default_factory=list)
+    """Of each request, the lookup left out."""
+    ttft_ms: list[float] = field(default_factory=list)
+    """Of each request, the transfer left out."""
+
+    def figures(self) -> dict[str, float]:
+        """The result's fields."""
+        mean = statistics.fmean(self.uncached)
+        return {
+            "hit_ratio": self.found / self.asked,
+            # Nothing to compute is evenly spread.
+            "load_ratio": max(self.uncached) / mean if mean else 1.0,
+            "decision_us_p50": float(np.percentile(self.decision_us, 50)),
+            "decision_us_p99": float(np.percentile(self.decision_us, 99)),
+            "ttft_ms_mean": statistics.fmean(self.ttft_ms),
+            "ttft_ms_p99": float(np.percentile(self.ttft_ms, 99)),
+        }
+
+
+class _Worker:
+    """One simulated prefill worker."""
+
+    def __init__(self, number: int, cache_blocks: int | None) -> None:
+        self.name = f"prefill-{number}"
+        self.cache = LruCache(cache_blocks)
+        self.free_at = 0.0
+        self.waiting: deque[tuple[float, int]] = deque()
+        """When each prompt that is not computed will be, and its uncached tokens."""
+        self.sequence = 0
+        self.generation = b""
+        self.changes: deque[tuple[float, list[bytes], list[bytes]]] = deque()
+        """When they are published, what is stored and what removed."""
+
+    def load(self, now: float) -> LoadSnapshot:
+        """As a heartbeat tells it."""
+        while self.waiting and self.waiting[0][0] <= now:
+            self.waiting.popleft()
+        tokens = sum(count for _, count in self.waiting)
+        return LoadSnapshot(free_blocks=_PLENTY, waiting=len(self.waiting), waiting_tokens=tokens)
+
+
+class Replayer:
+    """One replay. Owned by one event loop."""
+
+    def __init__(self, settings: PolicyBenchSettings, index: PrefixIndex) -> None:
+        self._hash_block = max(1, round(settings.block_tokens / settings.scale_length))
+        route = ClassRoute(slo_tpot_ms=float("inf"))
+        routes = RouteSettings(self._hash_block, default=route, pulls=False)
+        self._planners = [
+            Planner(make_policy(settings.policy, routes, _SEED + number), self._hash_block)
+            for number in range(settings.routers)
+        ]
+        self._told_at = 0.0
+        self._index = index
+        self._workers = {
+            worker.name: worker
+            for worker in (_Worker(n, settings.cache_blocks) for n in range(settings.workers))
+        }
+        self._ends: list[tuple[float, int, Promise, int, float]] = []
+        self._counter = itertools.count()
+
+    async def run(self, rows: Sequence[TracedRequest]) -> Replay:
+        """Raises ``redis.RedisError``, ConfigError where the rows have no blocks."""
+        result = Replay(asked=sum(len(row.block_hashes) for row in rows))
+        if not result.asked:
+            raise ConfigError("no row of the trace has hash_ids")
+        for worker in self._workers.values():
+            self._join(worker.name, "prefill")
+            worker.generation, worker.sequence = await self._index.snapshot(worker.name, ())
+        self._join("decode-0", "decode")
+        uncached = dict.fromkeys(self._workers, 0)
+        for row, planner in zip(rows, itertools.cycle(self._planners), strict=False):
+            hashes = row.chained_hashes()
+            self._catch_up(row.arrival_s)
+            self._tell_loads(row.arrival_s)
+            await self._publish(row.arrival_s)
+            held = await self._index.lookup(hashes)
+            request = RouteRequest(row.input_tokens, session=row.session)
+            began = time.perf_counter()
+            decision = planner.decide(request, hashes, held, row.arrival_s)
+            result.decision_us.append((time.perf_counter() - began) * 1e6)
+            promise = planner.promise(decision, request, hashes, row.arrival_s)
+            worker = self._workers[decision.prefill]
+            found = self._compute(worker, row, hashes, promise)
+            result.ttft_ms.append((worker.free_at - row.arrival_s) * 1e3)
+            result.found += found
+            uncached[worker.name] += len(hashes) - found
+        result.uncached = list(uncached.values())
+        return result
+
+    def _join(self, name: str, role: str) -> None:
+        record = WorkerRecord(
+            incarnation=name,
+            slot=name,
+            role=role,
+            address="",
+            metrics_address="",
+            model="",
+            fingerprint="",
+            geometry=Geometry(self._hash_block, 1, 1, 1, ""),
+            context_length=_PLENTY,
+            total_blocks=_PLENTY,
+            max_sequences=_PLENTY,
+            load=LoadSnapshot(free_blocks=_PLENTY),
+        )
+        for planner in self._planners:
+            planner.table.add(record)
+            planner.table.set_load(name, record.load, 0.0)
+            planner.table.set_up(name, True)
+
+    def _tell_loads(self, now: float) -> None:
+        """What other routers have sent; one that is alone knows it all."""
+        if len(self._planners) == 1 or now - self._told_at < HEARTBEAT_S:
+            return
+        self._told_at = now
+        for worker in self._workers.values():
+            load = worker.load(now)
+            for planner in self._planners:
+                planner.table.set_load(worker.name, load, now * 1e3)
+
+    def _compute(
+        self, worker: _Worker, row: TracedRequest, hashes: list[bytes], promise: Promise
+    ) -> int:
+        """Queue a prompt. First come, first served: what comes before it is in the cache then."""
+        found = worker.cache.leading(hashes)
+        worker.cache.use(hashes)
+        cached = min(found * self._hash_block, row.input_tokens - 1)
+        count = row.input_tokens - cached
+        a, b, c = PREFILL_DEFAULT
+        took_ms = a + b * count + c * count * mean_context(row.input_tokens, cached)
+        worker.free_at = max(worker.free_at, row.arrival_s) + took_ms / 1e3
+        worker.waiting.append((worker.free_at, count))
+        worker.changes.append((worker.free_at + PUBLISH_S, *worker.cache.drain_changes()))
+        end = (worker.free_at, next(self._counter), promise, count, took_ms)
+        heapq.heappush(self._ends, end)
+        return found
+
+    def _catch_up(self, now: float) -> None:
+        """Prompts that were computed until ``now`` tell so."""
+        while self._ends and self._ends[0][0] <= now:
+            at, _, promise, count, took_ms = heapq.heappop(self._ends)
+            promise.computed(at, computed_tokens=count, compute_ms=took_ms)
+            promise.ended(at)
+
+    async def _publish(self, now: float) -> None:
+        for worker in self._workers.values():
+            while worker.changes and worker.changes[0][0] <= now:
+                _, stored, removed = worker.changes.popleft()
+                if not stored and not removed:
+                    continue
+                applied = await self._index.apply(
+                    worker.name, worker.generation, worker.sequence, stored, removed
+                )
+                assert applied, "nobody else writes this index"
+                worker.sequence += 1
+
+
+def bench_policy(
+    settings: PolicyBenchSettings, say: Say, console: Console, output: Path | None
+) -> None:
+    """Replay, print a table, write JSON. Raises ConfigError, Unavailable."""
+    rows = read_trace(settings.trace, scale_length=settings.scale_length).requests
+    if output is not None:
+        write_json(output, "{}\n")
+    say(f"{len(rows)} requests, {settings.workers} workers, policy {settings.policy}")
+    if settings.policy == "session" and not any(row.session for row in rows):
+        say("no row has a session_id: every request goes to the least loaded worker")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="baton-") as folder, bench_store(Path(folder)) as url:
+        try:
+            result = asyncio.run(_replay(settings, rows, url))
+        except redis.RedisError as error:
+            raise Unavailable(f"Valkey failed: {error}") from error
+    say(f"replayed in {time.monotonic() - began:.1f} s")
+    machine = this_machine()
+    figures = result.figures()
+    say(machine.line())
+    table = whole_table("figure", settings.policy, title="")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4f}" if name.endswith("ratio") else f"{value:.1f}")
+    print_whole(console, table)
+    if output is not None:
+        details = {
+            "policy": settings.policy,
+            "workers": settings.workers,
+            "routers": settings.routers,
+            "requests": len(rows),
+            "blocks_asked": result.asked,
+            "blocks_found": result.found,
+            "uncached_blocks": result.uncached,
+            "machine": asdict(machine),
+        }
+        write_json(output, json.dumps(figures | details, indent=1) + "\n")
+
+
+async def _replay(settings: PolicyBenchSettings, rows: Sequence[TracedRequest], url: str) -> Replay:
+    async with redis_client(url, timeout_s=_REDIS_S) as client:
+        return await Replayer(settings, PrefixIndex(client, "bench")).run(rows)
+
+
+def main(
+    trace: Annotated[
+        Path, typer.Option(metavar="FILE", help="Trace in Mooncake's format, plain or gzipped.")
+    ],
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Prefill workers.")] = 4,
+    scale_length: Annotated[
+        float, typer.Option(help="Divide the lengths of prompts and blocks by this.")
+    ] = 1.0,
+    cache_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum blocks in a worker's cache. Default: unlimited."),
+    ] = None,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per block of the trace.")
+    ] = MOONCAKE_BLOCK_TOKENS,
+    routers: Annotated[
+        int, typer.Option(min=1, max=64, help="Routers, which take requests in turn.")
+    ] = 1,
+    policy: Annotated[PolicyName, typer.Option(help="Routing policy.")] = "predictive",
+    output: Figures = None,
+) -> None:
+    """Replay a trace through the router's policy and prefix index."""
+    if not 0 < scale_length < float("inf"):
+        raise typer.BadParameter(f"--scale-length must be above 0, not {scale_length}")
+    settings = PolicyBenchSettings(
+        trace, workers, policy, scale_length, cache_blocks, block_tokens, routers
+    )
+    bench_policy(settings, say, Console(), output)
+
+
+app = bench_app(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,73 @@
+"""The command lines of benchmarks that run as modules: ``python -m
+loadtest.cluster.index_bench``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.errors import BatonError
+
+_INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+ModelFolder = Annotated[
+    Path,
+    typer.Option(
+        "--model",
+        metavar="FOLDER",
+        exists=True,
+        file_okay=False,
+        resolve_path=True,
+        help="Model folder. `baton model pull` prints that of the demo model.",
+    ),
+]
+Figures = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the results to FILE as JSON.")
+]
+
+
+def bench_app(command: Callable[..., None]) -> typer.Typer:
+    """A program with this one command, whose parameters are its options.
+
+    A BatonError ends it with its message and exit code 1, Ctrl-C with exit code 130.
+    """
+
+    @functools.wraps(command)
+    def run(**options: object) -> None:
+        try:
+            command(**options)
+        except BatonError as error:
+            typer.secho(f"error: {error.message}", fg=typer.colors.RED, err=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(_INTERRUPTED) from None
+
+    # Plain text: messages are not cut into the lines of a box.
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(run)
+    return app
+
+
+def say(text: str) -> None:
+    """Print a line of progress to standard error: standard output has the results alone."""
+    typer.echo(text, err=True)
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """The names of a comma-separated list."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def counts_in(text: str) -> tuple[int, ...]:
+    """The integers of a comma-separated list. Raises ``typer.BadParameter`` for anything else."""
+    try:
+        return tuple(int(name) for name in names_in(text))
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected comma-separated integers such as 1,8,32; got {text!r}"
+        ) from None

@@ -1,0 +1,265 @@
+"""The servers that are compared: how each is started on the loopback address, and known as ready.
+
+Their options are those that a user would take from their documentation: continuous batching on,
+speculation off, room for 32 sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import httpx
+
+from baton.errors import ConfigError, Unavailable
+from loadtest.common.process_group import last_lines, process_group, signals_interrupt
+
+LOOPBACK = "127.0.0.1"
+SERVED_NAME = "m"
+PEERS = {
+    "baton": "Baton, bf16",
+    "vllm": "vLLM, all cores",
+    "vllm-one-core": "vLLM, one core",
+    "vllm-small-steps": "vLLM, all cores, 256 tokens a step",
+    "llamacpp": "llama.cpp, bf16",
+    "baton-int8": "Baton, int8",
+    "llamacpp-q8": "llama.cpp, Q8_0",
+}
+"""What can be compared, and how it is titled."""
+
+Precision = Literal["bf16", "int8"]
+
+_READY_S = 300.0
+_PROBE_S = 5.0
+_POLL_S = 0.1
+_SEQUENCES = 32
+_SEQUENCE_TOKENS = 2048
+_THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "VLLM_")
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """Where the programs and the model are. A peer whose program is None is left out."""
+
+    model: Path
+    """A Hugging Face folder."""
+    vllm: Path | None = None
+    llama_server: Path | None = None
+    gguf: Path | None = None
+    """The same model in bf16."""
+    gguf_q8: Path | None = None
+    """The same model in Q8_0."""
+    baton: Path = field(default_factory=lambda: Path(sysconfig.get_path("scripts")) / "baton")
+    baton_arguments: str = ""
+    """More options of `baton serve`, as in a shell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One way to start one server."""
+
+    name: str
+    precision: Precision
+    command: tuple[str, ...]
+    port: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """On top of this process's own, less what that says of threads."""
+
+    @property
+    def title(self) -> str:
+        return PEERS[self.name]
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith("baton")
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+
+def make_server(name: str, programs: Programs) -> Server:
+    """The server ``name`` on a free port.
+
+    Raises ConfigError, which says what is missing, where it cannot be started here.
+    """
+    if name not in PEERS:
+        raise ConfigError(f"unknown peer {name!r}; known: {', '.join(PEERS)}")
+    if name in ("baton", "baton-int8"):
+        return _baton(name, programs)
+    if name.startswith("vllm"):
+        return _vllm(name, programs)
+    return _llamacpp(name, programs)
+
+
+def cores() -> list[int]:
+    """The cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def serving(server: Server, log: Path, *, ready_s: float = _READY_S) -> Iterator[float]:
+    """Start ``server``, wait until its /health is 200, and end it. Yields the seconds it took.
+
+    Raises Unavailable with the last lines of ``log`` where it ends or is not ready in time. SIGINT,
+    SIGTERM and SIGHUP end it too, and then raise KeyboardInterrupt. For the main thread.
+    """
+    began = time.monotonic()
+    with signals_interrupt(), process_group(server.command, _environment(server), log) as process:
+        _await_health(server, process, log, began + ready_s)
+        yield time.monotonic() - began
+
+
+def program_version(program: Path | None) -> str:
+    """What ``PROGRAM --version`` says; empty where it says nothing."""
+    if program is None:
+        return ""
+    try:
+        said = subprocess.run(  # noqa: S603 - a program that the operator named
+            [str(program), "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_plain_environment() | {"PATH": _path_with(program)},
+            timeout=60.0,
+            check=False,
+        ).stdout.decode(errors="replace")
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    # llama-server says the version, then the compiler; vLLM may log, then says the version.
+    named = next((line for line in lines if line.startswith("version")), "")
+    return named.removeprefix("version:").strip() or (lines[-1] if lines else "")
+
+
+def _baton(name: str, programs: Programs) -> Server:
+    if not programs.baton.is_file():
+        raise ConfigError(f"no program at {programs.baton}: install Baton with `make install`")
+    port, grpc = free_port(), free_port()
+    precision: Precision = "int8" if name == "baton-int8" else "bf16"
+    # Without an option in bf16, as a user would.
+    options = ["--quantization", "int8"] if precision == "int8" else []
+    command = [
+        *(str(programs.baton), "serve", "--model", str(programs.model)),
+        *("--served-model-name", SERVED_NAME),
+        *("--http", f"{LOOPBACK}:{port}", "--grpc", f"{LOOPBACK}:{grpc}"),
+        *options,
+        *shlex.split(programs.baton_arguments),
+    ]
+    return Server(name, precision, tuple(command), port)
+
+
+def _vllm(name: str, programs: Programs) -> Server:
+    if programs.vllm is None:
+        raise ConfigError("vLLM was not found: name its command with --vllm-bin")
+    port, usable = free_port(), cores()
+    bound = str(usable[-1]) if name == "vllm-one-core" else _core_list(usable)
+    # Small chunks of prompts disturb decoding less, and cost throughput.
+    step_tokens = "256" if name == "vllm-small-steps" else "2048"
+    command = (
+        *(str(programs.vllm), "serve", str(programs.model)),
+        *("--host", LOOPBACK, "--port", str(port), "--served-model-name", SERVED_NAME),
+        *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"),
+        *("--max-num-batched-tokens", step_tokens, "--enable-prefix-caching"),
+    )
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": bound,
+        "VLLM_HOST_IP": LOOPBACK,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PATH": _path_with(programs.vllm),
+    }
+    return Server(name, "bf16", command, port, environment)
+
+
+def _llamacpp(name: str, programs: Programs) -> Server:
+    if programs.llama_server is None:
+        raise ConfigError("llama.cpp was not found: name its server with --llama-server")
+    quantized = name == "llamacpp-q8"
+    model = programs.gguf_q8 if quantized else programs.gguf
+    flag = "--gguf-q8" if quantized else "--gguf"
+    if model is None:
+        raise ConfigError(f"{PEERS[name]} needs its model file: name it with {flag}")
+    if not model.is_file():
+        raise ConfigError(f"{flag} {model} is no file")
+    port, threads = free_port(), str(len(cores()))
+    command = (
+        *(str(programs.llama_server), "-m", str(model), "--alias", SERVED_NAME),
+        *("--host", LOOPBACK, "--port", str(port), "-t", threads, "-tb", threads),
+        *("-np", str(_SEQUENCES), "-c", str(_SEQUENCES * _SEQUENCE_TOKENS)),
+        *("-b", "2048", "-ub", "512", "-ngl", "0"),
+    )
+    return Server(name, "int8" if quantized else "bf16", command, port)
+
+
+def _core_list(usable: Sequence[int]) -> str:
+    """As vLLM reads it: ``0-1``, or ``0,2`` where there are gaps."""
+    first, last = usable[0], usable[-1]
+    if last - first + 1 == len(usable) > 1:
+        return f"{first}-{last}"
+    return ",".join(map(str, usable))
+
+
+def free_port() -> int:
+    """A port of the loopback address that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def find_program(given: Path | None, name: str) -> Path | None:
+    """The program that was named, else ``name`` on the path, else None.
+
+    Raises ConfigError where the one that was named is not there.
+    """
+    if given is None:
+        found = shutil.which(name)
+        return None if found is None else Path(found)
+    if not os.access(given, os.X_OK) or not given.is_file():
+        raise ConfigError(f"{given} is no program: check the path of {name}")
+    return given.absolute()
+
+
+def _plain_environment() -> dict[str, str]:
+    """This process's environment, without what its shell says of threads, and offline."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(_THREAD_VARIABLES)
+    }
+    offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
+    return kept | dict.fromkeys(offline, "1")
+
+
+def _environment(server: Server) -> dict[str, str]:
+    return _plain_environment() | dict(server.environment)
+
+
+def _path_with(program: Path) -> str:
+    """vLLM starts tools of its own virtual environment by name."""
+    return os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
+
+
+def _await_health(
+    server: Server, process: subprocess.Popen[bytes], log: Path, deadline: float
+) -> None:
+    with httpx.Client(trust_env=False, timeout=_PROBE_S) as client:
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise Unavailable(
+                    f"{server.title} ended with exit code {process.returncode} before it was"
+                    f" ready. Its last lines:\n{last_lines(log)}"
+                )
+            with contextlib.suppress(httpx.HTTPError):
+                if client.get(f"{server.base_url}/health").status_code == httpx.codes.OK:
+                    return
+            time.sleep(_POLL_S)
+    raise Unavailable(f"{server.title} was not ready in time. Its last lines:\n{last_lines(log)}")

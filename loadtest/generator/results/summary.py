@@ -1,0 +1,185 @@
+"""Figures of a run: percentiles by input length, rates, and both kinds of goodput's basis.
+
+Percentiles interpolate linearly between the closest ranks, as `vllm bench serve` and aiperf do.
+Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.errors import ConfigError
+from loadtest.generator.results.request_record import RequestRecord
+from planning.common.slo import Slo
+
+PERCENTILES = (50, 95, 99)
+DEFAULT_BOUNDS = (512, 4096)
+"""Input tokens up to which a bucket reaches: those of Baton's default context-length classes."""
+_ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of a run that counts, without warm-up and cool-down: seconds from its beginning."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end_s - self.start_s
+
+    def holds(self, record: RequestRecord) -> bool:
+        """Whether a request counts: by when it was to be sent, whenever it ended."""
+        return self.start_s <= record.due_s < self.end_s
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Milliseconds; all 0 of nothing."""
+
+    count: int
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    max_ms: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Distribution:
+        if not len(seconds):
+            return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        values = np.asarray(seconds) * 1e3
+        p50, p95, p99 = (float(one) for one in np.percentile(values, PERCENTILES))
+        return cls(len(values), float(values.mean()), p50, p95, p99, float(values.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSummary:
+    """The requests of one bucket of input lengths."""
+
+    name: str
+    requests: int
+    ok: int
+    error: int
+    shed: int
+    aborted: int
+    good: int
+    """Ended well, and within every SLO."""
+    attainment: float
+    """good / (ok + error + shed + aborted)."""
+    input_tokens: int
+    """Of the requests that ended well, as are those below."""
+    output_tokens: int
+    cached_tokens: int
+    ttft: Distribution
+    tpot: Distribution
+    """Of answers with at least two tokens."""
+    itl: Distribution
+    e2el: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run."""
+
+    window_s: float
+    """Seconds that count; rates are over these."""
+    offered_per_s: float
+    """Requests that were to be sent."""
+    completed_per_s: float
+    goodput_per_s: float
+    """Requests that met every SLO."""
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    all: BucketSummary
+    buckets: tuple[BucketSummary, ...]
+    """By rising input length; those that had requests."""
+    lag: Distribution
+    """How late the client was with its sends."""
+    codes: dict[str, int]
+    """Of requests that did not end well: why, and how many."""
+
+
+def parse_bounds(text: str) -> tuple[int, ...]:
+    """``512,4096``: where buckets end. Raises ConfigError unless these are whole and rise."""
+    try:
+        bounds = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        bounds = (0,)
+    if list(bounds) != sorted({bound for bound in bounds if bound > 0}):
+        raise ConfigError(f"{text!r} is no rising list of token counts, as in 512,4096")
+    return bounds
+
+
+def bucket_names(bounds: Sequence[int]) -> tuple[str, ...]:
+    """``<= 512``, ``513 - 4096``, ``> 4096``"""
+    if not bounds:
+        return (_ALL,)
+    between = [f"{low + 1} - {high}" for low, high in itertools.pairwise(bounds)]
+    return (f"<= {bounds[0]}", *between, f"> {bounds[-1]}")
+
+
+def bucket_of(input_tokens: int, bounds: Sequence[int]) -> int:
+    """The number of the bucket that a prompt belongs to."""
+    return int(np.searchsorted(bounds, input_tokens, side="left"))
+
+
+def summarise(
+    records: Iterable[RequestRecord],
+    window: Window,
+    slo: Slo,
+    bounds: Sequence[int] = DEFAULT_BOUNDS,
+) -> Summary:
+    """The figures of those requests that the window holds."""
+    counted = [record for record in records if window.holds(record)]
+    parts: list[list[RequestRecord]] = [[] for _ in range(len(bounds) + 1)]
+    for record in counted:
+        parts[bucket_of(record.input_tokens, bounds)].append(record)
+    whole = _bucket(_ALL, counted, slo)
+    seconds = max(window.seconds, 1e-9)
+    return Summary(
+        window_s=window.seconds,
+        offered_per_s=whole.requests / seconds,
+        completed_per_s=whole.ok / seconds,
+        goodput_per_s=whole.good / seconds,
+        input_tokens_per_s=whole.input_tokens / seconds,
+        output_tokens_per_s=whole.output_tokens / seconds,
+        all=whole,
+        buckets=tuple(
+            _bucket(name, part, slo)
+            for name, part in zip(bucket_names(bounds), parts, strict=True)
+            if part
+        ),
+        lag=Distribution.of([record.lag_s for record in counted]),
+        codes=dict(Counter(record.code for record in counted if record.outcome != "ok")),
+    )
+
+
+def _bucket(name: str, records: Sequence[RequestRecord], slo: Slo) -> BucketSummary:
+    outcomes = Counter(record.outcome for record in records)
+    well = [record for record in records if record.outcome == "ok"]
+    good = sum(record.met(slo) for record in well)
+    return BucketSummary(
+        name=name,
+        requests=len(records),
+        ok=outcomes["ok"],
+        error=outcomes["error"],
+        shed=outcomes["shed"],
+        aborted=outcomes["aborted"],
+        good=good,
+        attainment=good / len(records) if records else 0.0,
+        input_tokens=sum(record.input_tokens for record in well),
+        output_tokens=sum(record.output_tokens for record in well),
+        cached_tokens=sum(record.cached_tokens for record in well),
+        ttft=Distribution.of([record.ttft_s for record in well]),
+        tpot=Distribution.of([record.tpot_s for record in well if record.output_tokens > 1]),
+        itl=Distribution.of([gap for record in well for gap in record.itl_s]),
+        e2el=Distribution.of([record.e2el_s for record in well]),
+    )

@@ -1,0 +1,300 @@
+"""What is timed: each case with the bytes and operations that it takes at least. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.quantization.weight import QuantKind
+from engine.roofline.roofline import Storage, Work, step_work
+from engine.scheduling.plan import PlanRow
+from loadtest.gpu.common.shapes import SHAPES, miniature
+
+BLOCK = 16
+WEIGHT_BYTES: dict[QuantKind | None, float] = {None: 2.0, "int8": 1.125, "int4": 0.75, "fp8": 1.0}
+"""Of one weight as a GPU holds it, with fp32 scales and minimums in groups of 32 inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """One layer of decode attention: the keys and values of ``batch`` sequences are read once."""
+
+    batch: int
+    context: int
+    kv: str = "bf16"
+    """``bf16`` or ``fp8``."""
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    layers: int = 8
+    """Of the pool: one after another, so that none is found in the GPU's caches."""
+    full_pool: bool = False
+    """Whether blocks are spread over most of the GPU's memory, with all layers of the model."""
+
+    @property
+    def name(self) -> str:
+        pool = ", pool of most of the memory" if self.full_pool else ""
+        return f"decode attention, {self.kv} KV, {self.batch} × {self.context}{pool}"
+
+    @property
+    def bytes(self) -> float:
+        value = 2.0 if self.kv == "bf16" else 1.0 + 4.0 / self.dim
+        return self.batch * self.context * 2 * self.kv_heads * self.dim * value
+
+    @property
+    def operations(self) -> float:
+        return 4.0 * self.batch * self.context * self.heads * self.dim
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAttention:
+    """One layer of attention of a prompt's tokens to themselves and all before them."""
+
+    tokens: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"chunk attention, {self.tokens} tokens"
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * self.tokens * 2 * (self.kv_heads + self.heads) * self.dim
+
+    @property
+    def operations(self) -> float:
+        return 4.0 * self.heads * self.dim * self.tokens * (self.tokens + 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A linear layer: by cuBLAS, in a fixed order of sums, or with quantized weights."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    way: str = "cuBLAS"
+    """``cuBLAS``, ``fixed order``, or a type of weights."""
+
+    @property
+    def name(self) -> str:
+        return f"linear {self.inputs} to {self.outputs}, {self.way}, {self.rows} rows"
+
+    @property
+    def kind(self) -> QuantKind | None:
+        """Of the weights; None where they are plain."""
+        found: dict[str, QuantKind] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
+        return found.get(self.way)
+
+    @property
+    def bytes(self) -> float:
+        weights = self.inputs * self.outputs
+        return weights * WEIGHT_BYTES[self.kind] + 2.0 * self.rows * (self.inputs + self.outputs)
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.rows * self.inputs * self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProduct:
+    """The first product of a mixture of experts: each token goes through ``per_token`` of them."""
+
+    tokens: int
+    experts: int = 128
+    per_token: int = 8
+    inputs: int = 2048
+    outputs: int = 1536
+
+    @property
+    def name(self) -> str:
+        return f"experts' linear, {self.tokens} tokens"
+
+    @property
+    def met(self) -> float:
+        """Experts that have a token, if all are chosen alike."""
+        return self.experts * (1.0 - (1.0 - self.per_token / self.experts) ** self.tokens)
+
+    @property
+    def bytes(self) -> float:
+        pairs = self.tokens * self.per_token
+        return 2.0 * (self.met * self.inputs * self.outputs + pairs * (self.inputs + self.outputs))
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.tokens * self.per_token * self.inputs * self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A kernel that reads and writes each value once: norms, gates, rotations, draws."""
+
+    what: str
+    """``norm``, ``gate``, ``rotation``, ``draw`` or ``top-p``."""
+    rows: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, {self.rows} × {self.width}"
+
+    @property
+    def bytes(self) -> float:
+        value = {"norm": 12.0, "gate": 6.0, "rotation": 4.0, "draw": 4.0, "top-p": 8.0}[self.what]
+        return self.rows * self.width * value
+
+    @property
+    def operations(self) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A whole step of a model: rows of (tokens before, tokens of the step)."""
+
+    name: str
+    model: str
+    rows: tuple[tuple[int, int], ...]
+    weights: QuantKind | None = None
+    top_p: float = 1.0
+    penalized: int = 0
+    """Rows with a repetition penalty."""
+    deterministic: bool = False
+
+    @property
+    def config(self) -> ModelConfig:
+        return SHAPES[self.model]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every row computes one token: such steps are captured."""
+        return all(count == 1 for _, count in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.rows)
+
+    def work(self, config: ModelConfig | None = None) -> Work:
+        """Bytes and operations at least."""
+        config = config or self.config
+        plan = [PlanRow(n, at, count, (), True) for n, (at, count) in enumerate(self.rows)]
+        kv = 2 * 2.0 * config.layers * config.kv_heads * config.head_dim
+        return step_work(config, Storage(WEIGHT_BYTES[self.weights], 2.0, kv), plan)
+
+    @property
+    def attention_operations(self) -> float:
+        """Of ``work``, what is not a product with weights."""
+        pairs = sum(count * at + count * (count + 1) / 2 for at, count in self.rows)
+        return 4.0 * self.config.layers * self.config.heads * self.config.head_dim * pairs
+
+
+Case = DecodeAttention | ChunkAttention | Product | ExpertProduct | Pass | Step
+
+
+def kernel_cases() -> tuple[Case, ...]:
+    """Those that decide first."""
+    hidden, inner, vocab = 4096, 14336, 128256
+    products = [
+        Product(rows, inputs, outputs)
+        for rows in (1, 64, 8192)
+        for inputs, outputs in (
+            (hidden, 6144),
+            (hidden, hidden),
+            (hidden, 2 * inner),
+            (inner, hidden),
+        )
+    ]
+    quantized = [
+        Product(rows, hidden, 2 * inner, way)
+        for way in ("int8", "int4", "fp8")
+        for rows in (1, 32, 96)
+    ]
+    return (
+        DecodeAttention(64, 4096),
+        DecodeAttention(1, 32768),
+        DecodeAttention(256, 1024),
+        DecodeAttention(64, 4096, "fp8"),
+        DecodeAttention(64, 4096, layers=32, full_pool=True),
+        ChunkAttention(2048),
+        ChunkAttention(8192),
+        ChunkAttention(32768),
+        *products,
+        *quantized,
+        *(Product(rows, hidden, 2 * inner, "fixed order") for rows in (1, 64, 8192)),
+        *(ExpertProduct(tokens) for tokens in (1, 32, 8192)),
+        Pass("norm", 64, hidden),
+        Pass("norm", 8192, hidden),
+        Pass("gate", 8192, inner),
+        Pass("rotation", 8192, 6144),
+        Pass("draw", 64, vocab),
+        Pass("draw", 256, vocab),
+        Pass("top-p", 64, vocab),
+        Pass("top-p", 256, vocab),
+    )
+
+
+def _decode(batch: int, context: int) -> tuple[tuple[int, int], ...]:
+    return ((context, 1),) * batch
+
+
+def step_cases() -> tuple[Step, ...]:
+    """Ordered by what they share: the weights of one model stay while its steps run."""
+    llama, experts = "Llama 8B", "Qwen3 30B-A3B"
+    mixed = (*_decode(63, 1000), (131000, 1))
+    return (
+        Step("decode 1 × 1k", llama, _decode(1, 1000)),
+        Step("decode 32 × 1k", llama, _decode(32, 1000)),
+        Step("decode 64 × 4k", llama, _decode(64, 4000)),
+        Step("decode 256 × 1k", llama, _decode(256, 1000)),
+        Step("decode 63 × 1k and 1 × 128k", llama, mixed),
+        Step("prefill 512", llama, ((0, 512),)),
+        Step("prefill 8k", llama, ((0, 8192),)),
+        Step("last 8k of a prompt of 32k", llama, ((24576, 8192),)),
+        Step("decode 32 × 1k beside a chunk of 512", llama, (*_decode(32, 1000), (0, 512))),
+        Step("decode 64 × 1k", llama, _decode(64, 1000)),
+        Step("decode 64 × 1k, one penalized", llama, _decode(64, 1000), penalized=1),
+        Step("decode 256 × 1k, top-p 0.9", llama, _decode(256, 1000), top_p=0.9),
+        Step("decode 32 × 1k, fixed order", llama, _decode(32, 1000), deterministic=True),
+        *(
+            step
+            for kind in ("fp8", "int8", "int4")
+            for step in (
+                Step(f"decode 1 × 1k, {kind}", llama, _decode(1, 1000), kind),
+                Step(f"decode 32 × 1k, {kind}", llama, _decode(32, 1000), kind),
+                Step(f"decode 96 × 1k, {kind}", llama, _decode(96, 1000), kind),
+                Step(f"prefill 8k, {kind}", llama, ((0, 8192),), kind),
+            )
+        ),
+        Step("decode 1 × 1k, experts", experts, _decode(1, 1000)),
+        Step("decode 32 × 1k, experts", experts, _decode(32, 1000)),
+        Step("prefill 8k, experts", experts, ((0, 8192),)),
+        Step("decode 32 × 1k, fp8 experts", experts, _decode(32, 1000), "fp8"),
+    )
+
+
+def small(case: Case) -> Case:
+    """A case of the same kind for an interpreter."""
+    match case:
+        case DecodeAttention():
+            context = min(case.context // 64, 300)
+            return replace(case, batch=2, context=context, heads=4, kv_heads=2, dim=32, layers=2)
+        case ChunkAttention():
+            return replace(case, tokens=min(case.tokens // 64, 64), heads=4, kv_heads=2, dim=32)
+        case Product():
+            return replace(case, rows=min(case.rows, 70), inputs=64, outputs=96)
+        case ExpertProduct():
+            return replace(
+                case, tokens=min(case.tokens, 20), experts=8, per_token=2, inputs=64, outputs=64
+            )
+        case Pass():
+            return replace(case, rows=2, width=100)
+    kept = case.rows[-1:] if case.weights else case.rows[-2:]
+    rows = tuple((min(at // 64, 17), min(count, 4)) for at, count in kept)
+    return replace(case, rows=rows, penalized=min(case.penalized, len(rows)))
+
+
+def config_of(case: Step, *, tiny: bool) -> ModelConfig:
+    """The model that a step runs; ``tiny`` for an interpreter."""
+    return miniature(case.config) if tiny else case.config

@@ -1,0 +1,285 @@
+"""Drafts on a GPU: the tokens stay those of steps without drafts, and the speed changes by so much.
+
+The drafter knows the answers and gets a chosen part of the tokens right. That shows the worth of a
+drafter by how often it is right, on random weights, whose answers never repeat.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+
+from baton.request import SequenceSpec
+from baton.sampling_params import SamplingParams
+from engine.checkpoint.model_config import ModelConfig
+from engine.execution.runner import Ending, ModelRunner
+from engine.gpu.decoder import GpuStepModel
+from engine.gpu.fused_weights import gpu_weights
+from engine.gpu.overlap_costs import OverlapCosts
+from engine.gpu.runner import GpuRunner
+from engine.gpu.speculation import OverlapSpeculation, make_overlap_speculation
+from engine.kv.kv_cache import KvCache
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import Sequence as EngineSequence
+from engine.speculation.draft_costs import DraftCosts
+from engine.speculation.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
+from engine.speculation.drafter import Draft, Drafter
+from engine.speculation.speculation import MOST_DRAFT_TOKENS
+from loadtest.gpu.common.models import random_model
+from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.results import Check, Item, Timing
+from loadtest.gpu.common.shapes import SHAPES, llama_8b, miniature
+
+_BLOCK = 16
+_IN_FLIGHT = 2
+"""Steps that a worker has under way at most."""
+_HOT = 1e6
+"""A temperature at which the noise alone decides: rounding changes no token, and no text repeats.
+"""
+
+
+class KnownAnswers:
+    """A drafter that knows what will be said, and says each token right with a chance."""
+
+    name = "known"
+
+    def __init__(self, answers: Sequence[Sequence[int]], right: float, vocab: int) -> None:
+        """``answers``: of each sequence, by its id, all its tokens."""
+        self._answers = answers
+        self._right = right
+        self._vocab = vocab
+        self._random = random.Random(0)  # noqa: S311 - no secret
+
+    def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
+        """See ``Drafter``."""
+        place = len(token_ids)
+        tokens = self._answers[sequence_id][place : place + most]
+        if not tokens:
+            return None
+        said = [t if self._random.random() < self._right else (t + 1) % self._vocab for t in tokens]
+        return Draft(said, 4)
+
+    def forget(self, sequence_id: int) -> None:
+        """Nothing is kept."""
+
+
+class _Whole(DraftLength):
+    """All tokens of every draft."""
+
+    def choose(
+        self,
+        batch: int,
+        rows: int,
+        proposals: Sequence[Proposal],
+        costs: list[float] | None = None,
+    ) -> list[int]:
+        room = MOST_IN_A_STEP
+        lengths = []
+        for proposal in proposals:
+            lengths.append(min(room, proposal.tokens - proposal.drawn))
+            room -= lengths[-1]
+        return lengths
+
+
+class _Always(OverlapCosts):
+    """Every draft is worth its wait."""
+
+    def seconds(self, batch: int, rows: int, most: int, *, first: bool) -> list[float] | None:
+        return [1.0] * (most + 1)
+
+
+def _all_drafts(drafter: Drafter) -> OverlapSpeculation:
+    return OverlapSpeculation(drafter, _Whole(), _Always(DraftCosts()))
+
+
+def run_to_end(
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
+) -> None:
+    """Run all sequences of a scheduler; a step starts while the one before it runs.
+
+    ``note`` gets each step's result.
+    """
+    flight: deque[tuple[StepPlan, Ending]] = deque()
+    while True:
+        while len(flight) < _IN_FLIGHT and (plan := scheduler.schedule()) is not None:
+            flight.append((plan, runner.start(plan)))
+        if not flight:
+            break
+        plan, ending = flight.popleft()
+        result = ending()
+        scheduler.complete(plan, result)
+        note(plan, result)
+
+
+class GpuSequences:
+    """Sequences of one model, run to their ends with and without drafts."""
+
+    def __init__(
+        self, place: Place, config: ModelConfig, blocks: int, most: int, *, deterministic: bool
+    ) -> None:
+        """At most ``most`` sequences at a time, in ``blocks`` blocks."""
+        self._place = place
+        self._most = most
+        self.config = config
+        self._cache = KvCache(config, blocks, _BLOCK, place.dtype, place.device)
+        model = random_model(config, place.device, place.dtype)
+        self._model = GpuStepModel(
+            gpu_weights(model, deterministic=deterministic),
+            self._cache,
+            most + MOST_IN_A_STEP,
+            capture=place.capture(),
+        )
+
+    def run(
+        self,
+        speculation: OverlapSpeculation | None,
+        samplings: Sequence[SamplingParams],
+        prompt_tokens: int,
+        note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
+    ) -> list[list[int]]:
+        """All tokens of each sequence; steps overlap as in a worker. ``note`` gets each result."""
+        runner = GpuRunner(self._model, self._cache, self._place.device, 0, speculation)
+        limits = SchedulerLimits(
+            block_size=_BLOCK,
+            chunk_tokens=8192,
+            max_sequences=self._most,
+            context_length=self.config.context_length,
+            draft_tokens=MOST_DRAFT_TOKENS,
+        )
+        scheduler = Scheduler(BlockPool(self._cache.blocks), limits)
+        sequences = []
+        for number, sampling in enumerate(samplings):
+            # Not all of one length, and no two alike.
+            prompt = self._prompt(number, prompt_tokens - number % 3)
+            spec = SequenceSpec(str(number), 0, "", prompt, len(prompt), sampling)
+            sequences.append(EngineSequence(number, spec, stop_ids=(), hash_key=b"drafts"))
+            scheduler.add(sequences[-1])
+        run_to_end(scheduler, runner, note)
+        if speculation is not None:
+            for sequence in sequences:
+                speculation.forget(sequence.sequence_id)
+        return [sequence.token_ids for sequence in sequences]
+
+    def _prompt(self, number: int, count: int) -> tuple[int, ...]:
+        generator = torch.Generator().manual_seed(number)
+        found = torch.randint(0, self.config.vocab_size, (count,), generator=generator)
+        return tuple(found.tolist())
+
+
+def draft_check_items(place: Place) -> Iterator[Item]:
+    """The tokens of a small model with drafts, some of them wrong, are those without."""
+    # What torch's products round another way in another batch is small in fp32, and nothing in
+    # kernels of fixed order.
+    for dtype, deterministic in ((torch.float32, False), (place.dtype, True)):
+        name = "fixed order" if deterministic else str(dtype).removeprefix("torch.")
+        own = place.with_dtype(dtype)
+        yield Item(f"drafts change no token, {name}", partial(_unchanged, own, deterministic))
+
+
+def _unchanged(place: Place, deterministic: bool) -> Iterator[Check]:
+    tiny = miniature(SHAPES["Llama 8B"])
+    bench = GpuSequences(place, tiny, 32, 4, deterministic=deterministic)
+    wrong, accepted = _wrong_tokens(bench, *((4, 3) if place.small else (20, 60)))
+    yield Check("sequences with other tokens", float(wrong), 0.0)
+    yield Check("no draft was accepted", float(not accepted), 0.0)
+
+
+def _wrong_tokens(bench: GpuSequences, prompt: int, tokens: int) -> tuple[int, int]:
+    """Sequences that differ, and drafted tokens that were right."""
+    base = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    samplings = [
+        base,
+        replace(base, temperature=1.0, seed=3),
+        replace(base, temperature=1.2, seed=4, top_p=0.9, top_k=50),
+    ]
+    accepted = 0
+
+    def note(_: StepPlan, result: StepResult) -> None:
+        nonlocal accepted
+        accepted += result.accepted
+
+    expected = bench.run(None, samplings, prompt)
+    drafter = KnownAnswers(expected, 0.7, bench.config.vocab_size)
+    found = bench.run(_all_drafts(drafter), samplings, prompt, note)
+    return sum(one != other for one, other in zip(found, expected, strict=True)), accepted
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Tokens a second of the steps in which all of ``batch`` sequences decoded, and no other."""
+
+    batch: int
+    tokens: int = 0
+    seconds: float = 0.0
+    _last: float = 0.0
+
+    def note(self, plan: StepPlan, result: StepResult) -> None:
+        """A step has ended."""
+        now = time.perf_counter()
+        if plan.decodes_only and len(plan.rows) == self.batch and self._last:
+            self.tokens += sum(len(found) for found in result.token_ids)
+            self.seconds += now - self._last
+        self._last = now if plan.decodes_only else 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for a token of each sequence."""
+        return self.seconds * self.batch / max(1, self.tokens)
+
+
+def draft_speed_items(place: Place) -> Iterator[Item]:
+    """Seconds a token with drafts, chosen by what the runner measures, beside those without."""
+    batches = (2,) if place.small else (1, 16, 64)
+    prompt, answer = (4, 3) if place.small else (512, 160)
+    blocks = max(batches) * (-(-(prompt + answer) // _BLOCK) + 2)
+    config = miniature(SHAPES["Llama 8B"]) if place.small else llama_8b(2048)
+
+    @cache
+    def bench() -> GpuSequences:
+        return GpuSequences(place, config, blocks, max(batches), deterministic=False)
+
+    for batch in batches:
+        yield Item(f"drafts, batch {batch}", partial(_ratios, place, bench, batch, prompt, answer))
+
+
+def _ratios(
+    place: Place, make_bench: Callable[[], GpuSequences], batch: int, prompt: int, answer: int
+) -> Iterator[Timing]:
+    bench = make_bench()
+    samplings = [
+        SamplingParams(temperature=_HOT, seed=number, max_tokens=answer, ignore_eos=True)
+        for number in range(batch)
+    ]
+
+    def measured(speculation: OverlapSpeculation | None) -> tuple[_Rate, list[list[int]]]:
+        """Of the second of two runs: what the first has learned, and captured, is kept."""
+        if not place.small:
+            bench.run(speculation, samplings, prompt)
+        rate = _Rate(batch)
+        return rate, bench.run(speculation, samplings, prompt, rate.note)
+
+    plain, answers = measured(None)
+    vocab = bench.config.vocab_size
+    ways = {
+        "ngram, no repetition": make_overlap_speculation("ngram"),
+        "all drafted tokens wrong": OverlapSpeculation(KnownAnswers(answers, 0.0, vocab)),
+        "half of the drafted tokens right": OverlapSpeculation(KnownAnswers(answers, 0.5, vocab)),
+        "nine of ten right": OverlapSpeculation(KnownAnswers(answers, 0.9, vocab)),
+    }
+    # A dry run has no use for all of them.
+    for name, speculation in list(ways.items())[:: 3 if place.small else 1]:
+        found, said = measured(speculation)
+        same = "" if said == answers else ", OTHER TOKENS"
+        title = f"token, batch {batch} × {prompt}, {name}{same}"
+        yield Timing(title, found.token_s, "no drafts", plain.token_s)

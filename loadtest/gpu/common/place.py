@@ -1,0 +1,86 @@
+"""Where the checks and measurements run: a GPU, an interpreter, or nowhere at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.gpu.graphs import Capture, CudaCapture, Work
+from loadtest.gpu.common.results import Check
+
+_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Largest error over the largest value that is expected."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device and the sizes that suit it.
+
+    On ``cuda`` everything runs at full size. On ``cpu`` kernels are interpreted at small sizes: a
+    dry run. On ``meta`` nothing is computed at full size: launches are described, for compiling.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    small: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def describes(self) -> bool:
+        """Whether tensors have no values here."""
+        return self.device.type == "meta"
+
+    def with_dtype(self, dtype: torch.dtype) -> Place:
+        """The same place with another type of weights."""
+        return Place(self.device, dtype, self.small)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def integers(self, *numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
+    def check(
+        self, name: str, found: torch.Tensor, expected: torch.Tensor, *, by_row: bool = False
+    ) -> Check:
+        """The largest error over the largest expected value, against the bound of the type.
+
+        With ``by_row`` each row has a largest value of its own: rows differ in size.
+        """
+        limit = _LIMITS[self.dtype]
+        if self.describes:
+            return Check(name, 0.0, limit)
+        error, size = (found.float() - expected.float()).abs(), expected.float().abs()
+        if by_row:
+            return Check(
+                name, float((error.flatten(1).amax(1) / size.flatten(1).amax(1)).max()), limit
+            )
+        return Check(name, float(error.max() / size.max()), limit)
+
+    def capture(self) -> Capture:
+        """What captures steps here: CUDA graphs, or functions that run again."""
+        return CudaCapture(self.device) if self.on_gpu else _run_again
+
+
+def _run_again(work: Work) -> Work:
+    work()
+    return work
+
+
+def permutation(count: int, seed: int = 0) -> list[int]:
+    """The numbers below ``count`` in an order that looks random and is always the same."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[int] = torch.randperm(count, generator=generator).tolist()
+    return found
+
+
+def padded(place: Place, tables: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Block tables as kernels take them: int32 [sequences, blocks of the longest, to 4]."""
+    width = -(-max(len(table) for table in tables) // 4) * 4
+    rows = [[*table, *[0] * (width - len(table))] for table in tables]
+    return torch.tensor(rows, dtype=torch.int32, device=place.device)

@@ -1,0 +1,246 @@
+"""How long each case should take, from bytes, operations, launches and host time. Pure.
+
+Written before any GPU has run Baton: a measurement is worth more beside what was expected of it.
+
+    time = max(bytes / reached bandwidth, operations / reached rate) + launches × gap
+    step = max(sum over its parts on the GPU, time of its host)
+
+How much of a ceiling a kind of kernel reaches is an estimate, from its instructions and from what
+published kernels of the same form reach. `python -m loadtest.gpu.common.predictions` prints the
+tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from loadtest.gpu.common.cases import (
+    WEIGHT_BYTES,
+    Case,
+    ChunkAttention,
+    DecodeAttention,
+    ExpertProduct,
+    Pass,
+    Product,
+    Step,
+    kernel_cases,
+    step_cases,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a device does at best, as programs measure it, not as its data sheet says."""
+
+    name: str
+    bytes_per_s: float
+    """Of a large copy, bytes read and written."""
+    operations_per_s: float
+    """Of a large product in bf16."""
+    processors: int
+    gap_s: float
+    """Between two kernels of a captured step."""
+
+
+H200 = Gpu("H200", 4.3e12, 790e12, 132, 1.0e-6)
+H100 = Gpu("H100 SXM", 3.0e12, 740e12, 132, 1.0e-6)
+A100 = Gpu("A100 SXM 80 GB", 1.75e12, 270e12, 108, 1.3e-6)
+GPUS = (H200, H100, A100)
+
+_OF_BANDWIDTH = {
+    "decode attention, bf16": 0.70,
+    "decode attention, fp8": 0.52,
+    "linear": 0.85,
+    "fixed order": 0.48,
+    "int8": 0.62,
+    "int4": 0.52,
+    "fp8": 0.62,
+    "experts": 0.62,
+    "norm": 0.80,
+    "gate": 0.68,
+    "rotation": 0.52,
+    "draw": 0.70,
+}
+_OF_PRODUCTS = {"linear": 0.90, "fixed order": 0.50, "chunk attention": 0.44, "experts": 0.55}
+_SMALL_BYTES = 4e6
+"""A kernel with so few bytes is half as far from the ceiling again: it starts and drains."""
+_DEQUANTIZED_ROWS = 64
+"""Above it quantized weights become dense ones first, in torch."""
+_DEQUANTIZE_BYTES = 52.0
+"""That moves for each weight: some ten passes in fp32."""
+_SORT_BYTES = 600.0
+"""That top-p moves for each logit: a stable sort with its indices, and five passes."""
+_ELEMENT_BYTES, _OF_ELEMENTS = 55.0, 0.72
+"""Bytes that move for each hidden value of a token and layer (norms 24, gate 21, rotation 6, output
+4), and the part of the bandwidth at which they do."""
+_LAUNCHES, _EXPERT_LAUNCHES = 11, 45
+"""Of a layer: dense; with experts."""
+_EMPTY_S = 0.6e-6
+"""A program of decode attention that finds nothing to do, in its slot of the processor."""
+_SLOTS = 2.5
+"""Such programs that one processor holds at a time."""
+_SPLIT = 256
+_EAGER_LAUNCH_S, _CAPTURED_STEP_S = 35e-6, 0.45e-3
+"""Host time: of one launch outside a captured step; of a captured step beside its rows."""
+_ROW_S, _TOKEN_S = 52e-6, 3.0e-9
+"""Host time of a captured step: of each row, and of each token in its block table."""
+_HOST_SAMPLED_ROW_S = 0.3e-3
+_SEPARATE_LAUNCH_S, _SEPARATE_LAUNCHES = 40e-6, 5
+"""Quantized experts run one by one: of each that has a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds."""
+
+    floor_s: float
+    """By bytes and operations alone, at the ceilings."""
+    expected_s: float
+
+
+def predict(case: Case, gpu: Gpu) -> Prediction:
+    """How long a case takes on a device."""
+    if isinstance(case, Step):
+        work = case.work()
+        floor = max(work.bytes / gpu.bytes_per_s, work.operations / gpu.operations_per_s)
+        return Prediction(floor, _step_s(case, gpu))
+    floor = max(case.bytes / gpu.bytes_per_s, case.operations / gpu.operations_per_s)
+    return Prediction(floor, _kernel_s(case, gpu))
+
+
+def _kernel_s(case: Case, gpu: Gpu) -> float:
+    match case:
+        case DecodeAttention():
+            # The second kernel is a launch of its own.
+            return _memory_s(case.bytes, f"decode attention, {case.kv}", gpu) + 2 * gpu.gap_s
+        case ChunkAttention():
+            return _products_s(case.operations, "chunk attention", gpu) + gpu.gap_s
+        case Product():
+            return _product_s(case, gpu)
+        case ExpertProduct():
+            memory, products = (
+                _memory_s(case.bytes, "experts", gpu),
+                _products_s(case.operations, "experts", gpu),
+            )
+            return max(memory, products) + gpu.gap_s
+        case Pass(what="top-p"):
+            return case.rows * case.width * _SORT_BYTES / gpu.bytes_per_s + 30 * gpu.gap_s
+        case Pass():
+            return _memory_s(case.bytes, case.what, gpu) + gpu.gap_s
+    raise AssertionError(f"{case.name} is no kernel")
+
+
+def _product_s(case: Product, gpu: Gpu) -> float:
+    way = "linear" if case.way == "cuBLAS" else case.way
+    if case.kind is None:
+        memory = _memory_s(case.bytes, way, gpu)
+        return max(memory, _products_s(case.operations, way, gpu)) + gpu.gap_s
+    if case.rows <= _DEQUANTIZED_ROWS:
+        return _memory_s(case.bytes, way, gpu) + 2 * gpu.gap_s
+    dense = case.inputs * case.outputs * _DEQUANTIZE_BYTES / gpu.bytes_per_s
+    return dense + _products_s(case.operations, "linear", gpu) + 12 * gpu.gap_s
+
+
+def _memory_s(count: float, kind: str, gpu: Gpu) -> float:
+    share = _OF_BANDWIDTH[kind]
+    return (count + _SMALL_BYTES / 2) / (share * gpu.bytes_per_s)
+
+
+def _products_s(operations: float, kind: str, gpu: Gpu) -> float:
+    return operations / (_OF_PRODUCTS[kind] * gpu.operations_per_s)
+
+
+def _step_s(step: Step, gpu: Gpu) -> float:
+    return max(_step_gpu_s(step, gpu), _step_host_s(step)) + _extra_s(step, gpu)
+
+
+def _step_gpu_s(step: Step, gpu: Gpu) -> float:
+    config, work = step.config, step.work()
+    products = work.operations - step.attention_operations
+    rows = len(step.rows)
+    plain = "experts" if config.experts else "fixed order" if step.deterministic else "linear"
+    kind: str = step.weights or plain
+    # Dequantized weights are multiplied as dense ones.
+    rate = kind if kind in _OF_PRODUCTS else "linear"
+    weights = work.weight_bytes / (_OF_BANDWIDTH[kind] * gpu.bytes_per_s)
+    linear = max(weights, _products_s(products, rate, gpu))
+    if step.decodes:
+        attention = work.kv_bytes / (_OF_BANDWIDTH["decode attention, bf16"] * gpu.bytes_per_s)
+        attention += _empty_programs(step) * _EMPTY_S / (_SLOTS * gpu.processors)
+    else:
+        attention = _products_s(step.attention_operations, "chunk attention", gpu)
+    values = step.tokens * config.layers * config.hidden_size
+    elements = values * _ELEMENT_BYTES / (_OF_ELEMENTS * gpu.bytes_per_s)
+    launches = config.layers * (_EXPERT_LAUNCHES if config.experts else _LAUNCHES) + 5
+    draws = rows * config.vocab_size * 4 / gpu.bytes_per_s
+    return linear + attention + elements + launches * gpu.gap_s + draws
+
+
+def _empty_programs(step: Step) -> float:
+    """Programs of decode attention without work, of all layers: the grid follows the longest."""
+    longest = max(at + 1 for at, _ in step.rows)
+    size = 1024
+    while size < longest:
+        size *= 2
+    grid = size // _SPLIT * len(step.rows)
+    real = sum(-(-(at + 1) // _SPLIT) for at, _ in step.rows)
+    return (grid - real) * step.config.kv_heads * step.config.layers
+
+
+def _step_host_s(step: Step) -> float:
+    rows, context = len(step.rows), sum(at + count for at, count in step.rows)
+    table = rows * _ROW_S + context * _TOKEN_S
+    if step.decodes:
+        return _CAPTURED_STEP_S + table
+    return step.config.layers * (_LAUNCHES - 1) * _EAGER_LAUNCH_S + table
+
+
+def _extra_s(step: Step, gpu: Gpu) -> float:
+    """What comes on top: work of the host that nothing hides, and of quantized weights."""
+    config, rows = step.config, len(step.rows)
+    extra = 0.0
+    if step.top_p < 1.0:
+        extra += rows * config.vocab_size * _SORT_BYTES / gpu.bytes_per_s
+    if step.penalized:
+        extra += rows * _HOST_SAMPLED_ROW_S
+    if step.weights is not None and step.tokens > _DEQUANTIZED_ROWS:
+        head = config.vocab_size * config.hidden_size * 2.0
+        weights = (step.work().weight_bytes - head) / WEIGHT_BYTES[step.weights]
+        extra += weights * _DEQUANTIZE_BYTES / gpu.bytes_per_s
+    if step.weights is not None and config.experts is not None:
+        experts = config.experts
+        met = experts.count * (1.0 - (1.0 - experts.per_token / experts.count) ** step.tokens)
+        extra += met * len(experts.layers) * _SEPARATE_LAUNCHES * _SEPARATE_LAUNCH_S
+    return extra
+
+
+def by_name(gpu: Gpu) -> dict[str, Prediction]:
+    """Of all cases."""
+    return {case.name: predict(case, gpu) for case in (*kernel_cases(), *step_cases())}
+
+
+def gpu_of(device: str) -> Gpu | None:
+    """The entry for a device as CUDA calls it; None for one that nothing was predicted for."""
+    return next((gpu for gpu in GPUS if gpu.name.split()[0] in device), None)
+
+
+def table() -> str:
+    """Markdown: a row for each case, floor and expectation in ms for each device."""
+    heads = " | ".join(f"{gpu.name}: floor | expected" for gpu in GPUS)
+    lines = [f"| case | {heads} |", "|---|" + "---|---|" * len(GPUS)]
+    for case in (*kernel_cases(), *step_cases()):
+        found = [predict(case, gpu) for gpu in GPUS]
+        cells = [f"{milliseconds(one.floor_s)} | {milliseconds(one.expected_s)}" for one in found]
+        lines.append(f"| {case.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def milliseconds(seconds: float) -> str:
+    """Three figures."""
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table() + "\n")

@@ -1,0 +1,64 @@
+"""A real decode worker in a process of its own. Run as a module; see ``line_service``."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+
+from baton.config.cluster import Config, PoolConfig
+from baton.errors import ConfigError
+from decode_worker.role import DecodeRole
+from loadtest.common.line_service import Asker, Fields, run_helper
+from worker.cores.cores import host_cores
+from worker.process import WorkerProcess
+from worker.settings import WorkerSettings
+
+_PARTNERS = 2
+"""Workers of the host: it, and the prefill worker that it would have in a small cluster."""
+
+
+async def _work(asker: Asker, start: Fields) -> None:
+    pool = PoolConfig(
+        name="decode",
+        role="decode",
+        device="cpu",
+        kv_pool_mib=start["kv_pool_mib"],
+        max_sequences=start["max_sequences"],
+    )
+    settings = WorkerSettings(
+        config=Config.model_construct(pools=(pool,), dtype=start["dtype"]),
+        pool=pool,
+        slot="decode-0",
+        model_path=start["model"],
+        model_name="bench",
+        redis_url=start["redis_url"],
+        cluster_id="bench",
+        threads=host_cores(),
+        core_board=start["core_board"],
+        workers_here=_PARTNERS,
+    )
+    worker = WorkerProcess(settings, {"decode": DecodeRole})
+    try:
+        record = await worker.start()
+        assert worker.context is not None, "started"
+        asker.say(
+            {
+                "address": record.address,
+                "incarnation": record.incarnation,
+                "fingerprint": record.fingerprint,
+                "geometry": asdict(record.geometry),
+                "block_bytes": worker.context.memory.block_bytes,
+                "context_length": record.context_length,
+            }
+        )
+        await asker.serve(_no_answer)
+    finally:
+        await worker.stop()
+
+
+async def _no_answer(_question: Fields) -> Fields:
+    raise ConfigError("a decode worker answers by gRPC alone")
+
+
+if __name__ == "__main__":
+    asyncio.run(run_helper(_work))

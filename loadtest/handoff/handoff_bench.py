@@ -1,0 +1,240 @@
+"""`baton bench handoff`: what handing over costs a request, in a cluster of real processes.
+
+Two kinds of requests take turns, one at a time, every prompt a new one: answers of one token, which
+end where the prompt was computed, and longer ones, which are handed off. The first token of both
+should come at the same time; the second one a decode step after the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from baton.client import Client
+from baton.errors import Unavailable
+from baton.v1.sampling_pb2 import SamplingParameters
+from engine.checkpoint.model_config import load_model_config
+from engine.kv.kv_cache import block_bytes
+from loadtest.common.peer_servers import LOOPBACK, SERVED_NAME, Programs, Server, free_port, serving
+from loadtest.handoff.transfer_bench import TransferSettings, measure_transfers
+from planning.common.machine import Machine, this_machine
+from planning.common.report_output import print_whole, whole_table, write_json
+
+Say = Callable[[str], None]
+
+CHUNK_TOKENS = 512
+"""Of a prompt, in one step on a CPU, unless it is late in a long prompt."""
+_BLOCK_TOKENS = 16
+_BANDWIDTH_BYTES = 16 << 20
+"""Bandwidth is that of so many."""
+_WARM_UPS = 2
+_LOWEST_ID = 100
+"""Plain tokens: control tokens come first in a vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSettings:
+    """What is to be measured."""
+
+    transports: tuple[str, ...] = ("shm", "grpc")
+    prompt_tokens: int = 1024
+    answer_tokens: int = 16
+    repetitions: int = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """When the tokens of one request came: seconds after it was sent."""
+
+    times: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRow:
+    """One transport; milliseconds, medians."""
+
+    transport: str
+    prompt_tokens: int
+    ttft_ms: float
+    ttft_alone_ms: float
+    """Of answers that are not handed off."""
+    ttft_ratio: float
+    first_gap_ms: float
+    """Between the first token and the second."""
+    step_ms: float
+    """Between later ones, on the average of an answer."""
+    over_step_ms: float
+    """``first_gap_ms`` less ``step_ms``."""
+    last_chunk_ms: float
+    """The bytes of a prompt's last chunk over the bandwidth measured in the same run."""
+
+
+def bench_handoffs(
+    settings: HandoffSettings, programs: Programs, say: Say, console: Console, output: Path | None
+) -> None:
+    """Measure, print the table, and write all to ``output`` as JSON. Raises BatonError;
+
+    ConfigError, before anything is measured, where ``output`` cannot be written.
+    """
+    if output is not None:
+        write_json(output, "{}\n")
+    rows = measure_handoffs(settings, programs, say)
+    machine = this_machine()
+    print_whole(console, draw(rows))
+    line = f"Medians of {settings.repetitions}, prompts of {settings.prompt_tokens} tokens."
+    console.print(f"{line} {machine.line()}.", markup=False, highlight=False, soft_wrap=True)
+    if output is not None:
+        write_json(output, as_json(machine, rows))
+
+
+def measure_handoffs(
+    settings: HandoffSettings, programs: Programs, say: Say
+) -> tuple[HandoffRow, ...]:
+    """A row for each transport, of a cluster of its own.
+
+    Raises ConfigError where Baton is not installed here, Unavailable where a cluster does not come
+    up, and BatonError where a request fails.
+    """
+    vocabulary = load_model_config(programs.model).vocab_size
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        for name in dict.fromkeys(settings.transports):
+            server, grpc = _cluster(name, programs)
+            with serving(server, Path(folder) / f"{name}.log") as seconds:
+                say(f"{name}: ready after {seconds:.1f} s")
+                with Client(grpc) as client:
+                    turns = []
+                    for turn in _turns(client, settings, vocabulary):
+                        turns.append(turn)
+                        alone_ms, handed_ms = (answer.times[0] * 1e3 for answer in turn)
+                        say(f"{name}: {alone_ms:.0f} ms alone, {handed_ms:.0f} ms handed off")
+            alone, handed = zip(*turns, strict=True)
+            last_chunk_s = _last_chunk_s(settings, programs, name)
+            rows.append(row_of(name, settings.prompt_tokens, alone, handed, last_chunk_s))
+    return tuple(rows)
+
+
+def _last_chunk_s(settings: HandoffSettings, programs: Programs, transport: str) -> float:
+    tokens = settings.prompt_tokens % CHUNK_TOKENS or CHUNK_TOKENS
+    blocks = -(-tokens // _BLOCK_TOKENS)
+    size = block_bytes(load_model_config(programs.model), _BLOCK_TOKENS, torch.bfloat16)
+    measured = TransferSettings((transport,), size, _BANDWIDTH_BYTES + size)
+    rows = asyncio.run(measure_transfers(measured, lambda _: None))
+    return blocks * size / rows[-1].gb_per_s / 1e9
+
+
+def row_of(
+    transport: str,
+    prompt_tokens: int,
+    alone: Sequence[Answer],
+    handed: Sequence[Answer],
+    last_chunk_s: float,
+) -> HandoffRow:
+    """A row of answers of one token, and of longer ones, of 3 or more, that were handed off."""
+    ttft = statistics.median(answer.times[0] for answer in handed)
+    ttft_alone = statistics.median(answer.times[0] for answer in alone)
+    gap = statistics.median(answer.times[1] - answer.times[0] for answer in handed)
+    # Not the median of the gaps: tokens that come together have none between them.
+    step = statistics.median(
+        (answer.times[-1] - answer.times[1]) / (len(answer.times) - 2) for answer in handed
+    )
+    return HandoffRow(
+        transport=transport,
+        prompt_tokens=prompt_tokens,
+        ttft_ms=ttft * 1e3,
+        ttft_alone_ms=ttft_alone * 1e3,
+        ttft_ratio=ttft / ttft_alone,
+        first_gap_ms=gap * 1e3,
+        step_ms=step * 1e3,
+        over_step_ms=(gap - step) * 1e3,
+        last_chunk_ms=last_chunk_s * 1e3,
+    )
+
+
+def draw(rows: Sequence[HandoffRow]) -> Table:
+    """A line for each row."""
+    table = whole_table(
+        *("transport", "TTFT, ms", "without handoff", "ratio"),
+        *("first gap, ms", "decode step", "over it", "last chunk's bytes, ms"),
+        title="The first tokens of requests that are handed off",
+    )
+    for row in rows:
+        table.add_row(
+            row.transport,
+            f"{row.ttft_ms:.1f}",
+            f"{row.ttft_alone_ms:.1f}",
+            f"{row.ttft_ratio:.3f}",
+            f"{row.first_gap_ms:.1f}",
+            f"{row.step_ms:.1f}",
+            f"{row.over_step_ms:.1f}",
+            f"{row.last_chunk_ms:.1f}",
+        )
+    return table
+
+
+def as_json(machine: Machine, rows: Sequence[HandoffRow]) -> str:
+    """``rows``, and what they were measured on."""
+    fields = {"machine": asdict(machine), "rows": [asdict(row) for row in rows]}
+    return json.dumps(fields, indent=1) + "\n"
+
+
+def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
+    """How it is started, and the address of its gRPC front."""
+    port, grpc = free_port(), f"{LOOPBACK}:{free_port()}"
+    command = (
+        *(str(programs.baton), "serve", "--model", str(programs.model)),
+        *("--served-model-name", SERVED_NAME),
+        *("--http", f"{LOOPBACK}:{port}", "--grpc", grpc),
+    )
+    # Every request is to be handed off, also where that does not pay.
+    environment = {
+        "BATON_TRANSPORT": transport,
+        "BATON_LOCAL_PREFILL": "never",
+        # Steps that bring several tokens would not tell how long a step is.
+        "BATON_DRAFTER": "none",
+    }
+    return Server("baton", "bf16", command, port, environment), grpc
+
+
+def _turns(
+    client: Client, settings: HandoffSettings, vocabulary: int
+) -> Iterator[tuple[Answer, Answer]]:
+    """Answers of one token and of more, in turns."""
+    dice = random.Random(0)  # noqa: S311 - prompts, no secret
+    for number in range(-_WARM_UPS, settings.repetitions):
+        lengths = (1, settings.answer_tokens)
+        # Whoever comes second finds the machine otherwise.
+        order = lengths if number % 2 else lengths[::-1]
+        answers = {
+            tokens: _ask(client, random_prompt(dice, settings.prompt_tokens, vocabulary), tokens)
+            for tokens in order
+        }
+        if number >= 0:
+            yield answers[1], answers[settings.answer_tokens]
+
+
+def random_prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int]:
+    """No two begin alike: so nothing of them is found in a cache."""
+    return [dice.randrange(min(_LOWEST_ID, vocabulary - 1), vocabulary) for _ in range(tokens)]
+
+
+def _ask(client: Client, prompt: Sequence[int], tokens: int) -> Answer:
+    sampling = SamplingParameters(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    times: list[float] = []
+    began = time.perf_counter()
+    for piece in client.generate(token_ids=prompt, sampling=sampling):
+        times += [time.perf_counter() - began] * len(piece.token_ids)
+    if len(times) != tokens:
+        raise Unavailable(f"{len(times)} tokens came of {tokens}")
+    return Answer(tuple(times))

@@ -1,0 +1,78 @@
+"""The receiving process of `baton bench transfer`. Run as a module; see ``line_service``.
+
+It promises blocks and takes them by one transport, as a worker does; beside that it takes what the
+transport's limit sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from baton.config.cluster import TlsConfig
+from baton.rpc.grpc_channel import listen, make_server
+from baton.security.peer_roles import PeerRoles
+from baton.v1 import transfer_pb2_grpc
+from loadtest.common.bench_pool import bench_pool, identity_of
+from loadtest.common.line_service import Asker, Fields, run_helper
+from loadtest.handoff.transfer_end import LOOPBACK, transfer_end
+from loadtest.handoff.transfer_limits import grpc_sink, socket_sink
+from worker.exchange.exchange import Exchange
+from worker.services.transfer_service import TransferServicer
+
+RECEIVER = "receiver"
+"""Its incarnation."""
+
+
+async def _work(asker: Asker, start: Fields) -> None:
+    identity = identity_of(RECEIVER, start["block_bytes"])
+    with contextlib.ExitStack() as held:
+        grpc_address = held.enter_context(grpc_sink())
+        socket_address = held.enter_context(socket_sink())
+        pool = held.enter_context(bench_pool(start["blocks"], start["block_bytes"]))
+        certs = start.get("certs", "")
+        async with transfer_end(identity, pool.memory, start["transport"], certs=certs) as exchange:
+            tls = TlsConfig(folder=certs).of("worker")
+            server = make_server(gates=() if tls is None else (PeerRoles(),))
+            transfer_pb2_grpc.add_TransferServiceServicer_to_server(
+                TransferServicer(exchange), server
+            )
+            port = listen(server, f"{LOOPBACK}:0", tls)
+            await server.start()
+            try:
+                asker.say(
+                    {
+                        "address": f"{LOOPBACK}:{port}",
+                        "grpc": grpc_address,
+                        "socket": socket_address,
+                    }
+                )
+                await asker.serve(_Tickets(exchange).answer)
+            finally:
+                await server.stop(grace=1.0)
+
+
+class _Tickets:
+    """What the sender asks for."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._receiver = exchange.receiver
+        self._count = 0
+
+    async def answer(self, question: Fields) -> Fields:
+        """``{"promise": blocks, "writer": …}``, then ``{"commit": ticket, "writer": …}``."""
+        now = time.monotonic()
+        if "promise" in question:
+            self._count += 1
+            attempt = (f"bench-{self._count}", 0)
+            missing, writer = question["promise"], question["writer"]
+            ticket = self._receiver.promise(attempt, writer, missing=missing, pinned=[], now=now)
+            return {"ticket": ticket.ticket_id}
+        ticket = self._receiver.commit(question["commit"], question["writer"], now)
+        self._receiver.pool.release(ticket.missing)
+        return {}
+
+
+if __name__ == "__main__":
+    asyncio.run(run_helper(_work))

@@ -1,0 +1,170 @@
+"""Runs of a comparison, their medians and ratios, and the table that shows them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from baton.errors import ConfigError
+from loadtest.common.peer_servers import PEERS, Precision
+from loadtest.common.workload import Workload
+from loadtest.peers.bench_client import ClientResult
+from planning.common.machine import Machine
+from planning.common.report_output import whole_table
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the client."""
+
+    peer: str
+    precision: Precision
+    workload: str
+    repetition: int
+    seed: int
+    result: ClientResult
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Medians over the repetitions of one workload against one server."""
+
+    tokens_per_s: float
+    """Output tokens, all requests together."""
+    ttft_ms: float
+    """p50"""
+    tpot_ms: float
+    """p99"""
+    completed: int
+    sent: int
+    """Requests of all repetitions."""
+
+    def text(self) -> str:
+        """``69.7 · 52 · 16.0``, and how many requests completed if some did not."""
+        text = f"{self.tokens_per_s:.1f} · {self.ttft_ms:.0f} · {self.tpot_ms:.1f}"
+        return text if self.completed == self.sent else f"{text} ({self.completed}/{self.sent})"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Ours over the best peer of each column."""
+
+    tokens_per_s: float
+    ttft_ms: float
+    tpot_ms: float
+
+    def text(self) -> str:
+        """``1.02× · 0.90× · 0.48×``"""
+        return f"{self.tokens_per_s:.2f}× · {self.ttft_ms:.2f}× · {self.tpot_ms:.2f}×"
+
+
+def summarise(results: Sequence[ClientResult]) -> Figures:
+    """Medians over the repetitions of one workload."""
+    return Figures(
+        statistics.median(result.output_throughput for result in results),
+        statistics.median(result.p50_ttft_ms for result in results),
+        statistics.median(result.p99_tpot_ms for result in results),
+        sum(result.completed for result in results),
+        sum(result.num_prompts for result in results),
+    )
+
+
+def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
+    """Figures by peer, then by workload, both in the order of their first run."""
+    results: dict[str, dict[str, list[ClientResult]]] = {}
+    for run in runs:
+        results.setdefault(run.peer, {}).setdefault(run.workload, []).append(run.result)
+    return {
+        peer: {workload: summarise(found) for workload, found in by_workload.items()}
+        for peer, by_workload in results.items()
+    }
+
+
+def ratios(ours: Figures, others: Sequence[Figures]) -> Ratios | None:
+    """Ours over the best of ``others``, each column by itself; None where there is no other."""
+    if not others:
+        return None
+    return Ratios(
+        _ratio(ours.tokens_per_s, max(other.tokens_per_s for other in others)),
+        _ratio(ours.ttft_ms, min(other.ttft_ms for other in others)),
+        _ratio(ours.tpot_ms, min(other.tpot_ms for other in others)),
+    )
+
+
+def _ratio(ours: float, best: float) -> float:
+    return ours / best if best else float("inf")
+
+
+def draw(runs: Sequence[Run], workloads: Sequence[Workload]) -> Table:
+    """A row for each server, and one for each of ours over the best peer of its precision.
+
+    The lines are those of a Markdown table, to be pasted into a document.
+    """
+    table = whole_table(
+        "server",
+        *(workload.title for workload in workloads),
+        title="output tokens/s · TTFT p50 ms · TPOT p99 ms",
+    )
+    figures = tabulate(runs)
+    for peer, row in figures.items():
+        cells = [row[w.name].text() if w.name in row else "" for w in workloads]
+        table.add_row(PEERS[peer], *cells)
+    precisions = {run.peer: run.precision for run in runs}
+    for peer in figures:
+        if peer.startswith("baton"):
+            cells = _ratio_cells(peer, figures, precisions, workloads)
+            if any(cells):
+                table.add_row(f"{PEERS[peer]}: over the best peer", *cells)
+    return table
+
+
+def _ratio_cells(
+    peer: str,
+    figures: Mapping[str, Mapping[str, Figures]],
+    precisions: Mapping[str, Precision],
+    workloads: Sequence[Workload],
+) -> list[str]:
+    others = [
+        row
+        for other, row in figures.items()
+        if not other.startswith("baton") and precisions[other] == precisions[peer]
+    ]
+    cells = []
+    for workload in workloads:
+        ours = figures[peer].get(workload.name)
+        theirs = [row[workload.name] for row in others if workload.name in row]
+        found = ratios(ours, theirs) if ours is not None else None
+        cells.append("" if found is None else found.text())
+    return cells
+
+
+def write_runs(
+    path: Path, machine: Machine, versions: Mapping[str, str], runs: Sequence[Run]
+) -> None:
+    """All runs as JSON. A reader sees the file before or after, never half of it.
+
+    Raises ConfigError where it cannot be written.
+    """
+    rows = [
+        {
+            "peer": run.peer,
+            "precision": run.precision,
+            "workload": run.workload,
+            "repetition": run.repetition,
+            "seed": run.seed,
+            **run.result.model_dump(),
+        }
+        for run in runs
+    ]
+    document = {"machine": asdict(machine), "versions": dict(versions), "runs": rows}
+    fresh = path.with_name(f"{path.name}.new")
+    try:
+        fresh.write_text(json.dumps(document, indent=2) + "\n")
+        fresh.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,156 @@
+"""The echo worker's counterpart for routers that pass HTTP on: OpenAI's streamed chat completions.
+
+It answers a request's first token at once and then one token a step, all answers in the same step.
+Run as a module; see ``line_service``. Owned by the process's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import cast
+
+import uvloop
+
+from loadtest.common.line_service import Asker, Fields, run_helper
+
+_MODEL = {"id": "m", "object": "model", "created": 0, "owned_by": "echo"}
+_OK = json.dumps({"status": "ok", "object": "list", "data": [_MODEL], "model_path": "m"}).encode()
+"""To whatever routers ask before they send requests."""
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+def _event(text: str) -> bytes:
+    data = f"data: {text}\n\n".encode()
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _token_event(finish: str | None) -> bytes:
+    choice = {"index": 0, "delta": {"content": " word"}, "logprobs": None, "finish_reason": finish}
+    chunk = {"id": "chatcmpl-echo", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+    return _event(json.dumps(chunk | {"choices": [choice]}, separators=(",", ":")))
+
+
+_TOKEN, _LAST_TOKEN = _token_event(None), _token_event("length")
+
+
+def _end(tokens: int) -> bytes:
+    usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
+    chunk = {"id": "chatcmpl-echo", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+    told = json.dumps(chunk | {"choices": [], "usage": usage}, separators=(",", ":"))
+    return _event(told) + _event("[DONE]") + b"0\r\n\r\n"
+
+
+class EchoHttp:
+    """All answers. A step takes ``step_s`` seconds; while it is None they wait at their first."""
+
+    def __init__(self) -> None:
+        self.step_s: float | None = None
+        self._answers: dict[_Connection, list[int]] = {}
+        """By connection: tokens told, and tokens in all."""
+        self._begun = asyncio.Event()
+
+    def begin(self, connection: _Connection, tokens: int) -> None:
+        """Answer with the first token."""
+        if tokens == 1:
+            connection.write(_STREAM_HEAD + _LAST_TOKEN + _end(tokens))
+            return
+        connection.write(_STREAM_HEAD + _TOKEN)
+        self._answers[connection] = [1, tokens]
+        self._begun.set()
+
+    def drop(self, connection: _Connection) -> None:
+        """Nobody reads it any more."""
+        self._answers.pop(connection, None)
+
+    def pace(self, step_s: float | None) -> None:
+        """From now on."""
+        self.step_s = step_s
+        self._begun.set()
+
+    async def run_steps(self) -> None:
+        """Step for ever, at even times while there is anything to tell."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._begun.clear()
+            await self._begun.wait()
+            due = loop.time()
+            while self._answers and self.step_s is not None:
+                due = max(due + self.step_s, loop.time() - self.step_s)
+                await asyncio.sleep(max(0.0, due - loop.time()))
+                self._step()
+
+    def _step(self) -> None:
+        for connection, answer in list(self._answers.items()):
+            answer[0] += 1
+            told, tokens = answer
+            if told < tokens:
+                connection.write(_TOKEN)
+            else:
+                del self._answers[connection]
+                connection.write(_LAST_TOKEN + _end(tokens))
+
+
+class _Connection(asyncio.Protocol):
+    """Requests one after another; their bodies are taken as far as they say how long they are."""
+
+    def __init__(self, echo: EchoHttp) -> None:
+        self._echo = echo
+        self._came = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's is none of asyncio's classes, and does what they do.
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def write(self, data: bytes) -> None:
+        """Send it, however slowly it is read."""
+        self._transport.write(data)
+
+    def data_received(self, data: bytes) -> None:
+        self._came += data
+        head, found, rest = self._came.partition(b"\r\n\r\n")
+        if not found:
+            return
+        lines = head.lower().split(b"\r\n")
+        sizes = [line[15:] for line in lines if line.startswith(b"content-length:")]
+        size = int(sizes[0]) if sizes else 0
+        if len(rest) < size:
+            return
+        self._came = rest[size:]
+        if lines[0].startswith(b"post /v1/chat/completions"):
+            body = json.loads(rest[:size])
+            # The newer name of the same thing, which some routers put in its place.
+            self._echo.begin(self, body.get("max_tokens") or body["max_completion_tokens"])
+        elif lines[0].startswith(b"pri "):
+            # HTTP/2 is not spoken here.
+            self._transport.close()
+        else:
+            answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d"
+            self.write(answer % len(_OK) + b"\r\n\r\n" + _OK)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._echo.drop(self)
+
+
+async def _work(asker: Asker, _start: Fields) -> None:
+    loop, echo = asyncio.get_running_loop(), EchoHttp()
+    server = await loop.create_server(lambda: _Connection(echo), "127.0.0.1", 0)
+    stepping = asyncio.create_task(echo.run_steps())
+
+    async def answer(question: Fields) -> Fields:
+        echo.pace(question["step_s"])
+        return {}
+
+    try:
+        asker.say({"port": server.sockets[0].getsockname()[1]})
+        await asker.serve(answer)
+    finally:
+        stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
+        server.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(run_helper(_work))

@@ -1,0 +1,421 @@
+"""What a router costs a request, and how many tokens a second it passes on.
+
+    python -m loadtest.router.router_bench --model FOLDER
+
+The router is a real one: its own process, pinned to one core, its HTTP front, a real Valkey for its
+registry and prefix index. Behind it is an echo worker (``loadtest.router.echo_worker``), which
+answers at
+once and then tells a token a step. The echo worker, Valkey and the client run on another core.
+
+*Added* milliseconds are a difference of two runs with the same requests at the same moments: the
+quantile of the time from sending a request to its first event over HTTP through the router (chat
+completions, streamed), less the same quantile of the time from sending a tokenised prompt to its
+first token over gRPC straight to the echo worker. So they contain HTTP, JSON, the chat template,
+tokenising, hashing, the lookup in Valkey, routing, and the router's two gRPC hops. The time to
+open a connection is not counted: clients keep theirs. ``end_added_ms`` is the same for the last
+event.
+
+*Tokens a second* is the highest rate that the router keeps up with, of those tried: many answers
+are open, the echo worker tells each of them one token a step, and the client must have had all of
+them within ``KEPT_UP`` of the steps' own time.
+
+With ``peer`` another router is measured in the same way: see ``loadtest.router.router_peer``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from baton.config.cluster import Config
+from baton.errors import ConfigError
+from loadtest.common.bench_app import Figures, ModelFolder, bench_app, counts_in, say
+from loadtest.common.bench_store import bench_store
+from loadtest.common.line_service import Fields, Helper, helper
+from loadtest.common.peer_servers import LOOPBACK, SERVED_NAME, cores
+from loadtest.common.pinning import pinned
+from loadtest.router.router_child import router_child
+from loadtest.router.router_peer import check_command, peer_router
+from planning.common.machine import Machine, this_machine
+from planning.common.report_output import print_whole, write_json
+
+KEPT_UP = 1.03
+"""A rate counts if the answers took at most this many times as long as their steps."""
+_CLUSTER_ID = "bench"
+_READY_S = 60.0
+_RUN_S = 120.0
+_CONTEXT_TOKENS = 8192
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBenchSettings:
+    """What is to be measured."""
+
+    model: Path
+    """A Hugging Face folder: of it, only the tokenizer is used."""
+    rate: float = 200.0
+    """Requests a second, of the latencies."""
+    requests: int = 2000
+    warm_up_requests: int = 200
+    prompt_words: int = 100
+    """Of each prompt; a word is about a token."""
+    answer_tokens: int = 16
+    step_s: float = 0.01
+    """The echo worker's, of the latencies."""
+    streams: int = 128
+    """Answers that are open at a time, of the rates."""
+    tokens_per_s: tuple[int, ...] = (10_000, 15_000, 20_000, 25_000, 30_000, 40_000, 50_000)
+    """Rates that are tried, rising, until the router falls behind."""
+    rate_s: float = 3.0
+    """Seconds that each of them takes."""
+    first_token_id: int = 1000
+    """Answers are made of this id and those behind it."""
+    peer: str = ""
+    """Another router's command; see ``loadtest.router.router_peer``. Empty: none is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Milliseconds of one way, and the router's share of its core meanwhile."""
+
+    first_ms_p50: float
+    first_ms_p99: float
+    end_ms_p50: float
+    end_ms_p99: float
+    core_used: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One rate of tokens."""
+
+    offered: float
+    """Tokens a second that the echo worker was to tell."""
+    passed: float
+    """Tokens a second that the client had."""
+    events_per_token: float
+    """Less than 1: tokens that came together share an event."""
+    core_used: float
+    kept_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFigures:
+    """All that was measured."""
+
+    through: Latencies
+    direct: Latencies
+    rates: tuple[Rate, ...]
+
+    @property
+    def added_ms(self) -> tuple[float, float]:
+        """p50 and p99 of the first event."""
+        through, direct = self.through, self.direct
+        return (
+            through.first_ms_p50 - direct.first_ms_p50,
+            through.first_ms_p99 - direct.first_ms_p99,
+        )
+
+    @property
+    def end_added_ms(self) -> tuple[float, float]:
+        """p50 and p99 of the last event."""
+        through, direct = self.through, self.direct
+        return through.end_ms_p50 - direct.end_ms_p50, through.end_ms_p99 - direct.end_ms_p99
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 where the router kept up with none of the rates."""
+        return max((rate.passed for rate in self.rates if rate.kept_up), default=0.0)
+
+
+def bench_router(
+    settings: RouterBenchSettings, say: Say, console: Console, output: Path | None
+) -> None:
+    """Measure, print, and write all to ``output`` as JSON. Raises BatonError;
+
+    ConfigError, before anything is measured, where ``output`` cannot be written.
+    """
+    if output is not None:
+        write_json(output, "{}\n")
+    if settings.peer:
+        check_command(settings.peer)
+    figures = asyncio.run(measure_router(settings, say))
+    peer = asyncio.run(measure_peer(settings, say)) if settings.peer else None
+    machine = this_machine()
+    for title, measured in (("Baton", figures), ("the peer", peer)):
+        if measured is not None:
+            print_whole(console, draw(measured, title))
+            print_whole(console, draw_rates(measured.rates, title))
+    console.print(f"{machine.line()}.", markup=False, highlight=False, soft_wrap=True)
+    if output is not None:
+        write_json(output, as_json(machine, settings, figures, peer))
+
+
+def as_json(
+    machine: Machine,
+    settings: RouterBenchSettings,
+    figures: RouterFigures,
+    peer: RouterFigures | None = None,
+) -> str:
+    """The figures, and what they were measured on."""
+    fields = _fields(figures)
+    if peer is not None:
+        fields["peer"] = _fields(peer)
+    fields["settings"] = {**asdict(settings), "model": settings.model.name}
+    fields["machine"] = asdict(machine)
+    return json.dumps(fields, indent=1) + "\n"
+
+
+def _fields(figures: RouterFigures) -> dict[str, object]:
+    added, end_added = figures.added_ms, figures.end_added_ms
+    return {
+        "added_ms_p50": added[0],
+        "added_ms_p99": added[1],
+        "tokens_per_s": figures.tokens_per_s,
+        "end_added_ms_p50": end_added[0],
+        "end_added_ms_p99": end_added[1],
+        "through": asdict(figures.through),
+        "direct": asdict(figures.direct),
+        "rates": [asdict(rate) for rate in figures.rates],
+    }
+
+
+def draw(figures: RouterFigures, title: str = "") -> Table:
+    """The latencies."""
+    columns = ("", "first event p50, ms", "p99", "end p50, ms", "p99", "router's core")
+    table = Table(*columns, title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    through, direct = figures.through, figures.direct
+    for name, row in (("through the router", through), ("direct", direct)):
+        table.add_row(
+            name,
+            f"{row.first_ms_p50:.2f}",
+            f"{row.first_ms_p99:.2f}",
+            f"{row.end_ms_p50:.2f}",
+            f"{row.end_ms_p99:.2f}",
+            f"{row.core_used:.0%}",
+        )
+    added = (*figures.added_ms, *figures.end_added_ms)
+    table.add_row("added", *(f"{milliseconds:.2f}" for milliseconds in added))
+    return table
+
+
+def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
+    """A line for each rate."""
+    columns = ("tokens/s offered", "passed on", "events per token", "router's core", "kept up")
+    table = Table(*columns, title=title)
+    for column in table.columns:
+        column.justify = "right"
+    for rate in rates:
+        table.add_row(
+            f"{rate.offered:.0f}",
+            f"{rate.passed:.0f}",
+            f"{rate.events_per_token:.2f}",
+            f"{rate.core_used:.0%}",
+            "yes" if rate.kept_up else "no",
+        )
+    return table
+
+
+async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigures:
+    """Raises ConfigError on a machine of one core, and BatonError where a part fails."""
+    router_core, load_core = _two_cores()
+    # Short: a socket's path is bounded.
+    with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(load_core):
+        folder = Path(name)
+        with bench_store(folder) as url:
+            fields = {
+                "redis_url": url,
+                "cluster_id": _CLUSTER_ID,
+                "context_length": _CONTEXT_TOKENS,
+                "first_token_id": settings.first_token_id,
+            }
+            log = folder / "echo.log"
+            async with (
+                helper("loadtest.router.echo_worker", fields, log, ready_s=_READY_S) as echo,
+                router_child(
+                    Config(),
+                    url,
+                    _CLUSTER_ID,
+                    settings.model,
+                    folder / "router.log",
+                    core=router_core,
+                ) as router,
+            ):
+                direct = echo.hello | {"model_path": str(settings.model)}
+                through = router.http, router.process
+                return await _measure(settings, echo, direct, through, folder, say)
+
+
+async def measure_peer(settings: RouterBenchSettings, say: Say) -> RouterFigures:
+    """The same of ``settings.peer``. Raises as ``measure_router``."""
+    router_core, load_core = _two_cores()
+    with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(load_core):
+        folder = Path(name)
+        log = folder / "echo.log"
+        async with helper("loadtest.router.echo_http", {}, log, ready_s=_READY_S) as echo:
+            backend = f"{LOOPBACK}:{echo.hello['port']}"
+            url = f"http://{backend}"
+            async with peer_router(settings.peer, url, router_core, folder) as router:
+                direct = {"http": backend, "model": SERVED_NAME}
+                return await _measure(settings, echo, direct, router, folder, say)
+
+
+def _two_cores() -> tuple[int, int]:
+    usable = cores()
+    if len(usable) < 2:
+        raise ConfigError("two cores are needed: one for the router, one for the load")
+    return usable[0], usable[1]
+
+
+async def _measure(
+    settings: RouterBenchSettings,
+    echo: Helper,
+    direct_start: Fields,
+    router: tuple[str, psutil.Process],
+    folder: Path,
+    say: Say,
+) -> RouterFigures:
+    """``direct_start``: how a client reaches the echo; ``router``: its host:port and process."""
+    http, process = router
+    common: Fields = {"prompt_words": settings.prompt_words, "seed": 1}
+    direct_start = common | direct_start
+    http_start = common | {"http": http, "model": SERVED_NAME}
+    log = folder / "client.log"
+    module = "loadtest.router.stream_client"
+    async with helper(module, direct_start, log, ready_s=_READY_S) as client:
+        direct = await _latencies(settings, echo, client, process)
+        say(f"direct: first token after {direct.first_ms_p50:.2f} ms")
+    async with helper(module, http_start, log, ready_s=_READY_S) as client:
+        through = await _latencies(settings, echo, client, process)
+        say(f"through the router: first event after {through.first_ms_p50:.2f} ms")
+        rates = []
+        for offered in settings.tokens_per_s:
+            rates.append(await _rate(settings, offered, echo, client, process))
+            say(f"{offered} tokens/s offered: {rates[-1].passed:.0f} passed on")
+            if not rates[-1].kept_up:
+                break
+    return RouterFigures(through, direct, tuple(rates))
+
+
+async def _latencies(
+    settings: RouterBenchSettings, echo: Helper, client: Helper, process: psutil.Process
+) -> Latencies:
+    await echo.ask({"step_s": settings.step_s}, _RUN_S)
+    question = {"do": "at_rate", "rate": settings.rate, "tokens": settings.answer_tokens}
+    await client.ask(question | {"requests": settings.warm_up_requests}, _RUN_S)
+    used = _CoreUse(process)
+    answer = await client.ask(question | {"requests": settings.requests}, _RUN_S)
+    share = used.share()
+    (first_p50, first_p99), (end_p50, end_p99) = (
+        np.percentile(answer[name], (50, 99)) for name in ("first_ms", "end_ms")
+    )
+    return Latencies(float(first_p50), float(first_p99), float(end_p50), float(end_p99), share)
+
+
+async def _rate(
+    settings: RouterBenchSettings,
+    offered: int,
+    echo: Helper,
+    client: Helper,
+    process: psutil.Process,
+) -> Rate:
+    step_s = settings.streams / offered
+    tokens = max(2, round(settings.rate_s / step_s)) + 1
+    await echo.ask({"step_s": None}, _RUN_S)
+    await client.ask({"do": "open", "streams": settings.streams, "tokens": tokens}, _RUN_S)
+    used = _CoreUse(process)
+    finish = asyncio.create_task(client.ask({"do": "finish", "tokens": tokens}, _RUN_S))
+    await echo.ask({"step_s": step_s}, _RUN_S)
+    answer = await finish
+    return Rate(
+        offered=offered,
+        passed=answer["tokens"] / answer["seconds"],
+        events_per_token=answer["events"] / answer["tokens"],
+        core_used=used.share(),
+        kept_up=answer["seconds"] <= (tokens - 1) * step_s * KEPT_UP,
+    )
+
+
+class _CoreUse:
+    """How much of a core a process uses, from its making on."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self._began = time.perf_counter()
+        self._before = self._seconds()
+
+    def _seconds(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def share(self) -> float:
+        """1 is a whole core."""
+        return (self._seconds() - self._before) / (time.perf_counter() - self._began)
+
+
+def main(
+    model: ModelFolder,
+    rate: Annotated[
+        float, typer.Option(min=1, help="Requests per second during the latency test.")
+    ] = 200.0,
+    requests: Annotated[int, typer.Option(min=100, help="Requests of the latency test.")] = 2000,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words per prompt.")] = 100,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 16,
+    step_ms: Annotated[
+        float,
+        typer.Option(min=0, help="Milliseconds between an answer's tokens; 0 sends all at once."),
+    ] = 10.0,
+    streams: Annotated[
+        int, typer.Option(min=1, help="Concurrent answers during the throughput test.")
+    ] = 128,
+    tokens_per_s: Annotated[
+        str, typer.Option(help="Rates to try, until the router falls behind.")
+    ] = "10000,15000,20000,25000,30000,40000,50000",
+    peer: Annotated[
+        str,
+        typer.Option(
+            metavar="COMMAND",
+            help="Also measure another HTTP router, started by this command with {backend} (a URL)"
+            " and {port} in it.",
+        ),
+    ] = "",
+    output: Figures = None,
+) -> None:
+    """Measure the latency and the token rate of one router.
+
+    The worker behind it echoes: no model runs, and the first token comes at once.
+    """
+    settings = RouterBenchSettings(
+        model,
+        rate=rate,
+        requests=requests,
+        prompt_words=prompt_words,
+        answer_tokens=answer_tokens,
+        step_s=step_ms / 1e3,
+        streams=streams,
+        tokens_per_s=counts_in(tokens_per_s),
+        peer=peer,
+    )
+    bench_router(settings, say, Console(), output)
+
+
+app = bench_app(main)
+
+if __name__ == "__main__":
+    app()
