@@ -25,8 +25,8 @@ of a table: `BATON_TLS__FOLDER`), which overrides the TOML file of `baton serve 
 `baton serve` has a flag for each field of the cluster that is not a table, `--kv-dtype` for
 `kv_dtype`. An error names the flag, the variable, or the file and line at fault.
 
-This page is made from `baton/config/cluster.py` by `python -m tools.config_reference`; a test keeps the
-two equal.
+This page is made from `baton/config/cluster.py` by `python -m tools.config_reference`; a test
+keeps the two equal.
 """
 _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("The cluster", "At the top of the file.", Config),

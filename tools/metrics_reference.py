@@ -8,8 +8,8 @@ from tools.metric_catalogue import Family, families
 
 _HEAD = """# Metrics
 
-This page is made from `baton/telemetry/metrics.py` by `python -m tools.metrics_reference`; a test keeps the
-two equal. How to scrape them, dashboards and alerts: docs/observability.md.
+This page is made from `baton/telemetry/metrics.py` by `python -m tools.metrics_reference`; a test
+keeps the two equal. How to scrape them, dashboards and alerts: docs/observability.md.
 
 Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` (with the label
 `le`), `x_sum` and `x_count`. No label holds what a client has sent. Series of a name that two pages

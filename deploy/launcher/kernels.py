@@ -19,7 +19,7 @@ from baton.host.cpp_library import NATIVE, CppLibrary, Tell
 if TYPE_CHECKING:
     from baton.config.cluster import Config
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 ENGINE, COPIES = _ROOT / "engine" / "cpu", _ROOT / "kvtransfer" / "native"
 _NVIDIA = Path("/dev/nvidiactl")
 

@@ -16,7 +16,7 @@ from baton.config.cluster import Config, TlsConfig
 
 StoreUser = Literal["router", "worker", "supervisor"]
 STORE_USERS: tuple[StoreUser, ...] = ("router", "worker", "supervisor")
-USERS_FILE = Path(__file__).with_name("redis") / "users.acl"
+USERS_FILE = Path(__file__).parents[1] / "redis" / "users.acl"
 
 
 def user_rules(passwords: Mapping[StoreUser, str]) -> list[str]:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 """Contiguous bytes, of any shape and item size."""
-_FOLDER = Path(__file__).parent / "native"
+_FOLDER = Path(__file__).parents[1] / "native"
 _TARGET = NATIVE
 
 

@@ -548,7 +548,10 @@ def test_processes_share_one_download(hub: HubStub, tmp_path: Path) -> None:
         "HF_HOME": str(tmp_path / "hf"),
         "PYTHONPATH": str(ROOT),
     }
-    code = "import sys; from deploy.models.model_store import resolve; print(resolve(sys.argv[1], print))"
+    code = (
+        "import sys; from deploy.models.model_store import resolve;"
+        " print(resolve(sys.argv[1], print))"
+    )
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, ID], stdout=subprocess.PIPE, text=True, env=env

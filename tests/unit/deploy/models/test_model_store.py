@@ -187,7 +187,10 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, cache: Path) -> None
 
 
 def test_two_processes_convert_once(gguf: Path) -> None:
-    code = "import sys; from deploy.models.model_store import resolve; print(resolve(sys.argv[1], print))"
+    code = (
+        "import sys; from deploy.models.model_store import resolve;"
+        " print(resolve(sys.argv[1], print))"
+    )
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(gguf)], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
