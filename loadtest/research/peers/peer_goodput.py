@@ -102,7 +102,9 @@ def goodput(figures: Sequence[RateFigures], slo: int) -> float:
 def figures_of(run: LoadRun, records: Sequence[RequestRecord]) -> RateFigures:
     """``records``: those that count."""
     found = run.summary.all
-    shares = tuple(sum(map(slo.met, records)) / max(1, len(records)) for slo in SLOS)
+    shares = tuple(
+        sum(record.met(slo) for record in records) / max(1, len(records)) for slo in SLOS
+    )
     return RateFigures(
         run.rate or 0.0,
         len(records),
