@@ -24,3 +24,4 @@ include_ext'''),('''    "loadtest",
     "router | prefill''','''    "loadtest",
     "planning",
     "router | prefill'''))
+sub('.dockerignore',('!loadtest\n','!loadtest\n!planning\n'))
