@@ -49,7 +49,7 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-SEc", _TAKE_TERMINAL, *command],
-            env={**os.environ, "TERM": "xterm-256color", **(env or {})},
+            env={**_without_size(os.environ), "TERM": "xterm-256color", **(env or {})},
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -127,6 +127,11 @@ class Terminal:
                 self._stream.feed(data)
                 return True
         return False
+
+
+def _without_size(environment: Mapping[str, str]) -> dict[str, str]:
+    """pytest's parallel workers set these, and programs believe them more than their terminal."""
+    return {name: text for name, text in environment.items() if name not in ("LINES", "COLUMNS")}
 
 
 class _Screen(pyte.HistoryScreen):

@@ -30,6 +30,11 @@ _WORDS = re.compile(rf"\b(?:{PRIVATE}|{BRITISH})\b", re.IGNORECASE)
 _CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
 _PATH = re.compile(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`")
 
+_MODULE = re.compile(
+    r"python -m ((?:deploy|loadtest|tools|tests|router|worker|engine|baton)(?:\.\w+)*)"
+)
+COMMANDS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "docs/*.md")
+
 
 def found_in(text: str) -> list[str]:
     """``line: word`` for each word that the style sheet has a better one for."""
@@ -55,3 +60,15 @@ def test_paths_in_the_glossary_exist() -> None:
     paths = _PATH.findall((ROOT / "docs" / "glossary.md").read_text())
     assert len(paths) > 40
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_modules_that_documents_run_exist() -> None:
+    pages = [page for pattern in COMMANDS for page in ROOT.glob(pattern)]
+    named = {(page.name, name) for page in pages for name in _MODULE.findall(page.read_text())}
+    assert len(named) > 20
+    missing = []
+    for page, name in sorted(named):
+        path = ROOT.joinpath(*name.split("."))
+        if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
+            missing.append(f"{page}: {name}")
+    assert missing == []

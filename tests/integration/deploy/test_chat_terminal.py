@@ -183,7 +183,7 @@ def test_an_answer_that_is_longer_than_the_screen_is_there_once(chats: Chats, ad
     with chats.begin("--grpc", address, question, rows=12) as terminal:
         assert terminal.wait_end() == 0
         shown = terminal.text
-    assert [shown.count(f"item-{n};") for n in range(1, 60)] == [1] * 59
+    assert [shown.count(f"item-{n};") for n in range(1, 60)] == [1] * 59, shown
     assert shown.count("The end.") == shown.count("Some:") == 1
     assert shown.index("item-59;") < shown.index("The end.") < shown.index(WORKERS)
 

@@ -288,6 +288,8 @@ def locked_front(status: int) -> Iterator[str]:
     class Front(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = b'{"error": {"message": "an API key that allows metrics is required"}}'
+            if self.path == "/health":
+                body = b'{"status": "ok"}' if status == 200 else b'{"status": "unavailable"}'
             self.send_response(status if self.path == "/health" else 401)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
