@@ -223,7 +223,7 @@ class AnnounceBatch(_message.Message):
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each part and its place; see kvtransfer/checksum.py. None where the receiver reads the blocks
+        """Of each part and its place; see kvtransfer/memory/checksum.py. None where the receiver reads the blocks
         where they lie: it copies them while the writer computes the checksums, which follow.
         """
 
@@ -473,7 +473,7 @@ Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
 
 @_typing.final
 class SendBlocksRequest(_message.Message):
-    """Consecutive parts of one batch. Fields in this order on the wire: see kvtransfer/frames.py."""
+    """Consecutive parts of one batch. Fields in this order on the wire: see kvtransfer/transports/frames.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

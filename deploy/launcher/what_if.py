@@ -4,5 +4,5 @@ from __future__ import annotations
 
 import sys
 
-WHAT_IF = (sys.executable, "-P", "-m", "loadtest.what_if")
+WHAT_IF = (sys.executable, "-P", "-m", "planning.what_if")
 """A program and its arguments; see ``router.console.what_if``."""

@@ -1,6 +1,6 @@
 """Answers one what-if question: reads it from standard input, writes the answer, and ends.
 
-python -m loadtest.what_if < question.json
+python -m planning.what_if < question.json
 
 It gives way to whatever serves on the machine, and ends itself when nobody can be waiting any more.
 """

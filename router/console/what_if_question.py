@@ -1,6 +1,6 @@
 """What a what-if question is made of: the present traffic, the present workers, other ratios.
 
-The router asks, ``loadtest.what_if`` answers; the two are processes, and this is what goes between.
+The router asks, ``planning.what_if`` answers; the two are processes, and this is what goes between.
 Plain data and pure functions.
 """
 

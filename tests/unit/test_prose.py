@@ -31,7 +31,7 @@ _CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
 _PATH = re.compile(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`")
 
 _MODULE = re.compile(
-    r"python -m ((?:deploy|loadtest|tools|tests|router|worker|engine|baton)(?:\.\w+)*)"
+    r"python -m ((?:deploy|loadtest|planning|tools|tests|router|worker|engine|baton)(?:\.\w+)*)"
 )
 COMMANDS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "docs/*.md")
 

@@ -23,7 +23,7 @@ def write_page(path: Path, report: PlanReport) -> None:
 def page(report: PlanReport) -> str:
     """The whole page."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("loadtest.planner", "."),
+        loader=jinja2.PackageLoader("planning.planner.report", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -21,7 +21,7 @@ from tests.support.mini_cluster import MiniCluster, mini_cluster
 from tests.support.router.front_fakes import plain_client, serve
 
 DEADLINE_S = 60.0
-WHAT_IF = (sys.executable, "-P", "-m", "loadtest.what_if")
+WHAT_IF = (sys.executable, "-P", "-m", "planning.what_if")
 MODEL = "tiny"
 
 

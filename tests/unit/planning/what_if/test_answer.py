@@ -50,7 +50,7 @@ def test_without_prefill_workers_decode_workers_do_both() -> None:
 
 def test_the_program() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "loadtest.what_if"],
+        [sys.executable, "-P", "-m", "planning.what_if"],
         input=asked(2, 2).model_dump_json(),
         capture_output=True,
         text=True,
@@ -64,7 +64,7 @@ def test_the_program_tells_what_it_cannot_do() -> None:
     bad = asked(1, 1)
     bad.profiles["decode"].pop("step")
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "loadtest.what_if"],
+        [sys.executable, "-P", "-m", "planning.what_if"],
         input=bad.model_dump_json(),
         capture_output=True,
         text=True,

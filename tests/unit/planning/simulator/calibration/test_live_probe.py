@@ -11,7 +11,7 @@ import pytest
 from baton.errors import Unavailable
 from planning.simulator.calibration.live_probe import LiveProbe
 from planning.simulator.calibration.probe_requests import Limits, ProbeRequests
-from tests.unit.loadtest.simulator.fake_api import client_of, tokens
+from tests.unit.planning.simulator.calibration.fake_api import client_of, tokens
 
 LIMITS = Limits(1000, 300, 4, 2000, 1024.0)
 FIRST_S, NEXT_S = 0.002, 0.0005

@@ -12,7 +12,7 @@ import pytest
 from baton.errors import Unavailable
 from planning.simulator.calibration.probe_requests import Limits, ProbeRequests
 from planning.simulator.calibration.sharing_probe import Window, timed_between, timed_sharing
-from tests.unit.loadtest.simulator.fake_api import client_of, tokens
+from tests.unit.planning.simulator.calibration.fake_api import client_of, tokens
 from worker.cores.patience import PATIENCE_S
 
 LIMITS = Limits(1000, 4000, 4, 16_000, 1024.0)
