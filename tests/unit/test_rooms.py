@@ -1,4 +1,4 @@
-"""Folders: how many modules each has, that none depend on each other, and that a page names them."""
+"""Folders have at most 15 modules, do not depend on each other, and stand in the design page."""
 
 from __future__ import annotations
 
