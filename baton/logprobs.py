@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
 """Tokens that a client may ask for beside the one at each position."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_STATE = 512
+MAX_STATE = 512
 """Characters of a tracestate that are passed on, as the W3C's recommendation asks at least; a
 longer one is dropped."""
 

@@ -40,7 +40,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SCORED_TOKENS, SchedulerLimits
-from engine.speculation.draft_length import MOST_IN_A_STEP
+from engine.speculation.draft_length import MAX_IN_A_STEP
 from engine.speculation.heads.drafter_heads import (
     HEADS,
     EagleHead,
@@ -55,7 +55,7 @@ from engine.speculation.model.model_speculation import ModelSpeculation
 from engine.speculation.model_drafter import ModelDrafter
 from engine.speculation.speculation import (
     DRAFTERS,
-    MOST_DRAFT_TOKENS,
+    MAX_DRAFT_TOKENS,
     TOKEN_DRAFTERS,
     StepSpeculation,
     make_speculation,
@@ -196,7 +196,7 @@ def _build(
         max_sequences=settings.max_sequences,
         context_length=min(config.context_length, blocks * settings.block_size),
         hash_block_size=settings.hash_block_size,
-        draft_tokens=MOST_DRAFT_TOKENS if drafter_of(settings, device) != "none" else 0,
+        draft_tokens=MAX_DRAFT_TOKENS if drafter_of(settings, device) != "none" else 0,
     )
     name = hashed.result()
     grammars = grammars_of(
@@ -246,7 +246,7 @@ def build_following(
         return FollowingTorch(_torch_model(model, cache)), cache
     from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
 
-    return gpu_decoder(weights, cache, _most_rows(settings, device)), cache
+    return gpu_decoder(weights, cache, _max_rows(settings, device)), cache
 
 
 def _check_ranks(settings: EngineSettings) -> None:
@@ -426,7 +426,7 @@ def _runner(
         from engine.gpu.runner import GpuRunner  # noqa: PLC0415
         from engine.gpu.speculation import make_overlap_speculation  # noqa: PLC0415
 
-        gpu_model = gpu_decoder(weights, cache, _most_rows(settings, device), lead)
+        gpu_model = gpu_decoder(weights, cache, _max_rows(settings, device), lead)
         drafts = make_overlap_speculation(drafter_of(settings, device))
         return GpuRunner(gpu_model, cache, device, vocab_size, drafts, embedder, copy)
     step_model = _step_model(model, cache, name)
@@ -519,9 +519,9 @@ def drafter_of(settings: EngineSettings, device: torch.device) -> str:
     return settings.drafter
 
 
-def _most_rows(settings: EngineSettings, device: torch.device) -> int:
+def _max_rows(settings: EngineSettings, device: torch.device) -> int:
     """Of a step of sequences that decode: a token of a draft is a row of its own."""
-    drafted = MOST_IN_A_STEP if drafter_of(settings, device) != "none" else 0
+    drafted = MAX_IN_A_STEP if drafter_of(settings, device) != "none" else 0
     return settings.max_sequences + drafted
 
 
@@ -600,7 +600,7 @@ def _gpu_pool_bytes(settings: EngineSettings, weights: GpuWeights, device: torch
 
     limits = StepLimits(
         chunk_tokens=_chunk_tokens(settings, device),
-        decode_rows=_most_rows(settings, device),
+        decode_rows=_max_rows(settings, device),
         scored_tokens=SCORED_TOKENS,
         block_size=settings.block_size,
         context=weights.config.context_length,

@@ -33,11 +33,11 @@ from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
 
-LEAST_WIRE_S = 0.02
+MIN_WIRE_S = 0.02
 """Layers are sent before their blocks are complete if the wire is busy for that long with what a
 step computes: to look at the step, and to send more batches, takes cores from it, and costs the
 first token more than a fast wire would gain."""
-LEAST_SLICE_S = 0.01
+MIN_SLICE_S = 0.01
 """So long the wire is to be busy with the layers that are sent at a time."""
 ABORT_DEADLINE_S = 2.0
 """An abort that does not arrive in this time is left to the lease."""
@@ -158,7 +158,7 @@ class Handoff:
         """
         if self._converted is not None:
             return False
-        return self._wire_s(tokens // self._context.engine.cache.block_size) >= LEAST_WIRE_S
+        return self._wire_s(tokens // self._context.engine.cache.block_size) >= MIN_WIRE_S
 
     def computing(self, block_table: list[int], blocks: int, layers: int) -> None:
         """Some layers of blocks that are being computed are complete, up to block ``blocks``.
@@ -168,7 +168,7 @@ class Handoff:
         puts = self._puts
         wire_s = self._wire_s(blocks - self.pinned_blocks - puts.whole)
         geometry = self._context.engine.cache.geometry()
-        if wire_s * (layers - puts.layers) / geometry.layers >= LEAST_SLICE_S:
+        if wire_s * (layers - puts.layers) / geometry.layers >= MIN_SLICE_S:
             self._send(block_table, puts.layers_done(blocks - self.pinned_blocks, layers))
 
     def _wire_s(self, blocks: int) -> float:

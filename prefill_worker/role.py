@@ -275,7 +275,7 @@ class PrefillRole:
     def _next_tokens(self, sequence: Sequence) -> int:
         """The most that the next chunk has."""
         left = len(sequence.token_ids) - sequence.computed
-        return min(left, self.context.engine.scheduler.limits.most_tokens(sequence.computed))
+        return min(left, self.context.engine.scheduler.limits.max_tokens(sequence.computed))
 
     def _push_layers(self, sequence: Sequence, handoff: Handoff) -> None:
         """Send what the running step has stored of the sequence so far, where that pays."""

@@ -41,9 +41,9 @@ MEMORY_LOOKS = 1.5
 """Rates are remembered for so many looks."""
 GROWTH_LOOKS = 2
 """A shortage is seen so often before a worker is started for it."""
-LEAST_JUDGED = 10
+MIN_JUDGED = 10
 """Requests that an SLO is judged by."""
-LEAST_TOKENS_PER_S = 0.1
+MIN_TOKENS_PER_S = 0.1
 """Less is no traffic."""
 
 
@@ -107,21 +107,21 @@ class Bounds:
     least: Mapping[Role, int]
     most: Mapping[Role, int]
     """Workers of each role."""
-    least_workers: int
-    most_workers: int
+    min_workers: int
+    max_workers: int
     """Of both together."""
 
     @classmethod
     def of(cls, config: AutoscalerConfig, configured: int) -> Bounds:
         """Of a cluster with so many workers by its configuration."""
         return cls(
-            {"prefill": config.least_prefill, "decode": config.least_decode},
+            {"prefill": config.min_prefill, "decode": config.min_decode},
             {
-                "prefill": config.most_prefill or config.most_workers or configured,
-                "decode": config.most_decode or config.most_workers or configured,
+                "prefill": config.max_prefill or config.max_workers or configured,
+                "decode": config.max_decode or config.max_workers or configured,
             },
-            config.least_workers or configured,
-            config.most_workers or configured,
+            config.min_workers or configured,
+            config.max_workers or configured,
         )
 
 
@@ -294,7 +294,7 @@ class Autoscaler:
         self._output.add(demand.output_tokens_per_s, demand.seconds)
         prompts, answers = (rate.ahead(config.interval_s) for rate in (self._input, self._output))
         need: dict[Role, float] = {role: float(have[role]) for role in ROLES}
-        if max(prompts, answers) < LEAST_TOKENS_PER_S and not demand.decode_sequences:
+        if max(prompts, answers) < MIN_TOKENS_PER_S and not demand.decode_sequences:
             return dict.fromkeys(ROLES, 0.0)
         if demand.prefill_s_per_token is not None:
             need["prefill"] = prompts * demand.prefill_s_per_token / config.target_load
@@ -336,7 +336,7 @@ class Autoscaler:
 
     def _beyond(self, count: float, judged: float) -> bool:
         """Whether more requests than may are among those that were judged."""
-        return judged >= LEAST_JUDGED and count > (1 - self._config.slo_share) * judged
+        return judged >= MIN_JUDGED and count > (1 - self._config.slo_share) * judged
 
     def _rested(self, now: float) -> bool:
         """Whether nothing was changed for a cooldown."""
@@ -363,24 +363,24 @@ class Autoscaler:
             if crew.have[role] < bounds.least[role]:
                 if crew.have[giver] > bounds.least[giver]:
                     return self._turn(crew, giver, 1, Reason.BOUNDS, why, now)
-                if crew.total < bounds.most_workers:
+                if crew.total < bounds.max_workers:
                     return self._start(crew, role, Reason.BOUNDS, why, now)
             if crew.have[role] > bounds.most[role]:
                 if crew.have[giver] < bounds.most[giver]:
                     return self._turn(crew, role, 1, Reason.BOUNDS, why, now)
-                if crew.total > bounds.least_workers:
+                if crew.total > bounds.min_workers:
                     return self._drain(crew, role, Reason.BOUNDS, why, now)
         return []
 
     def _total_within(self, crew: _Crew, why: str, now: float) -> list[Action]:
         """There are no more workers than there may be, and no fewer."""
         bounds = self._bounds
-        if crew.total > bounds.most_workers and self._rested(now):
+        if crew.total > bounds.max_workers and self._rested(now):
             spare = [role for role in ROLES if crew.have[role] > bounds.least[role]]
             if spare:
                 role = min(spare, key=lambda one: _load_without(crew, one))
                 return self._drain(crew, role, Reason.BOUNDS, why, now)
-        if crew.total < bounds.least_workers:
+        if crew.total < bounds.min_workers:
             free = [role for role in ROLES if crew.have[role] < bounds.most[role]]
             if free:
                 return self._start(crew, max(free, key=crew.load), Reason.BOUNDS, why, now)
@@ -420,14 +420,14 @@ class Autoscaler:
         is_short = crew.load(role) > 1 and self._short_looks[role] >= GROWTH_LOOKS
         if not is_short or self._gains(crew, role):
             return []
-        if crew.total >= self._bounds.most_workers or crew.have[role] >= self._bounds.most[role]:
+        if crew.total >= self._bounds.max_workers or crew.have[role] >= self._bounds.most[role]:
             return []
         reason = self._blamed[role] if self._extra[role] else Reason.FORECAST
         return self._start(crew, role, reason, crew.text(), now)
 
     def _shrink(self, crew: _Crew, now: float) -> list[Action]:
         """Drain a worker that nobody has needed for a cooldown."""
-        if not self._rested(now) or crew.total <= self._bounds.least_workers:
+        if not self._rested(now) or crew.total <= self._bounds.min_workers:
             return []
         broken = [role for role in ROLES if self._has_broken(crew, role)]
         if broken and max(map(crew.load, ROLES)) <= 1:

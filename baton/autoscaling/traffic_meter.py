@@ -25,11 +25,11 @@ class TrafficMeter:
         self._lengths: dict[str, float] = {}
         """Mean tokens of an answer, by class."""
 
-    def came(self, context_class: str, prompt_tokens: int, most_tokens: int) -> None:
+    def came(self, context_class: str, prompt_tokens: int, max_tokens: int) -> None:
         """A request has come, whose answer has so many tokens at most."""
         self.counts.requests += 1
         self.counts.input_tokens += prompt_tokens
-        guess = min(FIRST_ANSWER_TOKENS, most_tokens)
+        guess = min(FIRST_ANSWER_TOKENS, max_tokens)
         self.counts.expected_tokens += self._lengths.get(context_class, guess)
 
     def ended(self, context_class: str, tokens: int) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from baton.autoscaling.traffic_counts import TrafficCounts
 from baton.store.registry import WorkerRecord
 
-_MOST_CORRECTION = 4.0
+_MAX_CORRECTION = 4.0
 """Steps that were seen may be so many times faster or slower than calibrated; beyond that they say
 more of the moment than of the worker."""
 _ENOUGH_S = 0.5
 """Seconds of engines in which prompts were computed, before these are believed."""
-_LEAST_CONTEXT = 1.0
+_MIN_CONTEXT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def decode_capacity(
     records: Sequence[WorkerRecord], context_tokens: float, slo_tpot_s: float
 ) -> DecodeCapacity | None:
     """Of the mean worker, with so many tokens of context a sequence; None: nothing is known."""
-    found = [_decode(record, max(context_tokens, _LEAST_CONTEXT), slo_tpot_s) for record in records]
+    found = [_decode(record, max(context_tokens, _MIN_CONTEXT), slo_tpot_s) for record in records]
     known = [one for one in found if one is not None]
     if not known:
         return None
@@ -65,7 +65,7 @@ def _correction(record: WorkerRecord) -> float:
     said = a + b * load.step_batch + c * load.step_context_tokens
     if not load.step_ms or said <= 0:
         return 1.0
-    return min(_MOST_CORRECTION, max(1 / _MOST_CORRECTION, load.step_ms / said))
+    return min(_MAX_CORRECTION, max(1 / _MAX_CORRECTION, load.step_ms / said))
 
 
 def prefill_s_per_token(

@@ -213,34 +213,34 @@ class AutoscalerConfig(_Section):
     slo_share: float = Field(default=0.95, gt=0, lt=1)
     """Share of the requests that are to meet each SLO; where fewer do, a role gets one more
     worker."""
-    least_prefill: int = Field(default=1, ge=1, le=1024)
+    min_prefill: int = Field(default=1, ge=1, le=1024)
     """Fewest workers in the prefill role."""
-    most_prefill: int = Field(default=0, ge=0, le=1024)
-    """Most workers in the prefill role; 0 is bounded by ``most_workers`` alone."""
-    least_decode: int = Field(default=1, ge=1, le=1024)
+    max_prefill: int = Field(default=0, ge=0, le=1024)
+    """Most workers in the prefill role; 0 is bounded by ``max_workers`` alone."""
+    min_decode: int = Field(default=1, ge=1, le=1024)
     """Fewest workers in the decode role."""
-    most_decode: int = Field(default=0, ge=0, le=1024)
-    """Most workers in the decode role; 0 is bounded by ``most_workers`` alone."""
-    least_workers: int = Field(default=0, ge=0, le=2048)
+    max_decode: int = Field(default=0, ge=0, le=1024)
+    """Most workers in the decode role; 0 is bounded by ``max_workers`` alone."""
+    min_workers: int = Field(default=0, ge=0, le=2048)
     """Fewest workers in all; 0 takes as many as the pools have: then none is drained."""
-    most_workers: int = Field(default=0, ge=0, le=2048)
+    max_workers: int = Field(default=0, ge=0, le=2048)
     """Most workers in all; 0 takes as many as the pools have: then none is started."""
 
     @model_validator(mode="after")
     def _bounds_leave_something(self) -> AutoscalerConfig:
         for role, least, most in (
-            ("prefill", self.least_prefill, self.most_prefill),
-            ("decode", self.least_decode, self.most_decode),
-            ("workers", self.least_workers, self.most_workers),
+            ("prefill", self.min_prefill, self.max_prefill),
+            ("decode", self.min_decode, self.max_decode),
+            ("workers", self.min_workers, self.max_workers),
         ):
             if 0 < most < least:
                 raise ValueError(f"most_{role} must be 0 or at least least_{role}")
-        if 0 < self.most_workers < self.least_prefill + self.least_decode:
-            raise ValueError("most_workers must be 0 or at least least_prefill + least_decode")
-        if 0 < self.most_prefill + self.most_decode < self.least_workers and (
-            self.most_prefill and self.most_decode
+        if 0 < self.max_workers < self.min_prefill + self.min_decode:
+            raise ValueError("max_workers must be 0 or at least min_prefill + min_decode")
+        if 0 < self.max_prefill + self.max_decode < self.min_workers and (
+            self.max_prefill and self.max_decode
         ):
-            raise ValueError("least_workers must be at most most_prefill + most_decode")
+            raise ValueError("min_workers must be at most max_prefill + max_decode")
         return self
 
 
@@ -666,7 +666,7 @@ class Config(BaseSettings):
         if len(self.pools) != 2:
             raise ValueError("autoscaler: it knows one prefill pool and one decode pool, no others")
         configured = sum(pool.count for pool in self.pools)
-        if configured < self.autoscaler.least_prefill + self.autoscaler.least_decode:
+        if configured < self.autoscaler.min_prefill + self.autoscaler.min_decode:
             raise ValueError("autoscaler: the pools have fewer workers than it is to keep")
         return self
 
@@ -794,7 +794,7 @@ class Config(BaseSettings):
         return pool.kv_dtype or (self.dtype if self.kv_dtype == "auto" else self.kv_dtype)
 
     @property
-    def most_moves(self) -> int:
+    def max_moves(self) -> int:
         """``move_budget_burst``, or what stands for 0."""
         most = max(pool.max_sequences for pool in self.pools if pool.role == "decode")
         return self.move_budget_burst or 2 * most

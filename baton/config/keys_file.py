@@ -25,7 +25,7 @@ from baton.errors import ConfigError
 PREFIX = "baton-"
 """Keys begin with it, so that whoever finds one knows what it opens."""
 _SECRET_BYTES = 32
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 _LOCK_S = 10.0
 
 
@@ -59,7 +59,7 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     """Raises ConfigError that says what is wrong with the file."""
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
             raise ConfigError(f"{path} is no file of API keys")
         if found.st_mode & stat.S_IWOTH:
             raise ConfigError(f"{path}: every user of this machine may add keys; chmod o-w it")

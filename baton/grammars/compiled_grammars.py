@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, TokenMatcher
 
-_MOST_REASON_CHARACTERS = 300
+_MAX_REASON_CHARACTERS = 300
 
 
 Compile = Callable[[Grammar], TokenMatcher]
@@ -25,16 +25,16 @@ class CompiledGrammars:
         vocab_size: int,
         *,
         most: int = 64,
-        most_bytes: int = 2 << 20,
+        max_bytes: int = 2 << 20,
     ) -> None:
         """``load`` is called for the first grammar. Masks are of ``vocab_size`` tokens. Kept are
 
-        ``most`` grammars, whose texts have ``most_bytes`` in all; and always the latest.
+        ``most`` grammars, whose texts have ``max_bytes`` in all; and always the latest.
         """
         self.vocab_size = vocab_size
         self._load = load
         self._most = most
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._compile: Compile | None = None
         self._kept: OrderedDict[Grammar, TokenMatcher] = OrderedDict()
         self._bytes = 0
@@ -77,7 +77,7 @@ class CompiledGrammars:
             self._kept[grammar] = matcher
             self._bytes += len(grammar.text)
             while len(self._kept) > 1 and (
-                len(self._kept) > self._most or self._bytes > self._most_bytes
+                len(self._kept) > self._most or self._bytes > self._max_bytes
             ):
                 oldest, _ = self._kept.popitem(last=False)
                 self._bytes -= len(oldest.text)
@@ -108,6 +108,6 @@ def reason_in(error: str) -> str:
     line = " ".join(error.partition("<non-verbose/>")[0].split())
     if line.startswith("NoExtension"):
         return "no text matches it"
-    if len(line) > _MOST_REASON_CHARACTERS:
-        line = f"{line[:_MOST_REASON_CHARACTERS]}…"
+    if len(line) > _MAX_REASON_CHARACTERS:
+        line = f"{line[:_MAX_REASON_CHARACTERS]}…"
     return line or "the library does not say why"

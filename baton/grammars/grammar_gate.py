@@ -10,7 +10,7 @@ from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
 from baton.grammar import Grammar, TokenMatcher
 from baton.grammars.compiled_grammars import CompiledGrammars
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 """Grammars that wait to be compiled; one at a time is."""
 
 
@@ -55,7 +55,7 @@ class GrammarGate:
     def _begin(self, grammar: Grammar) -> asyncio.Task[TokenMatcher | InvalidGrammar]:
         task = self._compiling.get(grammar)
         if task is None:
-            if len(self._compiling) >= MOST_WAITING:
+            if len(self._compiling) >= MAX_WAITING:
                 raise Overloaded("too many new grammars wait to be compiled", retry_after=1.0)
             task = asyncio.create_task(self._compile(grammar), name="compile a grammar")
             self._compiling[grammar] = task

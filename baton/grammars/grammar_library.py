@@ -19,16 +19,16 @@ from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
 from baton.grammars.compiled_grammars import reason_in
 
-MOST_GRAMMAR_BYTES = 128 << 10
+MAX_GRAMMAR_BYTES = 128 << 10
 """Of a grammar's text, as UTF-8. What took longest to compile within this, a schema of 4000
 properties none of which is required, took 0.8 s."""
-_MOST_GBNF_BYTES = 8 << 10
+_MAX_GBNF_BYTES = 8 << 10
 """Of a grammar in GBNF, whose conversion takes time by the square of its length: 0.3 s here."""
 _LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:)", re.MULTILINE)
 _WHITESPACE = r"(?: |\n[ \t]{0,40})?"
 """Between the parts of JSON: nothing, a space, or a new line and its indentation. Bounded, because
 a model that may write spaces for ever sometimes does."""
-_MOST_LEXER_STATES = 100_000
+_MAX_LEXER_STATES = 100_000
 """They are found while texts are written, stay with the compiled grammar, and take some 300 bytes
 each. A string of bounded length takes up to four a character."""
 
@@ -53,9 +53,9 @@ class GrammarCompiler:
         if not self._has_end:
             raise InvalidGrammar("this model has no end-of-sequence token to end an answer with")
         size = len(grammar.text.encode(errors="surrogatepass"))
-        if size > MOST_GRAMMAR_BYTES:
-            raise InvalidGrammar(f"it has {size} bytes, and {MOST_GRAMMAR_BYTES} are possible")
-        limits = LLParserLimits(verbose_errors=False, max_lexer_states=_MOST_LEXER_STATES)
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidGrammar(f"it has {size} bytes, and {MAX_GRAMMAR_BYTES} are possible")
+        limits = LLParserLimits(verbose_errors=False, max_lexer_states=_MAX_LEXER_STATES)
         try:
             text = _library_text(grammar)
             matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
@@ -91,8 +91,8 @@ def _lark(text: str) -> str:
     """Text in Lark's dialect as it is; what has no rule ``start`` is taken for GBNF."""
     if _LARK.search(text):
         return text
-    if len(text) > _MOST_GBNF_BYTES:
-        raise ValueError(f"it has no rule `start`, and GBNF is limited to {_MOST_GBNF_BYTES} bytes")
+    if len(text) > _MAX_GBNF_BYTES:
+        raise ValueError(f"it has no rule `start`, and GBNF is limited to {_MAX_GBNF_BYTES} bytes")
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter raises bare Exception, and RecursionError

@@ -37,7 +37,7 @@ _WALK_FIELDS = 256
 """Blocks that the walker looks at in one call: some 0.3 ms of the server's time."""
 _WALK_REST_MS = 5
 _SAMPLE = 32
-_MOST_SAMPLES = 64
+_MAX_SAMPLES = 64
 
 _COMMON = f"""
 local TTL_S, FIELD_BYTES = {TTL_S}, {FIELD_BYTES}
@@ -156,7 +156,7 @@ if not redis.call('HGET', KEYS[1], 'generation') then
   redis.call('HSET', KEYS[1], 'generation', ARGV[2], 'version', 0, 'last', 0, 'bytes', 0,
     'round', 0, 'cursor', 0, 'tended_ms', 0)
 end
-redis.call('HSET', KEYS[1], 'most_bytes', ARGV[3])
+redis.call('HSET', KEYS[1], 'max_bytes', ARGV[3])
 retire(ARGV[1], ARGV[4])
 local last = tonumber(redis.call('HGET', KEYS[1], 'last'))
 for i = 0, 65534 do
@@ -185,7 +185,7 @@ APPLY = (
     + _TEND
     + f"""
 local known = redis.call('HMGET', KEYS[1], 'generation', '@' .. ARGV[1], '=' .. ARGV[1],
-  'most_bytes', 'bytes')
+  'max_bytes', 'bytes')
 local generation = string.match(ARGV[2], '^[^:]*')
 if known[1] ~= generation then
   -- No worker holds the blocks of a generation that was lost.
@@ -251,7 +251,7 @@ end
 -- unless there is far too much.
 local function forget_some()
   local count = redis.call('HLEN', blocks)
-  for _ = 1, {_MOST_SAMPLES} do
+  for _ = 1, {_MAX_SAMPLES} do
     if count * FIELD_BYTES + bytes <= most then return end
     local spare = count * FIELD_BYTES + bytes <= most * 9 / 8
     local found = redis.call('HRANDFIELD', blocks, {_SAMPLE}, 'WITHVALUES')

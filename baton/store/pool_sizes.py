@@ -15,7 +15,7 @@ import redis.asyncio
 log = logging.getLogger(__name__)
 
 TTL_S = 3600
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 """Of a pool."""
 
 

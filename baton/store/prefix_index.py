@@ -25,7 +25,7 @@ from baton.store.registry_scripts import MAX_STEP
 
 BATCH = 256
 """Most hashes of one call that changes the index: some 0.4 ms of the server's time."""
-MOST_BLOCKS = 65535
+MAX_BLOCKS = 65535
 """A lookup asks for no more leading blocks than this."""
 DEFAULT_MEMORY_BYTES = 256 << 20
 _GROUP = struct.Struct(">HH")
@@ -58,7 +58,7 @@ class PrefixIndex:
         self._client = client
         self._state = f"baton:{{{cluster_id}}}:index"
         self._keys = [self._state, f"{self._state}:numbers", f"{self._state}:retired"]
-        self._most_bytes = memory_bytes
+        self._max_bytes = memory_bytes
         self._tag = b""
         self._names: dict[int, str] = {}
         self._begin = client.register_script(BEGIN)
@@ -90,7 +90,7 @@ class PrefixIndex:
 
         Returns the name of the snapshot that begins.
         """
-        args: list[Any] = [incarnation, secrets.token_hex(4), self._most_bytes, _step()]
+        args: list[Any] = [incarnation, secrets.token_hex(4), self._max_bytes, _step()]
         return cast(bytes, await cast(Any, self._begin(keys=self._keys, args=args)))
 
     async def snapshot(self, incarnation: str, held: Sequence[bytes]) -> tuple[bytes, int]:
@@ -137,7 +137,7 @@ class PrefixIndex:
         """How many leading blocks of ``hashes`` each incarnation holds; absent means none."""
         if not hashes:
             return {}
-        asked = b"".join(hashes[:MOST_BLOCKS])
+        asked = b"".join(hashes[:MAX_BLOCKS])
         # Those of this call: another one's answer may bring a newer table meanwhile.
         tag, names = self._tag, self._names
         args: list[Any] = [tag, asked]

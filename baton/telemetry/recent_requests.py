@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-MOST_REQUESTS = 1000
+MAX_REQUESTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class RecentRequest:
 
 
 class RecentRequests:
-    """The last ``MOST_REQUESTS`` that have ended."""
+    """The last ``MAX_REQUESTS`` that have ended."""
 
     def __init__(self) -> None:
-        self._requests: deque[RecentRequest] = deque(maxlen=MOST_REQUESTS)
+        self._requests: deque[RecentRequest] = deque(maxlen=MAX_REQUESTS)
         self.ended = 0
         """All that ever were added."""
 

@@ -26,7 +26,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from baton.errors import BatonError
-from baton.trace_context import MOST_STATE, NO_TRACE, TraceContext
+from baton.trace_context import MAX_STATE, NO_TRACE, TraceContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -111,7 +111,7 @@ def begin_span(
     if _tracing.provider is None:
         return trace.INVALID_SPAN
     headers = parent.headers
-    if len(parent.tracestate) > MOST_STATE:
+    if len(parent.tracestate) > MAX_STATE:
         del headers["tracestate"]
     return _tracing.tracer.start_span(
         name,

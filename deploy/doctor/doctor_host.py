@@ -30,13 +30,13 @@ from deploy.store.own_redis import eviction_advice, eviction_policy
 from deploy.store.redis_users import store_url
 
 GIB = 1 << 30
-LEAST_SHARED_MEMORY = GIB // 4
+MIN_SHARED_MEMORY = GIB // 4
 """Bytes of /dev/shm, where Ray keeps its objects and process groups their buffers."""
-LEAST_FILES = 4096
+MIN_FILES = 4096
 """Open files of a process: a router has one for each connection, and one for each worker."""
-LEAST_PROCESSES = 2048
-MOST_SKEW_S = 0.5
-LEAST_GB_PER_S = 0.25
+MIN_PROCESSES = 2048
+MAX_SKEW_S = 0.5
+MIN_GB_PER_S = 0.25
 """Between two workers: less delays the second token of a long prompt by more than it takes."""
 _REDIS_S = 3.0
 _RAY_S = 3.0
@@ -61,11 +61,9 @@ def host_checks(config: Config) -> tuple[Check, ...]:
         Check("GPU driver", _driver),
         Check("GPUs", _gpus),
         Check("shared memory", _shared_memory),
+        Check("open files", partial(_limit, resource.RLIMIT_NOFILE, MIN_FILES, "ulimit -n 65536")),
         Check(
-            "open files", partial(_limit, resource.RLIMIT_NOFILE, LEAST_FILES, "ulimit -n 65536")
-        ),
-        Check(
-            "processes", partial(_limit, resource.RLIMIT_NPROC, LEAST_PROCESSES, "ulimit -u 16384")
+            "processes", partial(_limit, resource.RLIMIT_NPROC, MIN_PROCESSES, "ulimit -u 16384")
         ),
         Check("clock", partial(_clock, store)),
         Check("interconnect", _interconnect),
@@ -218,9 +216,9 @@ def _shared_memory() -> str:
         raise Missing("there is no /dev/shm: Ray and process groups need it; mount a tmpfs there")
     usage = shutil.disk_usage(_SHARED)
     text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB of /dev/shm free"
-    if usage.free < LEAST_SHARED_MEMORY:
+    if usage.free < MIN_SHARED_MEMORY:
         raise Missing(
-            f"{text}: at least {LEAST_SHARED_MEMORY / GIB:.2f} are needed; docker run"
+            f"{text}: at least {MIN_SHARED_MEMORY / GIB:.2f} are needed; docker run"
             " --shm-size=2g, in Kubernetes an emptyDir with medium: Memory, else mount -o"
             " remount,size=2g /dev/shm"
         )
@@ -254,7 +252,7 @@ def _clock(url: str) -> str:
         except (redis.RedisError, OSError, TimeoutError, ValueError):
             return f"{kept}; Redis does not tell its time"
         text = f"{skew_s * 1e3:+.0f} ms (± {error_s * 1e3:.0f}) against Redis, {kept}"
-        if abs(skew_s) - error_s > MOST_SKEW_S:
+        if abs(skew_s) - error_s > MAX_SKEW_S:
             raise Missing(
                 f"{text}: times in logs, traces and batches of several machines do not fit; run"
                 " chrony or systemd-timesyncd on all of them"
@@ -305,7 +303,7 @@ def _interconnect() -> str:
         ) from None
     rate = max(step.gb_per_s for step in steps)
     text = f"{rate:.2f} GB/s between two processes of this machine, over {backend}"
-    if rate < LEAST_GB_PER_S:
+    if rate < MIN_GB_PER_S:
         raise Missing(
             f"{text}: handoffs will wait for the wire; end what else uses the cores, or use"
             ' transport = "shm" or an 8-bit kv_dtype. Between machines: `baton bench transfer`'

@@ -43,7 +43,7 @@ class GcsWatch:
         gcs: Gcs,
         ask: Callable[[float], Coroutine[Any, Any, None]],
         report: Callable[[str], None],
-        most_s: float = SILENT_S,
+        max_s: float = SILENT_S,
     ) -> None:
         """``ask(timeout_s)`` returns once the GCS has read from its store, and raises else: about
 
@@ -52,8 +52,8 @@ class GcsWatch:
         self._gcs = gcs
         self._ask = ask
         self._report = report
-        self._most_s = most_s
-        self._silence = SilenceWatch[int](most_s)
+        self._max_s = max_s
+        self._silence = SilenceWatch[int](max_s)
         self._answers = 0
 
     async def run(self) -> NoReturn:
@@ -62,7 +62,7 @@ class GcsWatch:
             await self._ask_it()
             # The next process has the same time to start.
             if self._silence.tick({self._gcs.pid: self._answers}, time.monotonic()):
-                self._report(f"gcs has not answered for {self._most_s:.0f} s; it is ended")
+                self._report(f"gcs has not answered for {self._max_s:.0f} s; it is ended")
                 self._gcs.kill()
             await asyncio.sleep(_EACH_S)
 
@@ -82,16 +82,16 @@ class FarGcsWatch:
         self,
         ask: Callable[[float], Coroutine[Any, Any, None]],
         report: Callable[[str], None],
-        most_s: float = SILENT_S,
+        max_s: float = SILENT_S,
     ) -> None:
         """As for ``GcsWatch``."""
         self._ask = ask
         self._report = report
-        self._most_s = most_s
+        self._max_s = max_s
 
     async def run(self) -> NoReturn:
         """Until it is cancelled."""
-        silence, answers, told = SilenceWatch[str](self._most_s), 0, False
+        silence, answers, told = SilenceWatch[str](self._max_s), 0, False
         while True:
             try:
                 await self._ask(_ASK_S)

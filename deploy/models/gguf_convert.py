@@ -28,7 +28,7 @@ _SUPPORTED = ("F32", "F16", "BF16", *_WITH_CODES)
 _PIECE_VALUES = 1 << 22
 """Values that are dequantised at a time; so the memory does not depend on the model's size."""
 
-_MOST_LAYERS = 4096
+_MAX_LAYERS = 4096
 """Names of weights are listed for each before the file's own are looked at."""
 
 _TOP_NAMES = {
@@ -62,7 +62,7 @@ class LlamaMetadata(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    layers: int = Field(alias="llama.block_count", ge=1, le=_MOST_LAYERS)
+    layers: int = Field(alias="llama.block_count", ge=1, le=_MAX_LAYERS)
     context_length: int = Field(alias="llama.context_length", ge=1)
     hidden: int = Field(alias="llama.embedding_length", ge=1)
     intermediate: int = Field(alias="llama.feed_forward_length", ge=1)

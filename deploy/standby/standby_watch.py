@@ -1,7 +1,7 @@
 """When Ray is to start a process that stands by, of a node where workers live. Pure.
 
 nobody stands by ─at two looks in a row→ one is asked for ─it stands by→ all is well
-asked for ─PATIENCE_S later still nobody→ asked for again ─MOST_ASKS in a row→ given up
+asked for ─PATIENCE_S later still nobody→ asked for again ─MAX_ASKS in a row→ given up
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 LOOK_S = 5.0
 """Whoever has just died is replaced first: to import beside him would make him late."""
 PATIENCE_S = 60.0
-MOST_ASKS = 3
+MAX_ASKS = 3
 
 
 class StandbyWatch:
@@ -36,4 +36,4 @@ class StandbyWatch:
     @property
     def gave_up(self) -> bool:
         """Whether none has come, however often one was asked for."""
-        return self._asks >= MOST_ASKS
+        return self._asks >= MAX_ASKS

@@ -45,14 +45,14 @@ _CHUNKS = (2, 8, 16, 32, 128)
 
 
 def gpu_decoder(
-    weights: GpuWeights, cache: KvCache, most_rows: int, lead: LeadRank | None = None
+    weights: GpuWeights, cache: KvCache, max_rows: int, lead: LeadRank | None = None
 ) -> GpuStepModel:
     """A GPU's decoder, whose decode steps are captured.
 
-    ``most_rows`` bounds the sequences of a step. Of several ranks the first one has the ``lead``.
+    ``max_rows`` bounds the sequences of a step. Of several ranks the first one has the ``lead``.
     """
     capture = CudaCapture(cache.data.device)
-    return GpuStepModel(weights, cache, most_rows, capture=capture, lead=lead)
+    return GpuStepModel(weights, cache, max_rows, capture=capture, lead=lead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class GpuStepModel:
         self,
         weights: GpuWeights,
         cache: KvCache,
-        most_rows: int,
+        max_rows: int,
         *,
         capture: Capture | None = None,
         lead: LeadRank | None = None,
@@ -105,11 +105,11 @@ class GpuStepModel:
         self._vocab_size = config.vocab_size
         self._layers = config.layers
         self._forward = Forward(weights, cache)
-        self._drawn = torch.zeros(most_rows, dtype=torch.int64, device=self._device)
+        self._drawn = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
         self._graphs: DecodeGraphs | None = None
         if capture is not None and not weights.waits:
             context = min(config.context_length, cache.blocks * cache.block_size)
-            self._graphs = DecodeGraphs(self._decode, capture, most_rows, context)
+            self._graphs = DecodeGraphs(self._decode, capture, max_rows, context)
             largest = self._decode_shape(self._graphs.largest)
             self._inputs = torch.zeros(
                 buffer_bytes(largest), dtype=torch.uint8, device=self._device
@@ -157,7 +157,7 @@ class GpuStepModel:
         """Begin a step that draws the token of each output, of those that ``masks`` allow.
 
         A token id of -1 - n stands for the token that the step started last draws for its output n.
-        At most ``most_rows`` outputs.
+        At most ``max_rows`` outputs.
         """
         with self._leading(step, draws=True):
             with self._part(step) as part:

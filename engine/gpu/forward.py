@@ -22,7 +22,7 @@ from engine.gpu.step_tensors import StepTensors
 from engine.kv.kv_cache import KvCache
 from engine.quantization.weight import QuantizedWeight, dequantize
 
-_MOST_TILE_ROWS = 128
+_MAX_TILE_ROWS = 128
 """Rows of the largest tile of ``chunk_attention``."""
 
 
@@ -50,7 +50,7 @@ class Forward:
             for window in config.windows
         ]
         group = config.heads // config.kv_heads
-        self._least_longest = -(-_MOST_TILE_ROWS // group) if weights.deterministic else 1
+        self._least_longest = -(-_MAX_TILE_ROWS // group) if weights.deterministic else 1
 
     def logits(
         self,

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from engine.checkpoint.model_config import ModelConfig
 from engine.gpu.kernels.linear.fixed import fixed_linear
 from engine.gpu.kernels.linear.quantized import (
-    MOST_ROWS,
+    MAX_ROWS,
     GpuWeight,
     dequantized,
     gpu_weight,
@@ -64,11 +64,11 @@ class QuantizedLinear:
             x = x[:, self._columns]
         if self._deterministic:
             parts = (
-                quantized_linear(part, self._weight, self._bias, tile_rows=MOST_ROWS)
-                for part in torch.split(x, MOST_ROWS)
+                quantized_linear(part, self._weight, self._bias, tile_rows=MAX_ROWS)
+                for part in torch.split(x, MAX_ROWS)
             )
             return torch.cat(list(parts))
-        if len(x) <= MOST_ROWS:
+        if len(x) <= MAX_ROWS:
             return quantized_linear(x, self._weight, self._bias)
         return self._dense(x)
 

@@ -55,12 +55,12 @@ class DecodeGraphs:
     """Captured steps by their size, each captured when it is first needed."""
 
     def __init__(
-        self, compute: Callable[[Bucket], None], capture: Capture, most_rows: int, context: int
+        self, compute: Callable[[Bucket], None], capture: Capture, max_rows: int, context: int
     ) -> None:
         """``compute`` runs a step of a size on tensors that are always the same."""
         self._compute = compute
         self._capture = capture
-        self._batches = batch_sizes(most_rows)
+        self._batches = batch_sizes(max_rows)
         self._lengths = length_sizes(context)
         self._replays: dict[Bucket, Work] = {}
 

@@ -14,7 +14,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.gpu.fused_weights import PIECE_VALUES
 from engine.gpu.graphs import batch_sizes, length_sizes
 from engine.gpu.kernels.attention.decode import SPLIT, scratch_bytes, scratch_rows
-from engine.gpu.kernels.linear.quantized import MOST_ROWS
+from engine.gpu.kernels.linear.quantized import MAX_ROWS
 from engine.gpu.step_tensors import StepShape, buffer_bytes, table_width
 
 CUBLAS_BYTES = 128 << 20
@@ -227,9 +227,9 @@ def _linear(limits: StepLimits, rows: int, inputs: int, outputs: int) -> int:
     out = rows * outputs * limits.itemsize
     if not limits.quantized:
         return out
-    if rows <= MOST_ROWS or limits.deterministic:
+    if rows <= MAX_ROWS or limits.deterministic:
         # Splits of the inputs in fp32 (quantized_linear); of fixed order pieces of the rows.
-        some = min(rows, MOST_ROWS)
+        some = min(rows, MAX_ROWS)
         return 2 * out + some * _FLOAT * (outputs + _SPLIT_OUTPUTS)
     # A piece of the weights: its codes, scales and minimums spread over all inputs, and their sum,
     # each in fp32 (quantized_linear.dequantized), the piece before it in the weights' type, and the

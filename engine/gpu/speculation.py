@@ -17,10 +17,10 @@ from engine.gpu.overlap_costs import OverlapCosts
 from engine.scheduling.known_sequence import KnownSequence
 from engine.scheduling.plan import PlanRow
 from engine.speculation.draft_costs import DraftCosts
-from engine.speculation.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
+from engine.speculation.draft_length import MAX_IN_A_STEP, DraftLength, Proposal
 from engine.speculation.drafter import Drafter
 from engine.speculation.speculation import (
-    MOST_DRAFT_TOKENS,
+    MAX_DRAFT_TOKENS,
     DraftedRow,
     Speculation,
     make_drafter,
@@ -71,7 +71,7 @@ class OverlapSpeculation(Speculation):
         if not proposals:
             return False
         batch, total = _sizes(rows)
-        most = min(MOST_IN_A_STEP, sum(proposal.tokens for proposal in proposals))
+        most = min(MAX_IN_A_STEP, sum(proposal.tokens for proposal in proposals))
         costs = self._costs.seconds(batch, total, most, first=True)
         return costs is not None and any(self._length.choose(batch, total, proposals, costs))
 
@@ -101,7 +101,7 @@ class OverlapSpeculation(Speculation):
         names = [token_ids.pop()] if token_ids[-1] < 0 else []
         try:
             draft = self._drafter.propose(
-                row.sequence_id, token_ids, min(MOST_DRAFT_TOKENS, most + len(names))
+                row.sequence_id, token_ids, min(MAX_DRAFT_TOKENS, most + len(names))
             )
         finally:
             token_ids += names

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from engine.scheduling.plan import PlanRow
 
-LEAST_TOKENS = 32
+MIN_TOKENS = 32
 """Of a rank: a step with fewer is not worth an exchange for each layer."""
 
 
@@ -34,7 +34,7 @@ def is_split(rows: Sequence[PlanRow], ranks: int) -> bool:
 
     Rows that are too short for every rank to have a part do not count.
     """
-    return sum(row.count for row in rows if row.count >= 2 * ranks) >= ranks * LEAST_TOKENS
+    return sum(row.count for row in rows if row.count >= 2 * ranks) >= ranks * MIN_TOKENS
 
 
 def shares_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShare]:

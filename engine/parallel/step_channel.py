@@ -42,8 +42,8 @@ more after this: its host has gone."""
 _LEAD_TICKS = 4
 """How often within ``SILENT_LEAD_S`` a rank looks whether it has heard rank 0."""
 _LENGTH = struct.Struct("<I")
-_MOST_BYTES = 1 << 28
-_MOST_GREETING = 4096
+_MAX_BYTES = 1 << 28
+_MAX_GREETING = 4096
 _SEND_S = 30.0
 """A frame that a rank does not take for so long."""
 
@@ -110,7 +110,7 @@ class LeadChannel:
         """Take a rank in; anybody else is sent away."""
         connection.settimeout(min(timeout_s, SILENT_RANK_S))
         try:
-            greeting = Greeting(**json.loads(_read_frame(connection, _MOST_GREETING)))
+            greeting = Greeting(**json.loads(_read_frame(connection, _MAX_GREETING)))
         except (OSError, EOFError, ValueError, TypeError):
             connection.close()
             return
@@ -187,7 +187,7 @@ class LeadChannel:
             for peer in ready:
                 rank = numbers[peer]
                 try:
-                    said = peer.recv(_MOST_GREETING)
+                    said = peer.recv(_MAX_GREETING)
                 except OSError:
                     said = b""
                 if not said:
@@ -210,7 +210,7 @@ class LeadChannel:
         while len(said) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(said)
             end = _LENGTH.size + length
-            if length > _MOST_GREETING:
+            if length > _MAX_GREETING:
                 self.fail(f"rank {rank} says what cannot be read")
                 said.clear()
             if len(said) < end:
@@ -308,7 +308,7 @@ class RankChannel:
         while True:
             self._wait(0)
             try:
-                frame = _read_frame(self._socket, _MOST_BYTES, self._wait)
+                frame = _read_frame(self._socket, _MAX_BYTES, self._wait)
             except ValueError as error:
                 raise WorkerFailed(f"rank 0 says what cannot be read: {error}") from error
             except TimeoutError as error:

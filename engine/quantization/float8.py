@@ -8,7 +8,7 @@ import torch
 
 from engine.quantization.weight import QuantizedWeight
 
-_LEAST_GROUP = 16
+_MIN_GROUP = 16
 
 
 def read_float8(
@@ -41,7 +41,7 @@ def _spread(
     expected = tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
     if scales.shape != expected:
         raise ValueError(f"{tuple(scales.shape)} scales for {expected} blocks")
-    if group < _LEAST_GROUP:
+    if group < _MIN_GROUP:
         raise ValueError(f"rows of {shape[1]} in blocks of {block[1]} have groups of {group}")
     rows = scales.repeat_interleave(block[0], dim=0)[: shape[0]]
     return rows.repeat_interleave(block[1] // group, dim=1)[:, : shape[1] // group]

@@ -20,7 +20,7 @@ DEFAULT_GROUP = 32
 _FP8_MAX = 448.0
 """The largest finite e4m3fn value (OCP 8-bit Floating Point Specification 1.0)."""
 _HALF_MAX = 65504.0
-_LEAST_GROUP = 16
+_MIN_GROUP = 16
 _PIECE_VALUES = 1 << 20
 """Values that are held in fp32 at a time while a tensor is quantised."""
 _SHRINKS = tuple(1.0 - 0.025 * step for step in range(13))
@@ -174,7 +174,7 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
 def fitting_group(inputs: int, wanted: int = DEFAULT_GROUP) -> int:
     """``wanted``, or its half and so on down to 16, if that divides ``inputs``; else a row."""
     group = wanted
-    while group >= _LEAST_GROUP:
+    while group >= _MIN_GROUP:
         if inputs % group == 0:
             return group
         group //= 2

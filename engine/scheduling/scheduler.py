@@ -184,14 +184,14 @@ class Scheduler:
 
     # Planning
 
-    def schedule(self, most_prompt_tokens: int | None = None) -> StepPlan | None:
+    def schedule(self, max_prompt_tokens: int | None = None) -> StepPlan | None:
         """The next step, or None when there is nothing to compute now.
 
-        At most ``most_prompt_tokens``, which is positive, belong to chunks of prompts: for the sake
+        At most ``max_prompt_tokens``, which is positive, belong to chunks of prompts: for the sake
         of sequences that decode beside them. None sets no bound but the step's own.
         """
         budget = self.limits.chunk_tokens
-        chunks = budget if most_prompt_tokens is None else most_prompt_tokens
+        chunks = budget if max_prompt_tokens is None else max_prompt_tokens
         self._release_all_idle()
         preemptions = self.preemptions
         rows = StepRows(self.limits, self._bounds)
@@ -232,7 +232,7 @@ class Scheduler:
         """Blocks for all tokens that there may be; preempts the latest arrivals if it must."""
         tokens = max(
             sequence.target,
-            min(self._bounds.known_at_most(sequence), self._bounds.most_tokens(sequence)),
+            min(self._bounds.known_at_most(sequence), self._bounds.max_tokens(sequence)),
         )
         missing = self._bounds.blocks_for(tokens) - len(sequence.block_table)
         while missing > self.pool.available:
@@ -256,7 +256,7 @@ class Scheduler:
             return
         tokens = min(
             self._bounds.known_at_most(sequence) + self.limits.draft_tokens,
-            self._bounds.most_tokens(sequence),
+            self._bounds.max_tokens(sequence),
         )
         missing = self._bounds.blocks_for(tokens) - len(sequence.block_table)
         if 0 < missing <= self.pool.available - len(self.running):

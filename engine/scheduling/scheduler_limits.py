@@ -48,7 +48,7 @@ class SchedulerLimits:
         """Hash blocks of a block."""
         return self.block_size // self.hash_block
 
-    def most_tokens(self, start: int) -> int:
+    def max_tokens(self, start: int) -> int:
         """The longest chunk that may begin at token ``start``; at least one token."""
         if not self.chunk_keys:
             return self.chunk_tokens

@@ -22,7 +22,7 @@ class SequenceBounds:
         fits = sequence.target < self._limits.context_length
         return sequence.scheduled < sequence.target and samples_left > 0 and fits
 
-    def most_tokens(self, sequence: Sequence) -> int:
+    def max_tokens(self, sequence: Sequence) -> int:
         """The most tokens that a sequence's answer leaves room for."""
         sampling = sequence.spec.sampling
         return min(self._limits.context_length, sequence.prompt_length + sampling.max_tokens)
@@ -52,7 +52,7 @@ class SequenceBounds:
         if not self.may_draft(sequence):
             return 0
         room = len(sequence.block_table) * self._limits.block_size
-        return min(self.most_tokens(sequence), room + 1)
+        return min(self.max_tokens(sequence), room + 1)
 
     def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         """Why a sequence ends with its last token, ``token``; None where it does not."""

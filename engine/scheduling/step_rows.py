@@ -30,7 +30,7 @@ class StepRows:
     def add(self, sequence: Sequence, most: int) -> int:
         """A row of at most that many tokens; returns how many it has."""
         start = sequence.scheduled
-        count = min(sequence.target - start, most, self._limits.most_tokens(start))
+        count = min(sequence.target - start, most, self._limits.max_tokens(start))
         scored = 0
         if sequence.scores_prompt and start < sequence.prompt_length - 1:
             left = self._limits.scored_tokens - sum(row.scored for _, row in self.rows)

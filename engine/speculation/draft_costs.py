@@ -20,9 +20,9 @@ _SLOPE_SHARE = 0.5
 """Where steps of fewer and of more sequences are known: this part of what one costs between them.
 Not all of it: rows may be cheap up to some number, and dear behind it."""
 _KEPT_STEPS = 200
-"""For so many steps each time that it was seen, up to ``_MOST_SEEN``, an estimate is believed; then
+"""For so many steps each time that it was seen, up to ``_MAX_SEEN``, an estimate is believed; then
 it is forgotten, so that what was measured at a bad moment is tried again."""
-_MOST_SEEN = 10
+_MAX_SEEN = 10
 _FIRST_REACH = 4
 """How many tokens are tried first; then at most twice as many as were tried, and so many more."""
 _EXACT = 16
@@ -56,7 +56,7 @@ class DraftCosts:
         bounded = min(seconds, _MOST * estimate.seconds)
         estimate.seconds += _RATE * (bounded - estimate.seconds)
         estimate.step = self._step
-        estimate.seen = min(estimate.seen + 1, _MOST_SEEN)
+        estimate.seen = min(estimate.seen + 1, _MAX_SEEN)
 
     def seconds(self, batch: int, most: int, first_reach: int = _FIRST_REACH) -> list[float] | None:
         """Of steps with 0, 1, … drafted tokens, to ``most`` or as far as they may be tried:

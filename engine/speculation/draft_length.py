@@ -30,14 +30,14 @@ _LEVEL_WEIGHT = 3.0
 _RECORD_DECAY = 0.9
 """Of a sequence's own record, with each draft of its."""
 _SUREST = 0.98
-_LEAST_LIKELY = 0.02
+_MIN_LIKELY = 0.02
 """A token less likely to be kept than this is not looked at."""
 _GAIN_ALONE, _GAIN = 1.02, 1.1
 """Drafts must promise this many times the tokens a second of a step without: of one sequence, of
 several. Of many drafts the best by noisy estimates are taken, which promise more than they keep."""
 _PROBE_SHARE = 0.01
 """Of the time, for drafts that do not pay as far as is known."""
-MOST_IN_A_STEP = 48
+MAX_IN_A_STEP = 48
 """Drafted tokens, of all sequences together."""
 
 
@@ -78,7 +78,7 @@ class DraftLength:
         is tried that does not pay.
         """
         lengths = [0] * len(proposals)
-        likely = self._likely(proposals)[:MOST_IN_A_STEP]
+        likely = self._likely(proposals)[:MAX_IN_A_STEP]
         if not likely:
             return lengths
         probes = costs is None and rows == batch
@@ -133,7 +133,7 @@ class DraftLength:
                 if record is not None:
                     likely = record.corrected(evidence, likely)
                 chance *= min(_SUREST, likely)
-                if place and chance < _LEAST_LIKELY:
+                if place and chance < _MIN_LIKELY:
                     break
                 if place >= proposal.drawn:
                     found.append((chance, index))

@@ -61,7 +61,7 @@ class ModelDrafter(Protocol):
         """What ``computed`` wants of the model; see ``StepInput.hidden_layers``."""
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """The longest draft that it makes."""
 
     def backlog(self, query: DraftQuery) -> int | None:

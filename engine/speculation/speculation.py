@@ -16,7 +16,7 @@ import torch
 
 from engine.scheduling.known_sequence import KnownSequence
 from engine.scheduling.plan import PlanRow
-from engine.speculation.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
+from engine.speculation.draft_length import MAX_IN_A_STEP, DraftLength, Proposal
 from engine.speculation.drafter import Draft, Drafter
 from engine.speculation.model_drafter import ComputedRow
 from engine.speculation.ngram_drafter import NgramDrafter
@@ -26,7 +26,7 @@ DRAFTERS = ("none", "ngram", "draft", "eagle", "medusa")
 """By the names that the configuration takes."""
 TOKEN_DRAFTERS = ("none", "ngram")
 """Those of them that look at tokens alone."""
-MOST_DRAFT_TOKENS = 13
+MAX_DRAFT_TOKENS = 13
 """Of one sequence in one step: with its own token a pass of linear.h."""
 
 CostsOf = Callable[[int, int, int], list[float] | None]
@@ -118,7 +118,7 @@ class Speculation:
             row = drafted.row
             if row.limit:
                 token_ids = known[row.sequence_id].token_ids
-                most = min(MOST_DRAFT_TOKENS, row.limit - len(token_ids) - 1)
+                most = min(MAX_DRAFT_TOKENS, row.limit - len(token_ids) - 1)
                 if most > 0:
                     self._propose(row.sequence_id, token_ids, most)
         if not self._drafts:
@@ -131,7 +131,7 @@ class Speculation:
         total = sum(drafted.row.count for drafted in rows)
         costs = None
         if costs_of is not None:
-            most = min(MOST_IN_A_STEP, sum(proposal.tokens for proposal in proposals))
+            most = min(MAX_IN_A_STEP, sum(proposal.tokens for proposal in proposals))
             costs = costs_of(batch, total, most)
             if costs is None:
                 return list(rows)

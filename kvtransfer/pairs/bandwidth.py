@@ -7,7 +7,7 @@ from __future__ import annotations
 
 _WEIGHT = 0.2
 """Of the newest sample."""
-_LEAST_BYTES = 64 << 10
+_MIN_BYTES = 64 << 10
 """A smaller sample tells of messages, not of bytes."""
 
 
@@ -27,6 +27,6 @@ class Bandwidth:
     def landed(self, count: int, now: float, *, is_idle: bool) -> None:
         """``count`` bytes have landed; ``is_idle``: nothing else is on its way."""
         since, self._busy_since = self._busy_since, None if is_idle else now
-        if since is None or count < _LEAST_BYTES or now <= since:
+        if since is None or count < _MIN_BYTES or now <= since:
             return
         self.bytes_per_s += _WEIGHT * (count / (now - since) - self.bytes_per_s)

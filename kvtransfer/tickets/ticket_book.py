@@ -13,7 +13,7 @@ from kvtransfer.tickets.ticket import Attempt, Ticket
 
 TOMBSTONE_S = 60.0
 """An abort that overtakes its reserve is remembered this long: longer than any retry of a call."""
-MOST_TOMBSTONES = 10_000
+MAX_TOMBSTONES = 10_000
 
 
 class TicketBook:
@@ -61,7 +61,7 @@ class TicketBook:
         """Remember that an attempt is over, so that a late reserve is refused."""
         self._tombstones[attempt] = now + TOMBSTONE_S
         self._tombstones.move_to_end(attempt)
-        while len(self._tombstones) > MOST_TOMBSTONES:
+        while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
 
     def drop(self, ticket: Ticket) -> None:

@@ -40,7 +40,7 @@ from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
 CHUNK_BYTES = 2 << 20
 """Most bytes of a message, but for a part that is larger: 1 MiB costs a quarter of the throughput,
 4 MiB gains nothing."""
-MOST_PAIRS = 256
+MAX_PAIRS = 256
 """Each holds a thread of the server."""
 _METHOD = "/baton.v1.BlockService/SendBlocks"
 _PAIR_KEY = "baton-pair"
@@ -80,7 +80,7 @@ class GrpcTransport:
     def register(self, memory: BlockMemory) -> None:
         """See ``Transport``. Starts the server."""
         self._memory = memory
-        threads = ThreadPoolExecutor(MOST_PAIRS, thread_name_prefix="blocks")
+        threads = ThreadPoolExecutor(MAX_PAIRS, thread_name_prefix="blocks")
         server, port = make_blocking_server(threads, f"{self._host}:0", self._tls)
         server.add_generic_rpc_handlers((_Handler(self),))
         server.start()
@@ -96,8 +96,8 @@ class GrpcTransport:
     ) -> tuple[GrpcReceiveLink, bytes]:
         """See ``SharingTransport``."""
         assert self._memory is not None, "not registered"
-        if len(self._links) >= MOST_PAIRS:
-            raise HandoffError(f"{MOST_PAIRS} workers send blocks here already")
+        if len(self._links) >= MAX_PAIRS:
+            raise HandoffError(f"{MAX_PAIRS} workers send blocks here already")
         pair = secrets.token_hex(16)
         memory = target_memory(self._memory, share)
         link = GrpcReceiveLink(memory, peer.incarnation, lambda: self._links.pop(pair, None))

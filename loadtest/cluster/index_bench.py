@@ -45,7 +45,7 @@ _LOADERS = 4
 _WARM = 200
 """Lookups before those that count: the first ones set up connections."""
 _DEADLINE_S = 5.0
-_MOST_AT_A_TIME = 64
+_MAX_AT_A_TIME = 64
 """Fewer than the client may have connections. Whoever waits for a place waits on the clock."""
 
 
@@ -210,7 +210,7 @@ class _Run:
         self._index = index
         self._asked = asked
         self._due: list[float] = np.cumsum(gaps_s).tolist()
-        self._places = asyncio.Semaphore(_MOST_AT_A_TIME)
+        self._places = asyncio.Semaphore(_MAX_AT_A_TIME)
         self.took_s: list[float] = []
         self.wall_s = self.cpu_s = 0.0
 

@@ -18,7 +18,7 @@ PROMPT_BLOCKS = 256
 COMMON_BLOCKS = 2
 DEEP_BLOCKS = 128
 DEEP_WORKERS = 16
-_MOST_HOLDERS = 64
+_MAX_HOLDERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class IndexWorkload:
             self._private.append(self._add({holder: PROMPT_BLOCKS}))
 
     def _shared_holders(self) -> dict[int, int]:
-        most = min(_MOST_HOLDERS, self._workers)
+        most = min(_MAX_HOLDERS, self._workers)
         count = int(self._random.integers(min(DEEP_WORKERS, most), most + 1))
         chosen = self._random.choice(self._workers, count, replace=False)
         depths = self._random.integers(DEEP_BLOCKS, PROMPT_BLOCKS + 1, count)

@@ -179,7 +179,7 @@ async def measure(
     async with httpx.AsyncClient(
         base_url=base_url, trust_env=False, timeout=2 * HANG_S, limits=limits
     ) as http:
-        driver = _Driver(http, trace, config, await _most_tokens(http), say)
+        driver = _Driver(http, trace, config, await _max_tokens(http), say)
         await driver.run(_FIRST_RATE, _WARM_UP_S)
         capacity = await _find_capacity(driver, settings) if before is None else before.capacity
         capacity_per_s = capacity.goodput_per_s
@@ -212,13 +212,13 @@ class _Driver:
         http: httpx.AsyncClient,
         trace: Trace,
         config: Config,
-        most_tokens: int,
+        max_tokens: int,
         say: Say,
     ) -> None:
         self._http = http
         self._trace = trace
         self._config = config
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
         self._say = say
         self._dice = random.Random(0)  # noqa: S311 - prompts, no secret
 
@@ -243,8 +243,8 @@ class _Driver:
         return load
 
     async def _ask(self, arrival: TracedRequest) -> Ending:
-        answer = min(arrival.output_tokens, self._most_tokens // 2)
-        prompt = min(arrival.input_tokens, self._most_tokens - answer - 1)
+        answer = min(arrival.output_tokens, self._max_tokens // 2)
+        prompt = min(arrival.input_tokens, self._max_tokens - answer - 1)
         body = {
             "model": SERVED_NAME,
             "prompt": random_prompt(self._dice, prompt, _VOCABULARY),
@@ -290,7 +290,7 @@ class _Driver:
         )
 
 
-async def _most_tokens(http: httpx.AsyncClient) -> int:
+async def _max_tokens(http: httpx.AsyncClient) -> int:
     """Of prompt and answer together."""
     models = (await http.get("/v1/models")).json()
     return int(models["data"][0]["max_model_len"])

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 class LruCache:
     """Blocks by hash. Plain Python."""
 
-    def __init__(self, most_blocks: int | None) -> None:
-        """``most_blocks`` None: it never drops one."""
-        self._most = most_blocks
+    def __init__(self, max_blocks: int | None) -> None:
+        """``max_blocks`` None: it never drops one."""
+        self._most = max_blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}

@@ -179,7 +179,7 @@ class _Bench:
         """Compute ``tokens`` of the first of ``new``; the engine learns of all of them."""
         steps, start = [], 0
         while start < tokens:
-            count = min(tokens - start, self.engine.scheduler.limits.most_tokens(start))
+            count = min(tokens - start, self.engine.scheduler.limits.max_tokens(start))
             last = start + count == tokens
             steps.append(self._run(new, [PlanRow(0, start, count, table, sample and last)]))
             start, new = start + count, ()

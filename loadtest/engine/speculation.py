@@ -45,8 +45,8 @@ from worker.costs.calibration import calibrate
 
 Say = Callable[[str], None]
 
-_MOST_CHARACTERS = 1 << 20
-_LEAST_PROMPTS = 4
+_MAX_CHARACTERS = 1 << 20
+_MIN_PROMPTS = 4
 """That are run in one way before the other."""
 
 
@@ -164,7 +164,7 @@ class SpeculationBench:
         """Both ways in turns, a few prompts at a time; of each few the faster run counts."""
         count = max(self._settings.rows, 2 * concurrency)
         prompts = [self._prompt(question) for question in questions[:count]]
-        few = max(concurrency, _LEAST_PROMPTS)
+        few = max(concurrency, _MIN_PROMPTS)
         runs: dict[bool, list[Run]] = {False: [], True: []}
         for start in range(0, len(prompts), few):
             found = self._in_turns(prompts[start : start + few], concurrency)
@@ -200,7 +200,7 @@ class SpeculationBench:
         """As a chat has it; as it is where the model has no template."""
         try:
             messages = [{"role": "user", "content": question}]
-            text = self._tokenizer.render_chat(messages, _MOST_CHARACTERS).result()
+            text = self._tokenizer.render_chat(messages, _MAX_CHARACTERS).result()
         except BatonError:
             return self._tokenizer.encode(question)
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -46,7 +46,7 @@ class SearchSettings:
     first_rate: float = 1.0
     attainment: float = ATTAINMENT
     precision: float = PRECISION
-    most_rate: float = float("inf")
+    max_rate: float = float("inf")
 
 
 def bench_serve(
@@ -91,7 +91,7 @@ def search_rate(
         search.first_rate,
         attainment=search.attainment,
         precision=search.precision,
-        most_rate=search.most_rate,
+        max_rate=search.max_rate,
     )
     runs: list[LoadRun] = []
     while (rate := searching.next_rate()) is not None:

@@ -84,14 +84,14 @@ class LoadDriver(Generic[P]):
         return self._records
 
     async def closed_loop(
-        self, source: Source, concurrency: int, seconds: float, most_requests: int | None
+        self, source: Source, concurrency: int, seconds: float, max_requests: int | None
     ) -> list[RequestRecord]:
         """Keep so many under way; after ``seconds``, or so many requests, none is sent any more.
 
         A request is due when it is sent: in a closed loop the server sets the pace, and what would
         have come while it stalled was never to come. Compare by an open loop.
         """
-        numbers = iter(range(most_requests)) if most_requests is not None else itertools.count()
+        numbers = iter(range(max_requests)) if max_requests is not None else itertools.count()
         async with self._watching(), asyncio.TaskGroup() as group:
             self.clock.start()
             for _ in range(concurrency):

@@ -23,8 +23,8 @@ from planning.common.traces import Trace, read_trace
 Arrivals = Kind | Literal["trace"]
 
 _ARRIVALS = 5
-_WARM_UP_SHARE, _MOST_WARM_UP_S = 0.1, 10.0
-_COOL_DOWN_SHARE, _MOST_COOL_DOWN_S = 0.1, 5.0
+_WARM_UP_SHARE, _MAX_WARM_UP_S = 0.1, 10.0
+_COOL_DOWN_SHARE, _MAX_COOL_DOWN_S = 0.1, 5.0
 _SECONDS = 60.0
 
 
@@ -67,7 +67,7 @@ class TrafficSettings:
     """A trace, instead of lengths."""
     scale_time: float = 1.0
     scale_length: float = 1.0
-    most_tokens: int | None = None
+    max_tokens: int | None = None
     """A trace's prompts and answers are cut to fit together."""
     seed: int = 0
 
@@ -131,7 +131,7 @@ def open_trace(settings: TrafficSettings) -> Trace | None:
     if settings.trace is None:
         return None
     trace = read_trace(settings.trace, settings.scale_time, settings.scale_length)
-    return trace if settings.most_tokens is None else trace.within(settings.most_tokens)
+    return trace if settings.max_tokens is None else trace.within(settings.max_tokens)
 
 
 def make_traffic(settings: LoadSettings, trace: Trace | None, run: int = 0) -> Traffic:
@@ -189,9 +189,9 @@ def counted(pace: PaceSettings, sending_s: float) -> Window:
     """
     warm_up_s, cool_down_s = pace.warm_up_s, pace.cool_down_s
     if warm_up_s is None:
-        warm_up_s = min(_WARM_UP_SHARE * sending_s, _MOST_WARM_UP_S)
+        warm_up_s = min(_WARM_UP_SHARE * sending_s, _MAX_WARM_UP_S)
     if cool_down_s is None:
-        cool_down_s = min(_COOL_DOWN_SHARE * sending_s, _MOST_COOL_DOWN_S)
+        cool_down_s = min(_COOL_DOWN_SHARE * sending_s, _MAX_COOL_DOWN_S)
     if warm_up_s + cool_down_s >= sending_s > 0:
         raise ConfigError(
             f"a warm-up of {warm_up_s:g} s and a cool-down of {cool_down_s:g} s leave nothing of"

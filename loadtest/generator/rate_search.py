@@ -11,7 +11,7 @@ import math
 ATTAINMENT = 0.9
 PRECISION = 0.05
 _STEP = 2.0
-_LEAST_SHARE = 1 / 1024
+_MIN_SHARE = 1 / 1024
 """Of the first rate: below it nothing is looked for."""
 
 
@@ -29,16 +29,16 @@ class RateSearch:
         *,
         attainment: float = ATTAINMENT,
         precision: float = PRECISION,
-        most_rate: float = math.inf,
+        max_rate: float = math.inf,
     ) -> None:
         """``precision``: how much higher than the rate that met the one may be that failed.
 
-        Rates above ``most_rate`` are not tried.
+        Rates above ``max_rate`` are not tried.
         """
-        self._first = min(first_rate, most_rate)
+        self._first = min(first_rate, max_rate)
         self._attainment = attainment
         self._precision = precision
-        self._most = most_rate
+        self._most = max_rate
         self._met = 0.0
         self._failed = math.inf
 
@@ -55,7 +55,7 @@ class RateSearch:
             return None if self._met >= self._most else min(self._met * _STEP, self._most)
         if not self._met:
             lower = self._failed / _STEP
-            return lower if lower >= self._first * _LEAST_SHARE else None
+            return lower if lower >= self._first * _MIN_SHARE else None
         if self._failed <= self._met * (1 + self._precision):
             return None
         return (self._met + self._failed) / 2

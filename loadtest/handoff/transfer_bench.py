@@ -60,7 +60,7 @@ class TransferSettings:
     transports: tuple[str, ...] = tuple(LIMITS)
     block_bytes: int = 360 << 10
     """Those of the demo model in bfloat16."""
-    most_bytes: int = 1 << 30
+    max_bytes: int = 1 << 30
     repetitions: int = 5
     """Of the largest sizes; smaller ones are moved oftener."""
     certs: str = ""
@@ -103,7 +103,7 @@ async def measure_transfers(settings: TransferSettings, say: Say) -> tuple[Trans
     """
     identity = identity_of(SENDER, settings.block_bytes)
     settings = _within_memory(settings, say)
-    sizes = sizes_of(settings.block_bytes, settings.most_bytes)
+    sizes = sizes_of(settings.block_bytes, settings.max_bytes)
     blocks = sizes[-1] // settings.block_bytes
     rows: list[TransferRow] = []
     with (
@@ -136,10 +136,10 @@ def _known(name: str) -> TransportName:
 
 def _within_memory(settings: TransferSettings, say: Say) -> TransferSettings:
     room = int(available_bytes() * _SHARE) // _POOLS
-    if settings.most_bytes <= room:
+    if settings.max_bytes <= room:
         return settings
     say(f"sizes end at {room >> 20} MiB: there is no memory for three pools of more")
-    return replace(settings, most_bytes=room)
+    return replace(settings, max_bytes=room)
 
 
 class _Bench:

@@ -17,7 +17,7 @@ MIB = 1 << 20
 _STEPS = (1, 4, 16, 64, 256, 1024)
 """In MiB."""
 _ENOUGH_BYTES = 256 * MIB
-_MOST_PAIRS = 60
+_MAX_PAIRS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,22 @@ class TransferReport:
     empty: EmptyHandoff | None
 
 
-def sizes_of(block_bytes: int, most_bytes: int) -> tuple[int, ...]:
-    """The bytes to be moved: a block, then 1 MiB … 1 GiB in whole blocks, up to ``most_bytes``.
+def sizes_of(block_bytes: int, max_bytes: int) -> tuple[int, ...]:
+    """The bytes to be moved: a block, then 1 MiB … 1 GiB in whole blocks, up to ``max_bytes``.
 
     A size that is no multiple of a block is rounded up. Raises ConfigError where a block is larger
-    than ``most_bytes``.
+    than ``max_bytes``.
     """
-    if block_bytes > most_bytes:
-        raise ConfigError(f"a block has {block_bytes} bytes: more than {most_bytes}, the most")
-    wanted = [step * MIB for step in _STEPS if step * MIB <= most_bytes]
+    if block_bytes > max_bytes:
+        raise ConfigError(f"a block has {block_bytes} bytes: more than {max_bytes}, the most")
+    wanted = [step * MIB for step in _STEPS if step * MIB <= max_bytes]
     whole = {-(-size // block_bytes) * block_bytes for size in wanted}
     return tuple(sorted({block_bytes, *whole}))
 
 
 def pairs_of(size: int, least: int) -> int:
     """How often a size is moved: small ones oftener, because they scatter more."""
-    return max(least, min(_MOST_PAIRS, _ENOUGH_BYTES // size))
+    return max(least, min(_MAX_PAIRS, _ENOUGH_BYTES // size))
 
 
 def row_of(

@@ -35,7 +35,7 @@ _HEARTBEAT_S = 1.0
 _TTL_S = 4.0
 _GEOMETRY = Geometry(block_size=16, layers=1, kv_heads=1, head_dim=64, kv_dtype="bfloat16")
 _BLOCKS = 1 << 20
-_MOST_SEQUENCES = 4096
+_MAX_SEQUENCES = 4096
 _TOKEN_IDS = 64
 """Answers run through this many ids, so that their texts differ."""
 
@@ -216,7 +216,7 @@ def _records(address: str, context_length: int) -> list[WorkerRecord]:
             geometry=_GEOMETRY,
             context_length=context_length,
             total_blocks=_BLOCKS,
-            max_sequences=_MOST_SEQUENCES,
+            max_sequences=_MAX_SEQUENCES,
             load=LoadSnapshot(free_blocks=_BLOCKS),
         )
         for role in ("prefill", "decode")

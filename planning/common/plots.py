@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-_MOST_POINTS = 400
+_MAX_POINTS = 400
 _SIZE = (6.4, 3.2)
 _PIXELS_PER_INCH = 72
 
@@ -48,9 +48,9 @@ def cdf(values: Sequence[float]) -> Line:
 
 def _shown(line: Line) -> Line:
     """With so many points as a reader can tell apart: the first, the last, and some between."""
-    if len(line.x) <= _MOST_POINTS:
+    if len(line.x) <= _MAX_POINTS:
         return line
-    keep = np.linspace(0, len(line.x) - 1, _MOST_POINTS).astype(int)
+    keep = np.linspace(0, len(line.x) - 1, _MAX_POINTS).astype(int)
     x, y = ([values[one] for one in keep] for values in (line.x, line.y))
     return replace(line, x=x, y=y)
 

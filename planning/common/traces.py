@@ -32,7 +32,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of the prompt that one number of ``hash_ids`` stands for."""
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _GZIP_MAGIC = b"\x1f\x8b"
-_LEAST_SPAN_S = 1e-9
+_MIN_SPAN_S = 1e-9
 _ID_TOKENS = 2
 """A number of 64 bits is hashed as so many token ids of 32."""
 _KEY = hash_key("trace")
@@ -92,15 +92,15 @@ class Trace:
         )
         return Trace(tuple(requests), max(1, round(self.block_tokens / scale_length)))
 
-    def within(self, most_tokens: int) -> Trace:
+    def within(self, max_tokens: int) -> Trace:
         """Cut so that prompt and answer fit in a context of so many tokens, at least 2.
 
         An answer keeps at most half of them.
         """
         requests = []
         for request in self.requests:
-            answer = min(request.output_tokens, most_tokens // 2)
-            prompt = min(request.input_tokens, most_tokens - answer)
+            answer = min(request.output_tokens, max_tokens // 2)
+            prompt = min(request.input_tokens, max_tokens - answer)
             requests.append(replace(request, input_tokens=prompt, output_tokens=answer))
         return replace(self, requests=tuple(requests))
 
@@ -117,7 +117,7 @@ class Trace:
         turn_s = self.span_s * size / (size - 1)
         places = [divmod(number, size) for number in range(max(1, round(rate * seconds)) + 1)]
         times = [turn * turn_s + self.requests[place].arrival_s for turn, place in places]
-        scale = seconds / max(times[-1], _LEAST_SPAN_S)
+        scale = seconds / max(times[-1], _MIN_SPAN_S)
         for (_, place), at_s in zip(places[:-1], times, strict=False):
             yield replace(self.requests[place], arrival_s=at_s * scale)
 

@@ -10,7 +10,7 @@ from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.costs.hardware import ACCELERATORS
 from planning.simulator.costs.worker_profile import WorkerProfile
 
-_MOST_WORKERS = 1024
+_MAX_WORKERS = 1024
 """Of a pool, by the configuration."""
 
 
@@ -97,7 +97,7 @@ class Budget:
     def allows(self, kind: ClusterKind, counts: Counts) -> bool:
         """Whether there is enough for so many workers."""
         gpus = kind.gpus(counts)
-        if max(counts) > _MOST_WORKERS or (kind.transport.one_machine and gpus > MACHINE_GPUS):
+        if max(counts) > _MAX_WORKERS or (kind.transport.one_machine and gpus > MACHINE_GPUS):
             return False
         return gpus <= self.gpus and kind.price_per_hour(counts) <= self.per_hour
 

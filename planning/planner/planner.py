@@ -24,7 +24,7 @@ from planning.planner.transports import Transport
 from planning.planner.wisdom import advised
 from planning.planner.worker_kinds import Roles, cluster_kinds, transport_of
 
-_LEAST_GAIN = 0.01
+_MIN_GAIN = 0.01
 """Of attainment: below it twice the workers do not help."""
 
 
@@ -179,11 +179,11 @@ class Planner:
             "the prefill pool": self._attained(kind, Counts(2 * prefill, decode)),
             "the decode pool": self._attained(kind, Counts(prefill, 2 * decode)),
         }
-        if max(more.values()) < now + _LEAST_GAIN:
+        if max(more.values()) < now + _MIN_GAIN:
             more["both pools"] = self._attained(kind, Counts(2 * prefill, 2 * decode))
         what = ", ".join(f"{share:.1%} with twice {pool}" for pool, share in more.items())
         pool = max(more, key=lambda one: more[one])
-        if not self._reachable or more[pool] < now + _LEAST_GAIN:
+        if not self._reachable or more[pool] < now + _MIN_GAIN:
             return f"no number of workers: one alone is too slow for the SLOs ({now:.1%}; {what})"
         return f"{pool} ({now:.1%}; {what})"
 

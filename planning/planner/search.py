@@ -64,12 +64,12 @@ def cheapest(meets: Meets, price: Price, allows: Allows, floor: Counts) -> Count
     # So many of both may be more than is allowed: where even they miss it there is no hope.
     if not is_met(most):
         return best
-    least_prefill = least(floor.prefill, most.prefill, lambda n: is_met(Counts(n, most.decode)))
-    least_decode = least(floor.decode, most.decode, lambda n: is_met(Counts(most.prefill, n)))
-    for prefill in range(least_prefill, most.prefill + 1):
-        if not is_cheaper(Counts(prefill, least_decode)):
+    min_prefill = least(floor.prefill, most.prefill, lambda n: is_met(Counts(n, most.decode)))
+    min_decode = least(floor.decode, most.decode, lambda n: is_met(Counts(most.prefill, n)))
+    for prefill in range(min_prefill, most.prefill + 1):
+        if not is_cheaper(Counts(prefill, min_decode)):
             break
-        decode = _fewest(is_met, is_cheaper, prefill, least_decode)
+        decode = _fewest(is_met, is_cheaper, prefill, min_decode)
         if decode is not None:
             best = Counts(prefill, decode)
     return best

@@ -43,7 +43,7 @@ ANSWER_S = 0.25
 """A request waits no longer than this for a connection and the answer; then it goes uncounted."""
 AWAY_S = 1.0
 """After a failure Redis is not asked for this long: its death costs one wait, not one a request."""
-MOST_CONNECTIONS = 4
+MAX_CONNECTIONS = 4
 MAX_WAITING = 1024
 """Requests that wait for a connection; a further one goes uncounted."""
 MAX_LEAVES = 16384
@@ -98,7 +98,7 @@ class RateLimits:
         self._stays: dict[str, RunningMean] = {}
         # A client may give two requests the same id.
         self._entries = map(f"{secrets.token_hex(6)}-{{}}".format, count())
-        self._queue = ScriptQueue(client, connections=MOST_CONNECTIONS, max_waiting=MAX_WAITING)
+        self._queue = ScriptQueue(client, connections=MAX_CONNECTIONS, max_waiting=MAX_WAITING)
         self._leaves: dict[str, ScriptCall] = {}
         """Reports that Redis does not have yet, by entry, the oldest first."""
         self._teller: asyncio.Task[None] | None = None

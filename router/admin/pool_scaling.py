@@ -12,7 +12,7 @@ import redis
 
 from baton.config.cluster import Config, PoolConfig
 from baton.errors import InvalidRequest, LastWorker, NotFound, Unavailable
-from baton.store.pool_sizes import MOST_WORKERS, PoolSizes
+from baton.store.pool_sizes import MAX_WORKERS, PoolSizes
 from router.routing.policy import route_settings
 
 
@@ -56,8 +56,8 @@ class PoolScaling:
         if pool not in self._pools:
             known = ", ".join(sorted(self._pools))
             raise NotFound(f"there is no pool {pool!r}; known: {known}", param="pool")
-        if not 0 <= count <= MOST_WORKERS:
-            raise InvalidRequest(f"a pool has at most {MOST_WORKERS} workers", param="count")
+        if not 0 <= count <= MAX_WORKERS:
+            raise InvalidRequest(f"a pool has at most {MAX_WORKERS} workers", param="count")
         try:
             sizes = await self._read()
             if not self._decode_workers(sizes | {pool: count}):

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.config.cluster import Config
 from baton.rpc.grpc_errors import guarded
-from baton.store.pool_sizes import MOST_WORKERS
+from baton.store.pool_sizes import MAX_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.admin.operator_api import Operators
 from router.admin.pool_scaling import PoolScaling
@@ -23,7 +23,7 @@ from router.grpc.call import metadata_of
 
 Context = grpc.aio.ServicerContext[object, object]
 
-MOST_DEADLINE_S = 3600.0
+MAX_DEADLINE_S = 3600.0
 
 
 class DrainRequest(BaseModel):
@@ -31,7 +31,7 @@ class DrainRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    deadline_s: float | None = Field(None, ge=0, le=MOST_DEADLINE_S)
+    deadline_s: float | None = Field(None, ge=0, le=MAX_DEADLINE_S)
     """What is left after so many seconds is placed elsewhere; absent: ``drain_deadline_s``."""
     force: bool = False
     """Act on the last ready worker of a role, too. Otherwise that is a 409, ``last_worker``."""
@@ -48,7 +48,7 @@ class ScaleRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    count: Int = Field(ge=0, le=MOST_WORKERS)
+    count: Int = Field(ge=0, le=MAX_WORKERS)
     force: bool = False
     """Leave no prefill worker for a class with ``local_prefill`` never, too. Otherwise that is a
     409, ``last_worker``."""
@@ -177,4 +177,4 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
     ) -> float:
         if not request.HasField("deadline_ms"):
             return self._deadline_s
-        return min(MOST_DEADLINE_S, request.deadline_ms / 1e3)
+        return min(MAX_DEADLINE_S, request.deadline_ms / 1e3)

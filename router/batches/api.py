@@ -15,9 +15,9 @@ from router.access.access import Access
 from router.batches.batch import Batch, StoredFile
 from router.batches.desk import (
     DEFAULT_BATCHES,
-    LEAST_EXPIRY_S,
-    MOST_BATCHES,
-    MOST_FILES,
+    MAX_BATCHES,
+    MAX_FILES,
+    MIN_EXPIRY_S,
     BatchDesk,
 )
 from router.batches.protocol import (
@@ -45,7 +45,7 @@ _FORM = body(
                     "file": {"type": "string", "format": "binary"},
                     "purpose": {"type": "string", "enum": ["batch"]},
                     "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                    "expires_after[seconds]": {"type": "integer", "minimum": LEAST_EXPIRY_S},
+                    "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S},
                 },
             }
         }
@@ -106,7 +106,7 @@ class BatchesApi:
         request: Request,
         purpose: str = "",
         after: str = "",
-        limit: int = Query(default=MOST_FILES, ge=1, le=MOST_FILES),
+        limit: int = Query(default=MAX_FILES, ge=1, le=MAX_FILES),
         order: Literal["asc", "desc"] = "desc",
     ) -> FileList:
         """List files, newest first unless `order=asc`."""
@@ -154,7 +154,7 @@ class BatchesApi:
         self,
         request: Request,
         after: str = "",
-        limit: int = Query(default=DEFAULT_BATCHES, ge=1, le=MOST_BATCHES),
+        limit: int = Query(default=DEFAULT_BATCHES, ge=1, le=MAX_BATCHES),
     ) -> BatchList:
         """List batches, newest first."""
         page = await self._desk.batches(self._tenant(request), after, limit)

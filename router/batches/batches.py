@@ -38,8 +38,8 @@ class Batches:
             LineRunner(handlers).run,
             model.id,
             metrics,
-            most_in_flight=config.batch_most_in_flight,
-            most_line_bytes=config.max_body_bytes,
+            max_in_flight=config.batch_most_in_flight,
+            max_line_bytes=config.max_body_bytes,
         )
         desk = BatchDesk(self._store, model.id, config, self._runner.wake)
         self.api = BatchesApi(desk, config, access)

@@ -124,13 +124,13 @@ class Database:
 
     # Files
 
-    def add_file(self, file: StoredFile, most_bytes: int) -> None:
-        """Raises RequestTooLarge where all files together would be larger than ``most_bytes``."""
+    def add_file(self, file: StoredFile, max_bytes: int) -> None:
+        """Raises RequestTooLarge where all files together would be larger than ``max_bytes``."""
         with self._change() as connection:
             (held,) = connection.execute("SELECT coalesce(sum(size), 0) FROM files").fetchone()
-            if held + file.size > most_bytes:
+            if held + file.size > max_bytes:
                 raise RequestTooLarge(
-                    f"there is no room: files take {held} of {most_bytes} bytes; delete some"
+                    f"there is no room: files take {held} of {max_bytes} bytes; delete some"
                 )
             self._insert_file(file)
 

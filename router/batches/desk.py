@@ -19,11 +19,11 @@ from router.batches.line import ENDPOINTS, Fault, find_faults
 from router.batches.protocol import check_metadata, window_s
 from router.batches.store import BatchStore
 
-MOST_FILES = 10_000
-MOST_BATCHES = 100
+MAX_FILES = 10_000
+MAX_BATCHES = 100
 """In one page of a list, as at OpenAI."""
 DEFAULT_BATCHES = 20
-LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 30 * 86400
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86400
 """How long a file may be kept that expires, in seconds; as at OpenAI."""
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class BatchDesk:
         """``model`` is the id of what is served; ``on_change`` hears that there is work to do."""
         self._store = store
         self._model = model
-        self._most_line_bytes = config.max_body_bytes
+        self._max_line_bytes = config.max_body_bytes
         self._on_change = on_change
         self._unix_clock = unix_clock
 
@@ -72,7 +72,7 @@ class BatchDesk:
         self, tenant: str, purpose: str, after: str, limit: int, *, ascending: bool
     ) -> Page[StoredFile]:
         """From the one behind ``after`` on; ``purpose`` "" is any. Raises InvalidRequest."""
-        _check_limit(limit, MOST_FILES)
+        _check_limit(limit, MAX_FILES)
         if not self._store.used:
             return Page((), has_more=False)
         found = await self._store.ask(
@@ -141,7 +141,7 @@ class BatchDesk:
 
     async def batches(self, tenant: str, after: str, limit: int) -> Page[Batch]:
         """Newest first, from the one behind ``after`` on. Raises InvalidRequest."""
-        _check_limit(limit, MOST_BATCHES)
+        _check_limit(limit, MAX_BATCHES)
         if not self._store.used:
             return Page((), has_more=False)
         found = await self._store.ask(Database.batches, tenant, after, limit + 1)
@@ -173,16 +173,16 @@ class BatchDesk:
     def _check_lines(self, content: BinaryIO) -> None:
         """Raises InvalidRequest that names the first bad line."""
         content.seek(0)
-        _, faults = find_faults(content, self._most_line_bytes)
+        _, faults = find_faults(content, self._max_line_bytes)
         if faults:
             raise _invalid(faults[0])
 
 
 def check_expiry(seconds: int | None, param: str) -> None:
     """Raises InvalidRequest."""
-    if seconds is not None and not LEAST_EXPIRY_S <= seconds <= MOST_EXPIRY_S:
+    if seconds is not None and not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
         raise InvalidRequest(
-            f"{param}: between {LEAST_EXPIRY_S} and {MOST_EXPIRY_S} seconds are possible",
+            f"{param}: between {MIN_EXPIRY_S} and {MAX_EXPIRY_S} seconds are possible",
             param=param,
         )
 

@@ -10,11 +10,11 @@ import pydantic_core
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """What a line may ask for."""
-MOST_LINES = 50_000
+MAX_LINES = 50_000
 """In a file, as at OpenAI."""
-MOST_FAULTS = 50
+MAX_FAULTS = 50
 """More are not looked for."""
-_MOST_NAME_CHARACTERS = 512
+_MAX_NAME_CHARACTERS = 512
 _SHOWN_CHARACTERS = 128
 
 
@@ -50,10 +50,10 @@ class BadLine(Exception):
         self.fault = fault
 
 
-def read_line(number: int, raw: bytes, most_bytes: int) -> Line:
-    """Read one line. Raises BadLine; ``most_bytes`` bounds it, as it does the body of a request."""
-    if len(raw) > most_bytes:
-        raise _bad(number, "line_too_large", f"the line is larger than {most_bytes} bytes")
+def read_line(number: int, raw: bytes, max_bytes: int) -> Line:
+    """Read one line. Raises BadLine; ``max_bytes`` bounds it, as it does the body of a request."""
+    if len(raw) > max_bytes:
+        raise _bad(number, "line_too_large", f"the line is larger than {max_bytes} bytes")
     try:
         value = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError:
@@ -61,8 +61,8 @@ def read_line(number: int, raw: bytes, most_bytes: int) -> Line:
     if not isinstance(value, dict):
         raise _bad(number, "invalid_json_line", "the line must be a JSON object")
     custom_id = value.get("custom_id")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MOST_NAME_CHARACTERS:
-        text = f"custom_id must be a string of 1 to {_MOST_NAME_CHARACTERS} characters"
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_NAME_CHARACTERS:
+        text = f"custom_id must be a string of 1 to {_MAX_NAME_CHARACTERS} characters"
         raise _bad(number, "invalid_custom_id", text, "custom_id")
     if value.get("method") != "POST":
         raise _bad(number, "invalid_method", "method must be POST", "method")
@@ -76,17 +76,17 @@ def read_line(number: int, raw: bytes, most_bytes: int) -> Line:
     return Line(number, custom_id, url, body)
 
 
-def read_lines(raws: Iterable[bytes], most_bytes: int, first: int = 1) -> Iterator[Line]:
+def read_lines(raws: Iterable[bytes], max_bytes: int, first: int = 1) -> Iterator[Line]:
     """The lines that are not blank; ``first`` is the number of the first one. Raises BadLine."""
     for number, raw in enumerate(raws, first):
         if raw.strip():
-            yield read_line(number, raw, most_bytes)
+            yield read_line(number, raw, max_bytes)
 
 
 def find_faults(
-    raws: Iterable[bytes], most_bytes: int, endpoint: str = "", model: str = ""
+    raws: Iterable[bytes], max_bytes: int, endpoint: str = "", model: str = ""
 ) -> tuple[int, list[Fault]]:
-    """Check a whole file: how many lines it has, and what is wrong, ``MOST_FAULTS`` at most.
+    """Check a whole file: how many lines it has, and what is wrong, ``MAX_FAULTS`` at most.
 
     Where they are given, ``endpoint`` is what all lines must ask, and ``model`` whom.
     """
@@ -97,16 +97,16 @@ def find_faults(
         if not raw.strip():
             continue
         count += 1
-        if count > MOST_LINES:
-            faults.append(Fault("too_many_lines", f"a file has at most {MOST_LINES} lines"))
+        if count > MAX_LINES:
+            faults.append(Fault("too_many_lines", f"a file has at most {MAX_LINES} lines"))
             break
         try:
-            line = read_line(number, raw, most_bytes)
+            line = read_line(number, raw, max_bytes)
             _check_target(line, endpoint, model)
             _check_name(line, names)
         except BadLine as bad:
             faults.append(bad.fault)
-            if len(faults) == MOST_FAULTS:
+            if len(faults) == MAX_FAULTS:
                 break
     if not count:
         faults.append(Fault("empty_file", "the file has no lines"))

@@ -42,12 +42,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 BATCH_CLASS = "batch"
 """Takes the place of the context-length class in the metrics of lines."""
-MOST_WAIT_S = 31 * 86400.0
+MAX_WAIT_S = 31 * 86400.0
 """A line waits for its turn until its batch ends; no window is longer."""
-MOST_FAILURES = 5
+MAX_FAILURES = 5
 """So often a line is tried whose workers fail."""
 RETRY_S = 1.0
-MOST_RETRY_S = 30.0
+MAX_RETRY_S = 30.0
 _TENANT_HEADER, _KEY_HEADER = "x-batch-tenant", "x-batch-key"
 
 
@@ -100,9 +100,9 @@ def line_handlers(
     """The handlers for lines, by the url that a line asks."""
     patient = config.model_copy(
         update={
-            "request_deadline_s": MOST_WAIT_S,
-            "classes": (ContextClass(name=BATCH_CLASS, slo_ttft_s=MOST_WAIT_S),),
-            "slo_tpot_s": MOST_WAIT_S,
+            "request_deadline_s": MAX_WAIT_S,
+            "classes": (ContextClass(name=BATCH_CLASS, slo_ttft_s=MAX_WAIT_S),),
+            "slo_tpot_s": MAX_WAIT_S,
         }
     )
     background = _BackgroundDispatcher(dispatcher, config.request_deadline_s)
@@ -149,9 +149,9 @@ class LineRunner:
             except BatonError as error:
                 failures += isinstance(error, WorkerFailed)
                 passing = isinstance(error, Overloaded | Unavailable)
-                if not passing or failures >= MOST_FAILURES:
+                if not passing or failures >= MAX_FAILURES:
                     return LineAnswer(error.http_status, request_id, error_object(error))
-                wait_s = min(MOST_RETRY_S, max(wait_s, error.retry_after or 0.0))
+                wait_s = min(MAX_RETRY_S, max(wait_s, error.retry_after or 0.0))
             await asyncio.sleep(wait_s)
             wait_s *= 2
 

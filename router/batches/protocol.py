@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from baton.errors import InvalidRequest
 from router.batches.batch import Batch, StoredFile
 
-MOST_METADATA = 16
-MOST_METADATA_NAME = 64
-MOST_METADATA_VALUE = 512
-MOST_WINDOW_S = 30 * 86400
+MAX_METADATA = 16
+MAX_METADATA_NAME = 64
+MAX_METADATA_VALUE = 512
+MAX_WINDOW_S = 30 * 86400
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])", re.ASCII)
 
@@ -177,7 +177,7 @@ def window_s(text: str) -> int:
     """A completion window in seconds. Raises InvalidRequest."""
     match = _WINDOW.fullmatch(text)
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
-    if not 0 < seconds <= MOST_WINDOW_S:
+    if not 0 < seconds <= MAX_WINDOW_S:
         raise InvalidRequest(
             "completion_window must be a number and s, m, h or d, as 24h, and at most 30d",
             param="completion_window",
@@ -187,14 +187,14 @@ def window_s(text: str) -> int:
 
 def check_metadata(metadata: dict[str, str]) -> dict[str, str]:
     """Raises InvalidRequest."""
-    fits = len(metadata) <= MOST_METADATA and all(
-        len(name) <= MOST_METADATA_NAME and len(value) <= MOST_METADATA_VALUE
+    fits = len(metadata) <= MAX_METADATA and all(
+        len(name) <= MAX_METADATA_NAME and len(value) <= MAX_METADATA_VALUE
         for name, value in metadata.items()
     )
     if not fits:
         raise InvalidRequest(
-            f"metadata has at most {MOST_METADATA} pairs, of at most {MOST_METADATA_NAME} and"
-            f" {MOST_METADATA_VALUE} characters",
+            f"metadata has at most {MAX_METADATA} pairs, of at most {MAX_METADATA_NAME} and"
+            f" {MAX_METADATA_VALUE} characters",
             param="metadata",
         )
     return metadata

@@ -42,9 +42,9 @@ POLL_S = 1.0
 SWEEP_S = 600.0
 COLLECT_S = 10.0
 """How often files that have expired are deleted."""
-MOST_BATCHES = 8
+MAX_BATCHES = 8
 """Of one process at a time."""
-MOST_OF_A_TENANT = 4
+MAX_OF_A_TENANT = 4
 _LINES_AT_ONCE = 64
 """Read from a file, or written as expired, in one go."""
 _REST_S = 10.0
@@ -68,20 +68,20 @@ class BatchRunner:
         model: str,
         metrics: RouterMetrics,
         *,
-        most_in_flight: int,
-        most_line_bytes: int,
+        max_in_flight: int,
+        max_line_bytes: int,
         poll_s: float = POLL_S,
         lease_s: float = LEASE_S,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``model`` is the id of what is served; at most ``most_in_flight`` lines run at a time."""
+        """``model`` is the id of what is served; at most ``max_in_flight`` lines run at a time."""
         self.owner = secrets.token_hex(8)
         self._store = store
         self._run_line = run_line
         self._model = model
         self._metrics = metrics
-        self._slots = asyncio.Semaphore(most_in_flight)
-        self._most_line_bytes = most_line_bytes
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._max_line_bytes = max_line_bytes
         self._poll_s = poll_s
         self._silence = SilenceWatch[str](lease_s)
         self._unix_clock = unix_clock
@@ -156,7 +156,7 @@ class BatchRunner:
             return False
         if self._is_over(batch):
             return True
-        if len(self._runs) >= MOST_BATCHES or tenants[batch.tenant] >= MOST_OF_A_TENANT:
+        if len(self._runs) >= MAX_BATCHES or tenants[batch.tenant] >= MAX_OF_A_TENANT:
             return False
         return batch.model == self._model
 
@@ -247,11 +247,11 @@ class BatchRunner:
 
     def _find_faults(self, batch: Batch, path: Path) -> tuple[int, list[Fault]]:
         with path.open("rb") as file:
-            return find_faults(file, self._most_line_bytes, batch.endpoint, self._model)
+            return find_faults(file, self._max_line_bytes, batch.endpoint, self._model)
 
     async def _run_lines(self, batch: Batch, path: Path) -> None:
         done = await self._store.ask(Database.done_lines, batch.id)
-        lines = _Lines(path, self._most_line_bytes)
+        lines = _Lines(path, self._max_line_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 while some := await asyncio.to_thread(lines.take):
@@ -280,7 +280,7 @@ class BatchRunner:
         if path is None or batch.status is BatchStatus.VALIDATING:
             return
         done = await self._store.ask(Database.done_lines, batch.id)
-        lines = _Lines(path, self._most_line_bytes)
+        lines = _Lines(path, self._max_line_bytes)
         try:
             while some := await asyncio.to_thread(lines.take):
                 results = [expired_result(line) for line in some if line.number not in done]
@@ -299,9 +299,9 @@ class BatchRunner:
 class _Lines:
     """The lines of a file, read piece by piece."""
 
-    def __init__(self, path: Path, most_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int) -> None:
         self._file = path.open("rb")
-        self._lines: Iterator[Line] = read_lines(self._file, most_bytes)
+        self._lines: Iterator[Line] = read_lines(self._file, max_bytes)
 
     def take(self) -> list[Line]:
         """The next ones; none at the end."""

@@ -35,14 +35,14 @@ class BatchStore:
     """The thread owns the connection; the event loop owns this object."""
 
     def __init__(
-        self, folder: Path, most_bytes: int, unix_clock: Callable[[], float] = time.time
+        self, folder: Path, max_bytes: int, unix_clock: Callable[[], float] = time.time
     ) -> None:
-        """Nothing is written to ``folder`` before the first file comes. ``most_bytes`` bounds all
+        """Nothing is written to ``folder`` before the first file comes. ``max_bytes`` bounds all
 
         files together.
         """
         self._folder = folder
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._unix_clock = unix_clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         # Not by file times: a wall clock that is set forward would make each file old.
@@ -91,7 +91,7 @@ class BatchStore:
         file = StoredFile(_file_id(), tenant, filename, purpose, size, now, _expiry(now, expires_s))
 
         def tell() -> None:
-            database.add_file(file, self._most_bytes)
+            database.add_file(file, self._max_bytes)
 
         return await self._on_thread(lambda: self._keep(path, file, tell))
 

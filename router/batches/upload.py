@@ -16,12 +16,12 @@ from starlette.types import Message
 from baton.errors import InvalidRequest, RequestTooLarge
 from baton.liveness.listening import listening
 
-MOST_FIELDS = 16
-MOST_FIELD_BYTES = 4096
-_FORM_BYTES = (MOST_FIELDS + 1) * (MOST_FIELD_BYTES + 4096)
+MAX_FIELDS = 16
+MAX_FIELD_BYTES = 4096
+_FORM_BYTES = (MAX_FIELDS + 1) * (MAX_FIELD_BYTES + 4096)
 """What the form may take beside the file."""
-_MOST_NAME_CHARACTERS = 255
-_MOST_DIGITS = 12
+_MAX_NAME_CHARACTERS = 255
+_MAX_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class Upload:
 
 
 @asynccontextmanager
-async def uploaded(request: Request, most_bytes: int, deadline_s: float) -> AsyncIterator[Upload]:
+async def uploaded(request: Request, max_bytes: int, deadline_s: float) -> AsyncIterator[Upload]:
     """The file of a form, until the block ends; a larger one is kept on the disk meanwhile.
 
     Raises RequestTooLarge as soon as that is known, InvalidRequest, and
     ``starlette.requests.ClientDisconnect``.
     """
-    _check_headers(request, most_bytes)
-    bounded = Request(request.scope, _Bounded(request, most_bytes).receive)
+    _check_headers(request, max_bytes)
+    bounded = Request(request.scope, _Bounded(request, max_bytes).receive)
     try:
         async with listening(deadline_s):
             form = await bounded.form(
-                max_files=1, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES
+                max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
             )
     except TimeoutError:
         raise InvalidRequest("the file did not arrive in time") from None
@@ -59,9 +59,9 @@ async def uploaded(request: Request, most_bytes: int, deadline_s: float) -> Asyn
             raise InvalidRequest("file is required", param="file")
         if not isinstance(purpose, str):
             raise InvalidRequest("purpose is required", param="purpose")
-        if (file.size or 0) > most_bytes:
-            raise _too_large(most_bytes)
-        name = (file.filename or "file")[:_MOST_NAME_CHARACTERS]
+        if (file.size or 0) > max_bytes:
+            raise _too_large(max_bytes)
+        name = (file.filename or "file")[:_MAX_NAME_CHARACTERS]
         yield Upload(name, purpose, file.file, _expires_s(form))
     finally:
         await form.close()
@@ -76,33 +76,33 @@ def _expires_s(form: FormData) -> int | None:
         raise InvalidRequest("expires_after[anchor] must be 'created_at'", param="expires_after")
     if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal()):
         raise InvalidRequest("expires_after[seconds] must be a number", param="expires_after")
-    return int(seconds[:_MOST_DIGITS])
+    return int(seconds[:_MAX_DIGITS])
 
 
 class _Bounded:
     """A request's body up to a size."""
 
-    def __init__(self, request: Request, most_bytes: int) -> None:
+    def __init__(self, request: Request, max_bytes: int) -> None:
         self._receive = request.receive
-        self._most_bytes = most_bytes
-        self._left = most_bytes + _FORM_BYTES
+        self._max_bytes = max_bytes
+        self._left = max_bytes + _FORM_BYTES
 
     async def receive(self) -> Message:
         message = await self._receive()
         self._left -= len(message.get("body", b""))
         if self._left < 0:
-            raise _too_large(self._most_bytes)
+            raise _too_large(self._max_bytes)
         return message
 
 
-def _check_headers(request: Request, most_bytes: int) -> None:
+def _check_headers(request: Request, max_bytes: int) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise InvalidRequest("the Content-Type must be multipart/form-data")
     length = request.headers.get("content-length", "0")
-    if len(length) > 18 or (length.isdecimal() and int(length) > most_bytes + _FORM_BYTES):
-        raise _too_large(most_bytes)
+    if len(length) > 18 or (length.isdecimal() and int(length) > max_bytes + _FORM_BYTES):
+        raise _too_large(max_bytes)
 
 
-def _too_large(most_bytes: int) -> RequestTooLarge:
-    return RequestTooLarge(f"the file is larger than {most_bytes} bytes")
+def _too_large(max_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the file is larger than {max_bytes} bytes")

@@ -25,7 +25,7 @@ from router.console.window import Key, Window
 from router.console.worker_page import WorkerPages
 from router.workers.worker_links import WorkerLink, WorkerLinks
 
-MOST_PAGES = 64
+MAX_PAGES = 64
 """More workers' pages are not asked for: the first by name are."""
 _COUNTS = {
     "baton_requests_total": ("requests", "class", "outcome", "code"),
@@ -78,7 +78,7 @@ class ConsoleLook:
         links = self._cluster.workers
         seen = [SeenWorker(link.record, _load(link), links.is_up(link)) for link in links.all()]
         slots = {one.record.slot: one.record.metrics_address for one in seen}
-        pages = await self._pages.read({slot: slots[slot] for slot in sorted(slots)[:MOST_PAGES]})
+        pages = await self._pages.read({slot: slots[slot] for slot in sorted(slots)[:MAX_PAGES]})
         # Files of other processes may have to be read.
         counts, gauges = await asyncio.to_thread(read_router, self._metrics)
         # A page that did not answer this time has what it had: it does not begin anew.

@@ -22,7 +22,7 @@ from router.http.sse import to_json
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-MOST_VIEWERS = 64
+MAX_VIEWERS = 64
 
 
 class Watch:
@@ -50,8 +50,8 @@ class Watch:
     @asynccontextmanager
     async def viewer(self) -> AsyncIterator[None]:
         """While it is entered the cluster is looked at. Raises Overloaded, Unavailable."""
-        if self.viewers >= MOST_VIEWERS:
-            raise Overloaded(f"{MOST_VIEWERS} viewers watch already", retry_after=10.0)
+        if self.viewers >= MAX_VIEWERS:
+            raise Overloaded(f"{MAX_VIEWERS} viewers watch already", retry_after=10.0)
         self.viewers += 1
         try:
             async with self._turn:

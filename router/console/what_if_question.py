@@ -20,12 +20,12 @@ from router.core.fields import Int
 
 TRAFFIC_S = 600.0
 """The present traffic is that of so many seconds."""
-LEAST_REQUESTS, MOST_REQUESTS = 10, 400
-MOST_WORKERS = 64
+MIN_REQUESTS, MAX_REQUESTS = 10, 400
+MAX_WORKERS = 64
 _VALUE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0}
 _CALL_S = 0.0005
 """A message between router and worker, one way."""
-_MOST_BYTES_PER_S = 1e12
+_MAX_BYTES_PER_S = 1e12
 """Of a wire whose time computing hides."""
 _CHUNK_TOKENS = {True: 512, False: 8192}
 """Of a worker on a CPU, or not, whose pool does not say."""
@@ -42,9 +42,9 @@ class WhatIfRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    prefill: Int = Field(ge=0, le=MOST_WORKERS)
+    prefill: Int = Field(ge=0, le=MAX_WORKERS)
     """Prefill workers; 0: decode workers compute the prompts too."""
-    decode: Int = Field(ge=1, le=MOST_WORKERS)
+    decode: Int = Field(ge=1, le=MAX_WORKERS)
     rate: float = Field(1.0, ge=0.1, le=20)
     """Times the present rate of requests."""
 
@@ -129,13 +129,13 @@ def question(
     present cannot be described, InvalidRequest where there was too little traffic.
     """
     lengths = [one.output_tokens for one in recent if one.output_tokens]
-    if len(recent) < LEAST_REQUESTS or not lengths:
+    if len(recent) < MIN_REQUESTS or not lengths:
         raise InvalidRequest(
             f"{len(recent)} requests ended in the last {TRAFFIC_S / 60:.0f} minutes, and what-if"
-            f" needs {LEAST_REQUESTS}: ask again when there is traffic"
+            f" needs {MIN_REQUESTS}: ask again when there is traffic"
         )
     usual = max(1, round(sum(lengths) / len(lengths)))
-    latest = recent[-MOST_REQUESTS:]
+    latest = recent[-MAX_REQUESTS:]
     begun, pace = latest[0].received_at, asked.rate / share
     present = Shape(prefill=_count(workers, "prefill"), decode=max(1, _count(workers, "decode")))
     return Question(
@@ -195,7 +195,7 @@ def _profile(
         "kv_token_bytes": token_bytes,
         "layers": shape.layers,
         "context_length": record.context_length,
-        "wire_bytes_per_s": min(wire, _MOST_BYTES_PER_S),
+        "wire_bytes_per_s": min(wire, _MAX_BYTES_PER_S),
         "max_sequences": record.max_sequences,
         "chunk_tokens": chunk or _CHUNK_TOKENS[on_cpu],
         "chunk_keys": _CPU_CHUNK_KEYS if on_cpu else 0,

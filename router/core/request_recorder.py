@@ -60,10 +60,10 @@ class RequestRecorder:
         context_class: str,
         prompt_tokens: int,
         received_at: float,
-        most_tokens: int = FIRST_ANSWER_TOKENS,
+        max_tokens: int = FIRST_ANSWER_TOKENS,
         span: RequestSpan | None = None,
     ) -> None:
-        """``most_tokens``: of the answer. ``span`` is told the same, and ended."""
+        """``max_tokens``: of the answer. ``span`` is told the same, and ended."""
         self._metrics = metrics
         self._span = span
         # In a histogram a trace stands for the requests of its bucket.
@@ -83,7 +83,7 @@ class RequestRecorder:
         self._series = metrics.of_class(context_class)
         self._series.prompt_tokens.inc(prompt_tokens)
         self._traffic = metrics.traffic
-        self._traffic.came(context_class, prompt_tokens, most_tokens)
+        self._traffic.came(context_class, prompt_tokens, max_tokens)
 
     @property
     def ended(self) -> bool:

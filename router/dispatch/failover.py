@@ -55,7 +55,7 @@ DRAINED = "drained"
 """The reasons, as the metric calls them."""
 COMMIT_GRACE_S = 0.25
 """After a failed prefill: how long the decode worker has to show that it had committed."""
-MOST_FAILURES = 8
+MAX_FAILURES = 8
 """A request that was to be moved more often, because something failed, is given up."""
 LOOK_S = 0.1
 """Between two looks whether a lost worker has died."""
@@ -104,7 +104,7 @@ class Moves:
         self._moved = metrics.moved_requests
         self._left_out = metrics.left_out_workers
         self.budget = RetryBudget(
-            config.move_budget_ratio, config.most_moves, config.move_budget_per_s
+            config.move_budget_ratio, config.max_moves, config.move_budget_per_s
         )
         self.quarantine = Quarantine(config.poison_quarantine_s)
         self._verdict_s = config.registry_ttl_s + 2 * config.heartbeat_s
@@ -282,7 +282,7 @@ class Moves:
     def _is_given_up(self, owner: RunningRequest, loss: _Loss) -> bool:
         """Whether it has been moved too often. What all workers lost at once costs no budget."""
         owner.failures += loss.is_cut_off
-        if owner.failures > MOST_FAILURES:
+        if owner.failures > MAX_FAILURES:
             return True
         return not loss.is_cut_off and not self.budget.take(time.monotonic())
 

@@ -35,11 +35,11 @@ from router.grpc.tools import add_tool_output, grpc_tool_use, grpc_turns
 from router.inference.delivery import Delivery
 from router.inference.request_builder import Arrival, RequestBuilder
 from router.inference.token_desk import TokenDesk
-from router.openai.answer_options import MOST_CHOICES
+from router.openai.answer_options import MAX_CHOICES
 from router.text.tokenizer import Tokenizer
 from router.tool_calls.tool_output import ToolOutput
 
-_MOST_NAME_CHARACTERS = 128
+_MAX_NAME_CHARACTERS = 128
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -178,16 +178,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _name(request: inference_pb2.GenerateRequest) -> str:
-    if len(request.request_id) > _MOST_NAME_CHARACTERS:
+    if len(request.request_id) > _MAX_NAME_CHARACTERS:
         raise InvalidRequest(
-            f"request_id has at most {_MOST_NAME_CHARACTERS} characters", param="request_id"
+            f"request_id has at most {_MAX_NAME_CHARACTERS} characters", param="request_id"
         )
     return request.request_id
 
 
 def _choices(request: inference_pb2.GenerateRequest) -> int:
-    if request.n > MOST_CHOICES:
-        raise InvalidRequest(f"n must be between 1 and {MOST_CHOICES}", param="n")
+    if request.n > MAX_CHOICES:
+        raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}", param="n")
     return request.n or 1
 
 

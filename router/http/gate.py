@@ -33,7 +33,7 @@ from router.http.errors import anthropic_error, error_object, error_response
 
 Part = Literal["all", "clients", "operators"]
 """Whose endpoints a listener has."""
-MOST_HEADERS = 128
+MAX_HEADERS = 128
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})
 _PROMPT = 'Basic realm="Baton: any name, and an API key as the password", charset="UTF-8"'
@@ -80,8 +80,8 @@ class HttpGate:
         await self._app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: dict[str, str], count: int) -> None:
-        if count > MOST_HEADERS:
-            raise HeadTooLarge(f"the request has more than {MOST_HEADERS} headers")
+        if count > MAX_HEADERS:
+            raise HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
         if self._loopback or path not in OPEN:
             # Those who look whether it lives know an address alone, a pod's for instance.
             self._check_host(headers.get("host", ""))

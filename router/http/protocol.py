@@ -44,7 +44,7 @@ _CLIENT_BITS = 64
 _NO_LINGER = struct.pack("ii", 1, 0)
 SLOW_BYTES = 4096
 """Who reads fewer in ``slow_client_s`` is cut off: a token's event has some 200."""
-MOST_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10
 """Of a request's head; far more than any client sends."""
 
 
@@ -132,7 +132,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._unfinished += len(data)
         super().data_received(data)
-        if self._unfinished > MOST_HEAD_BYTES and not self.transport.is_closing():
+        if self._unfinished > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The request's head is too large.")
 
     def on_headers_complete(self) -> None:

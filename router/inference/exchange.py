@@ -88,8 +88,8 @@ class Exchange:
 
     def arrival(self, request: Request, caller: Caller, answer_id: str, at: float) -> Arrival:
         """Raises InvalidRequest."""
-        most_s = self._config.request_deadline_s
-        return Arrival.of(answer_id, at, request.headers, most_s, caller)
+        max_s = self._config.request_deadline_s
+        return Arrival.of(answer_id, at, request.headers, max_s, caller)
 
     @asynccontextmanager
     async def counting_refusals(self) -> AsyncIterator[None]:

@@ -39,9 +39,9 @@ from router.tool_calls.tool import ToolUse
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
-MOST_PROMPTS = 128
+MAX_PROMPTS = 128
 """Prompts in one request."""
-MOST_EMBEDDED = 2048
+MAX_EMBEDDED = 2048
 """Inputs of one request for embeddings, as at OpenAI."""
 _SHOWN_ID_CHARACTERS = 128
 
@@ -75,27 +75,27 @@ class Arrival:
         request_id: str,
         at: float,
         headers: Mapping[str, str],
-        most_s: float,
+        max_s: float,
         caller: Caller,
         *,
         own_deadline: bool = False,
     ) -> Arrival:
-        """By the names of ``headers`` in lower case; ``most_s`` bounds ``DEADLINE_HEADER``.
+        """By the names of ``headers`` in lower case; ``max_s`` bounds ``DEADLINE_HEADER``.
 
-        ``own_deadline``: the client has set ``most_s``.
+        ``own_deadline``: the client has set ``max_s``.
 
         Raises InvalidRequest.
         """
         given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
         trace = TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
         if not given:
-            return cls(request_id, at, most_s, caller, own_deadline, session, trace)
+            return cls(request_id, at, max_s, caller, own_deadline, session, trace)
         if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
             raise InvalidRequest(
                 f"{DEADLINE_HEADER} must be a whole number of milliseconds, at least 1",
                 param=DEADLINE_HEADER,
             )
-        deadline_s = min(most_s, int(given) / 1000)
+        deadline_s = min(max_s, int(given) / 1000)
         return cls(request_id, at, deadline_s, caller, True, session, trace)
 
 
@@ -115,7 +115,7 @@ class RequestBuilder:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._model = model
-        self._most_characters = config.max_body_bytes
+        self._max_characters = config.max_body_bytes
         template = tokenizer.chat_template if tokenizer.has_chat_template else None
         self.tool_format = format_for(
             config.tool_parser, template, lambda text: bool(tokenizer.special_ids([text]))
@@ -189,7 +189,7 @@ class RequestBuilder:
         size = sum(len(turn["content"]) for turn in turns)
         size += 0 if tools is None else tools.characters
         # Templates add some text to each message; a runaway one must not fill the memory.
-        limit = 4 * self._most_characters if tools else self._most_characters
+        limit = 4 * self._max_characters if tools else self._max_characters
         limit += 4096 + 256 * len(turns)
         text = await self._chat_text(turns, tools, limit, options)
         return await off_loop(len(text), lambda: self._chat_ids(text, sampling))
@@ -203,7 +203,7 @@ class RequestBuilder:
         priority: int | None = None,
         *,
         param: str = "prompt",
-        most: int = MOST_PROMPTS,
+        most: int = MAX_PROMPTS,
     ) -> list[GenerationRequest]:
         """Plain prompts, ``most`` at most; ``default_max_tokens`` None takes the rest of the
 
@@ -237,7 +237,7 @@ class RequestBuilder:
         """What is to be embedded, each text and each list of ids on its own."""
         if not all(inputs):
             raise InvalidRequest("input must not be empty", param="input")
-        built = await self.prompts(arrival, inputs, _EMBEDDED, 1, param="input", most=MOST_EMBEDDED)
+        built = await self.prompts(arrival, inputs, _EMBEDDED, 1, param="input", most=MAX_EMBEDDED)
         return [dataclasses.replace(request, embeds=True) for request in built]
 
     async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:

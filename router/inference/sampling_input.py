@@ -9,18 +9,18 @@ from typing import Any
 
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.grammar import Grammar
-from baton.logprobs import MOST_TOP_LOGPROBS
+from baton.logprobs import MAX_TOP_LOGPROBS
 from baton.sampling_params import SamplingParams
 
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 1024
-MOST_STOP_TOKENS = 128
-MOST_BIASES = 300
-MOST_BAD_RUNS = 256
-MOST_BAD_RUN_TOKENS = 64
-_LEAST_TEMPERATURE = 1e-3
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKENS = 128
+MAX_BIASES = 300
+MAX_BAD_RUNS = 256
+MAX_BAD_RUN_TOKENS = 64
+_MIN_TEMPERATURE = 1e-3
 """Smaller ones would make infinities of logits in 32 bits; draws are as good as greedy here."""
-_LEAST_TOP_P = 1e-6
+_MIN_TOP_P = 1e-6
 """No vocabulary has a most likely token below this; smaller values would become 0 on the wire."""
 
 
@@ -81,13 +81,13 @@ def final_sampling(
     max_tokens = _max_tokens(asked, prompt_tokens, context_length, default_max_tokens)
     temperature = _within("temperature", given.temperature, 0, 2, 1)
     if temperature > 0:
-        temperature = max(temperature, _LEAST_TEMPERATURE)
+        temperature = max(temperature, _MIN_TEMPERATURE)
     top_p = _within("top_p", given.top_p, 0, 1, 1)
     if top_p == 0:
         raise InvalidRequest("top_p must be above 0", param="top_p")
     found = SamplingParams(
         temperature=temperature,
-        top_p=max(top_p, _LEAST_TOP_P),
+        top_p=max(top_p, _MIN_TOP_P),
         top_k=_top_k(given.top_k, vocab_size),
         min_p=_within("min_p", given.min_p, 0, 1, 0),
         seed=_seed(given.seed),
@@ -124,8 +124,8 @@ def _check_some_token_comes(sampling: SamplingParams, eos_ids: Collection[int]) 
 
 
 def _logprobs(name: str, given: int | None) -> int | None:
-    if given is not None and not 0 <= given <= MOST_TOP_LOGPROBS:
-        raise InvalidRequest(f"{name} must be between 0 and {MOST_TOP_LOGPROBS}", param=name)
+    if given is not None and not 0 <= given <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"{name} must be between 0 and {MAX_TOP_LOGPROBS}", param=name)
     return given
 
 
@@ -142,12 +142,12 @@ def _allowed(given: SamplingInput, vocab_size: int) -> tuple[int, ...]:
 
 
 def _bad_words(given: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    if len(given) > MOST_BAD_RUNS:
-        raise InvalidRequest(f"bad_words has at most {MOST_BAD_RUNS} runs", param="bad_words")
+    if len(given) > MAX_BAD_RUNS:
+        raise InvalidRequest(f"bad_words has at most {MAX_BAD_RUNS} runs", param="bad_words")
     for run in given:
-        if not 0 < len(run) <= MOST_BAD_RUN_TOKENS:
+        if not 0 < len(run) <= MAX_BAD_RUN_TOKENS:
             raise InvalidRequest(
-                f"bad_words: a word has 1 to {MOST_BAD_RUN_TOKENS} tokens", param="bad_words"
+                f"bad_words: a word has 1 to {MAX_BAD_RUN_TOKENS} tokens", param="bad_words"
             )
         check_token_ids(run, vocab_size, "bad_words")
     return given
@@ -222,19 +222,19 @@ def _seed(given: int | None) -> int:
 
 
 def _stops(given: tuple[str, ...]) -> tuple[str, ...]:
-    if len(given) > MOST_STOPS:
-        raise InvalidRequest(f"at most {MOST_STOPS} stop strings are possible", param="stop")
-    if any(not 0 < len(text) <= MOST_STOP_CHARACTERS for text in given):
+    if len(given) > MAX_STOPS:
+        raise InvalidRequest(f"at most {MAX_STOPS} stop strings are possible", param="stop")
+    if any(not 0 < len(text) <= MAX_STOP_CHARACTERS for text in given):
         raise InvalidRequest(
-            f"a stop string has 1 to {MOST_STOP_CHARACTERS} characters", param="stop"
+            f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters", param="stop"
         )
     return given
 
 
 def _stop_token_ids(given: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    if len(given) > MOST_STOP_TOKENS:
+    if len(given) > MAX_STOP_TOKENS:
         raise InvalidRequest(
-            f"at most {MOST_STOP_TOKENS} stop_token_ids are possible", param="stop_token_ids"
+            f"at most {MAX_STOP_TOKENS} stop_token_ids are possible", param="stop_token_ids"
         )
     check_token_ids(given, vocab_size, "stop_token_ids")
     return given
@@ -253,8 +253,8 @@ def _logit_bias(given: Mapping[Any, Any] | None, vocab_size: int) -> tuple[tuple
         return ()
     if not isinstance(given, Mapping):
         raise InvalidRequest("logit_bias must be an object", param="logit_bias")
-    if len(given) > MOST_BIASES:
-        raise InvalidRequest(f"logit_bias has at most {MOST_BIASES} entries", param="logit_bias")
+    if len(given) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias has at most {MAX_BIASES} entries", param="logit_bias")
     biases = {_token_id(key): _bias(value) for key, value in given.items()}
     check_token_ids(tuple(biases), vocab_size, "logit_bias")
     return tuple(sorted(biases.items()))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from baton.errors import InvalidRequest
-from baton.logprobs import MOST_TOP_LOGPROBS
+from baton.logprobs import MAX_TOP_LOGPROBS
 from router.core.chat_options import ChatOptions, checked_variables
 from router.core.request import ShownText
 from router.openai.answer_details import AnswerOptions
 from router.openai.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 """Answers to one prompt."""
-MOST_ANSWERS = 1024
+MAX_ANSWERS = 1024
 """Answers to all prompts of a request."""
 
 
@@ -45,8 +45,8 @@ def completion_options(body: CompletionRequest, prompts: int) -> AnswerOptions:
             "best_of chooses among whole answers: it cannot be more than n with stream",
             param="best_of",
         )
-    if prompts * best_of > MOST_ANSWERS:
-        raise InvalidRequest(f"at most {MOST_ANSWERS} answers a request are possible", param="n")
+    if prompts * best_of > MAX_ANSWERS:
+        raise InvalidRequest(f"at most {MAX_ANSWERS} answers a request are possible", param="n")
     return AnswerOptions(
         n=n,
         best_of=best_of,
@@ -78,14 +78,14 @@ def scoring(options: AnswerOptions) -> tuple[int | None, int | None]:
 def _choices(name: str, given: int | None) -> int:
     if given is None:
         return 1
-    if not 1 <= given <= MOST_CHOICES:
-        raise InvalidRequest(f"{name} must be between 1 and {MOST_CHOICES}", param=name)
+    if not 1 <= given <= MAX_CHOICES:
+        raise InvalidRequest(f"{name} must be between 1 and {MAX_CHOICES}", param=name)
     return given
 
 
 def _count(name: str, given: int | None) -> int | None:
-    if given is not None and not 0 <= given <= MOST_TOP_LOGPROBS:
-        raise InvalidRequest(f"{name} must be between 0 and {MOST_TOP_LOGPROBS}", param=name)
+    if given is not None and not 0 <= given <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"{name} must be between 0 and {MAX_TOP_LOGPROBS}", param=name)
     return given
 
 

@@ -185,8 +185,8 @@ class OpenAiApi:
         return await read_object(request, self._config.max_body_bytes, deadline_s)
 
     def _arrival(self, request: Request, caller: Caller, answer: Answer, at: float) -> Arrival:
-        most_s = self._config.request_deadline_s
-        return Arrival.of(answer.id, at, request.headers, most_s, caller)
+        max_s = self._config.request_deadline_s
+        return Arrival.of(answer.id, at, request.headers, max_s, caller)
 
     @asynccontextmanager
     async def _counting_refusals(self) -> AsyncIterator[None]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from baton.errors import InvalidRequest
 from router.text.tokenizer import Tokenizer
 
-MOST_WORDS = 128
+MAX_WORDS = 128
 
 
 def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tuple[int, ...], ...]:
@@ -16,8 +16,8 @@ def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tupl
     A word that the model spells with other tokens is not among them. Raises InvalidRequest.
     """
     words = list(words or ())
-    if len(words) > MOST_WORDS:
-        raise InvalidRequest(f"bad_words has at most {MOST_WORDS} words", param="bad_words")
+    if len(words) > MAX_WORDS:
+        raise InvalidRequest(f"bad_words has at most {MAX_WORDS} words", param="bad_words")
     runs: set[tuple[int, ...]] = set()
     for place, word in enumerate(words):
         bare = word.strip()

@@ -15,7 +15,7 @@ from baton.logprobs import TokenLogprobs
 from router.core.request import ScoredToken
 from router.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """JSON has no infinity: OpenAI's stand-in for the logarithm of nothing."""
 
 
@@ -132,4 +132,4 @@ class _Columns:
 
 def finite(logprob: float) -> float:
     """A number that JSON has."""
-    return max(logprob, LEAST_LOGPROB) if math.isfinite(logprob) else LEAST_LOGPROB
+    return max(logprob, MIN_LOGPROB) if math.isfinite(logprob) else MIN_LOGPROB

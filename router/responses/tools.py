@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.tool_calls.protocol import (
-    MOST_TOOLS,
+    MAX_TOOLS,
     ToolChoice,
     bad_choice,
     checked_tool,
@@ -52,7 +52,7 @@ def response_choice(given: Any, *, parallel: bool | None) -> ToolChoice:
     if kind != "allowed_tools":
         raise UnsupportedParameter("only functions are supported", param="tool_choice.type")
     tools = given.get("tools")
-    if not isinstance(tools, list) or not 0 < len(tools) <= MOST_TOOLS:
+    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
         raise bad_choice()
     mode = choice_mode(given.get("mode"))
     return ToolChoice(mode, frozenset(map(_name, tools)), single=single)

@@ -45,15 +45,15 @@ _PRIOR_ERROR = 0.5
 """Relative error that a calibration may have."""
 _GUESS_ERROR = 5.0
 """Relative error that the defaults may have."""
-_LEAST_PRIOR = 1e-3
+_MIN_PRIOR = 1e-3
 """The share of its weight that the beginning never loses."""
 _HUBER = 3.0
 """Residuals of more than so many typical ones count as that many."""
 _SPREAD_STEP = 0.1
-_LEAST_SPREAD = 0.02
+_MIN_SPREAD = 0.02
 _WIDEST_SPREAD = 1.0
 """At the start: an early outlier must not be what is believed."""
-_LEAST_MS = 0.05
+_MIN_MS = 0.05
 """Shorter predictions are taken as this when a residual is divided by them."""
 _SHARE_OF_ALL = 0.05
 """A coefficient's error is at least that of this share of a typical cost."""
@@ -114,16 +114,16 @@ class CostModel:
             return False
         features = (1.0 / self._scale[0], second / self._scale[1], third / self._scale[2])
         known = zip(self._solution, features, strict=True)
-        predicted = max(_LEAST_MS, sum(x * y for x, y in known))
+        predicted = max(_MIN_MS, sum(x * y for x, y in known))
         residual = abs(took_ms - predicted) / predicted
         wrong = residual > _HUBER * self._spread
         kept = _KEPT_IF_WRONG if wrong else _KEPT
         weight = _HUBER * self._spread / residual if wrong else 1.0
         # Large ones move it too, a bounded way: else a worker that changed would stay unbelieved.
         moved = min(residual, (_HUBER + 1.0) * self._spread) - self._spread
-        self._spread = max(_LEAST_SPREAD, self._spread + _SPREAD_STEP * moved)
+        self._spread = max(_MIN_SPREAD, self._spread + _SPREAD_STEP * moved)
         weight /= (_NOISE * predicted) ** 2
-        self._prior = max(_LEAST_PRIOR, self._prior * kept)
+        self._prior = max(_MIN_PRIOR, self._prior * kept)
         for place, (row, column) in enumerate(_ENTRIES):
             added = weight * features[row] * features[column]
             self._information[place] = kept * self._information[place] + added

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 EXPECTED_MS = 2000.0
 """How long after their computing blocks are expected: the event takes a heartbeat at most."""
-MOST_BLOCKS = 1_000_000
+MAX_BLOCKS = 1_000_000
 """Expected at a time; more are not noted."""
 
 
@@ -32,7 +32,7 @@ class ExpectedBlocks:
     def expect(self, hashes: Sequence[bytes], worker: str, now: float, wait: float = 0.0) -> None:
         """``worker`` will hold ``hashes``, a prompt's from its first block on, after ``wait``."""
         self._forget(now)
-        if not hashes or self._blocks + len(hashes) > MOST_BLOCKS:
+        if not hashes or self._blocks + len(hashes) > MAX_BLOCKS:
             return
         until = now + wait + EXPECTED_MS
         for block in hashes:

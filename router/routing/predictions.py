@@ -20,10 +20,10 @@ from router.routing.policy import ClassRoute, Decision, RouteRequest
 from router.routing.transfer_costs import TransferCosts
 from router.routing.worker_table import Floats, WorkerTable
 
-LEAST_CHUNK_TOKENS = 16
+MIN_CHUNK_TOKENS = 16
 """A local prompt makes at least this progress in a step, whatever it costs the others
 (``worker.core.chunk_slack``)."""
-_LEAST_MS = 1e-3
+_MIN_MS = 1e-3
 
 
 @dataclass(slots=True)
@@ -63,10 +63,10 @@ class Predictions:
         """
         table = self.table
         step = table.step_a + table.step_b * table.running + table.step_c * table.context_tokens
-        least = table.prefill_b * LEAST_CHUNK_TOKENS
+        least = table.prefill_b * MIN_CHUNK_TOKENS
         chunk = np.minimum(np.maximum(slo_tpot_ms - step, least), self.prefill_ms)
         busy = table.running > 0
-        steps = self.prefill_ms / np.maximum(chunk, _LEAST_MS)
+        steps = self.prefill_ms / np.maximum(chunk, _MIN_MS)
         ttft = self.prefill_ms + busy * steps * step
         return ttft, np.maximum(busy * (step + chunk), self.tpot_ms)
 

@@ -36,11 +36,11 @@ from router.routing.predictions import Predictions, local, predict, remote
 from router.routing.transfer_costs import TransferCosts
 from router.routing.worker_table import Floats, Group, Rows, WorkerTable
 
-LEAST_TTFT = "least_ttft"
+MIN_TTFT = "least_ttft"
 PREFIX = "prefix"
 PULL = "pull"
 NO_ROOM = "no_room"
-LEAST_HARM = "least_harm"
+MIN_HARM = "least_harm"
 DEADLINE = "deadline"
 
 OTHERS_WEIGHT = 4.0
@@ -55,7 +55,7 @@ TIE = 0.01
 SHORTLIST = 8
 """Of so many workers of a role, the best by themselves, all pairs are compared."""
 _SHORTLIST_BY_TTFT = 4
-_LEAST_MS = 1e-6
+_MIN_MS = 1e-6
 _PER_SLO_MS, _FULL_MS = 1e6, 1e12
 """More than any score."""
 
@@ -106,7 +106,7 @@ class PredictivePolicy:
         every = found[0] if len(found) == 1 else _joined(*found)
         place, reason = _choose(every, seen, route, work, full)
         source, target = int(every.source[place]), int(every.target[place])
-        if reason == LEAST_TTFT and seen.held[source] > 0:
+        if reason == MIN_TTFT and seen.held[source] > 0:
             rows = decode.rows if source == target else prefill.rows
             if seen.queue_ms[source] > seen.queue_ms[rows].min():
                 reason = PREFIX
@@ -176,14 +176,14 @@ class _Sources:
             uncached_tokens=prompt - int(self._seen.fetchable[row]) * self._seen.hash_block,
             prefill_ms=spent,
             ttft_ms=decision.ttft_ms - decision.prefill_ms + spent,
-            reason=PULL if decision.reason == LEAST_TTFT else decision.reason,
+            reason=PULL if decision.reason == MIN_TTFT else decision.reason,
         )
 
 
 def _spread(work: Floats, full: Floats, group: Group) -> Floats:
     """What a row's recent work adds to its score; infinity outside of the group."""
     mean = float(work @ group.share)
-    share = full / (mean + SPREAD_PROMPTS * full + _LEAST_MS)
+    share = full / (mean + SPREAD_PROMPTS * full + _MIN_MS)
     return SPREAD_WEIGHT * share * (work - mean) + group.closed
 
 
@@ -267,10 +267,10 @@ def _choose(
     best = int(tier.min())
     if best % 3 == 2:
         harm = found.ttft / route.slo_ttft_ms + found.tpot / route.slo_tpot_ms
-        reason, value, margin = LEAST_HARM, harm, 0.0
+        reason, value, margin = MIN_HARM, harm, 0.0
     else:
         margin = TIE * float(full[found.source].min())
-        reason, value = LEAST_TTFT, found.score
+        reason, value = MIN_TTFT, found.score
     value = np.where(tier == best, value, np.inf)
     equal = np.flatnonzero(value <= value.min() + margin)
     if len(equal) > 1:

@@ -14,7 +14,7 @@ from router.routing.cost_model import UNKNOWN, Coefficients, CostModel
 
 DEFAULT: Coefficients = (2.0, 0.3, 0.0)
 """Two calls, and 360 KiB a block (the demo model's) at 1.2 GiB/s."""
-MOST_PAIRS = 16_384
+MAX_PAIRS = 16_384
 """Pairs that are remembered; those unused for longest are forgotten."""
 _SCALE: Coefficients = (1.0, 32.0, 1.0)
 
@@ -45,7 +45,7 @@ class TransferCosts:
             self._lines[key] = _line(pair)
         if self._all.observe(blocks, 0.0, ms):
             self.usual = _line(self._all)
-        if len(self._pairs) > MOST_PAIRS:
+        if len(self._pairs) > MAX_PAIRS:
             oldest, _ = self._pairs.popitem(last=False)
             self._lines.pop(oldest, None)
 

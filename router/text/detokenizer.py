@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-_MOST_PENDING = 8
+_MAX_PENDING = 8
 """Tokens held back while they end in half a character; a character has at most four bytes."""
 
 
@@ -61,7 +61,7 @@ class WindowDetokenizer:
             return ""
         self._pending.append(token_id)
         text = self._new_text()
-        if text.endswith(REPLACEMENT) and len(self._pending) < _MOST_PENDING:
+        if text.endswith(REPLACEMENT) and len(self._pending) < _MAX_PENDING:
             return ""
         # A token without text stays pending: it may still change how the next one is decoded.
         if text:

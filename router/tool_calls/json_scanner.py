@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable
 
 WHITE = " \t\n\r"
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Lists and objects within each other; what is deeper counts as broken."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _LITERAL = re.compile(r"[-+.0-9a-zA-Z]*")
 _LITERALS = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
-_MOST_LITERAL = 1024
+_MAX_LITERAL = 1024
 """Characters of a number; what is longer counts as broken."""
 
 
@@ -87,7 +87,7 @@ class JsonScanner:
         if character in "{[":
             self._open.append(character)
             then = _At.KEY_OR_END if character == "{" else _At.VALUE_OR_END
-            return self._expect(len(self._open) <= MOST_DEPTH, then, place)
+            return self._expect(len(self._open) <= MAX_DEPTH, then, place)
         if character == '"':
             self._is_key = False
             return self._expect(True, _At.STRING, place)
@@ -150,7 +150,7 @@ class JsonScanner:
         found = _LITERAL.match(text, place)
         end = found.end() if found else place
         self._literal += text[place:end]
-        if len(self._literal) > _MOST_LITERAL:
+        if len(self._literal) > _MAX_LITERAL:
             self.broken = True
         elif end < len(text):
             if _LITERALS.fullmatch(self._literal) is None:

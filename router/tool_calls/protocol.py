@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.tool_calls.tool import Tool, ToolUse
 
-MOST_TOOLS = 128
-MOST_TOOL_CHARACTERS = 1 << 18
+MAX_TOOLS = 128
+MAX_TOOL_CHARACTERS = 1 << 18
 """All definitions of a request together, as JSON."""
 Mode = Literal["none", "auto", "required"]
 _MODES: tuple[Mode, ...] = ("none", "auto", "required")
@@ -98,9 +98,9 @@ def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
     if choice.mode == "none":
         return None
     size = len(json.dumps([tool.as_template_value() for tool in tools]))
-    if size > MOST_TOOL_CHARACTERS:
+    if size > MAX_TOOL_CHARACTERS:
         raise InvalidRequest(
-            f"tools have {size} characters; at most {MOST_TOOL_CHARACTERS} are possible",
+            f"tools have {size} characters; at most {MAX_TOOL_CHARACTERS} are possible",
             param="tools",
         )
     return ToolUse(
@@ -114,8 +114,8 @@ def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
 
 def check_tools(tools: Sequence[Tool]) -> None:
     """Their number and that no two have one name. Raises InvalidRequest."""
-    if len(tools) > MOST_TOOLS:
-        raise InvalidRequest(f"at most {MOST_TOOLS} tools are possible", param="tools")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"at most {MAX_TOOLS} tools are possible", param="tools")
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequest("two tools have the same name", param="tools")
 
@@ -185,7 +185,7 @@ def _allowed(allowed: Any) -> ToolChoice:
     if not isinstance(allowed, dict) or allowed.get("mode") == "none":
         raise bad_choice()
     tools = allowed.get("tools")
-    if not isinstance(tools, list) or not 0 < len(tools) <= MOST_TOOLS:
+    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
         raise bad_choice()
     return ToolChoice(choice_mode(allowed.get("mode")), frozenset(map(_name_of, tools)))
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 HALF_LIFE_S = 10.0
 """What happened so long ago counts half."""
-MOST_BREAKS = 2.5
+MAX_BREAKS = 2.5
 """So many breaks in all, by what they count now, open it: three in quick succession."""
-LEAST_SHARE = 1 / 3
+MIN_SHARE = 1 / 3
 """And so many of the streams must have broken."""
 DOUBTFUL = 0.25
 """What a break counts that may be another worker's fault. Where one of two at random is to blame,
 and the other try ends well, an innocent one comes to ``DOUBTFUL`` / (1 + ``DOUBTFUL``), a fifth:
-less than ``LEAST_SHARE``, also while it is counted of few."""
+less than ``MIN_SHARE``, also while it is counted of few."""
 MOMENT_S = 0.25
 """Streams that break within this time break together."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -83,7 +83,7 @@ class Breaker:
             # Those that ran when it opened say nothing new.
             if self._trial_at is not None:
                 self._open(now, min(LONGEST_PAUSE_S, 2 * self._pause_s))
-        elif self._breaks > MOST_BREAKS and self._share() >= LEAST_SHARE:
+        elif self._breaks > MAX_BREAKS and self._share() >= MIN_SHARE:
             self._open(now, FIRST_PAUSE_S)
 
     def _share(self) -> float:

@@ -60,7 +60,7 @@ _COOL_DOWN_S = 1.0
 SUSPECT_S = 5.0
 """A worker that is suspected of hanging, and of which nothing is heard, is tried again after this:
 one that has nothing to do has nothing to say."""
-_MOST_OWED = 4096
+_MAX_OWED = 4096
 """Aborts that are kept for a worker that cannot be reached; those of sequences are bounded by its
 places, and by how often these can be filled meanwhile."""
 
@@ -106,7 +106,7 @@ class WorkerLink:
         """The one that is read now."""
         self.token_messages = 0
         """That have come on the token stream, those that say nothing included."""
-        self.owed: deque[_Abort] = deque(maxlen=_MOST_OWED)
+        self.owed: deque[_Abort] = deque(maxlen=_MAX_OWED)
         """Aborts that have not arrived: they are sent again when the worker is heard."""
         self.breaker = Breaker()
         self.broken_at = float("-inf")

@@ -27,7 +27,7 @@ async def run(
     seed: int,
     kinds: Sequence[Kind],
     *,
-    most_rounds: int | None = None,
+    max_rounds: int | None = None,
     logs: Path | None = None,
 ) -> Report:
     """One run with a cluster of its own, for so many minutes or rounds of faults.
@@ -36,7 +36,7 @@ async def run(
     """
     async with Cluster() as cluster:
         try:
-            return await Run(cluster, seed, kinds, questions(seed)).go(minutes, most_rounds)
+            return await Run(cluster, seed, kinds, questions(seed)).go(minutes, max_rounds)
         finally:
             if logs is not None:
                 shutil.copytree(cluster.logs, logs, dirs_exist_ok=True)
@@ -57,7 +57,7 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     kinds = [BY_NAME[name] for name in asked.only] if asked.only else KINDS
     report = asyncio.run(
-        run(asked.minutes, asked.seed, kinds, most_rounds=asked.rounds, logs=asked.logs)
+        run(asked.minutes, asked.seed, kinds, max_rounds=asked.rounds, logs=asked.logs)
     )
     asked.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     return 0 if report.is_clean else 1

@@ -20,7 +20,7 @@ from tests.chaos.faults.operator_faults import WorkerDrained
 from tests.chaos.harness.cluster import ROLES, Cluster, is_alive
 from tests.chaos.harness.counters import by_label
 from tests.chaos.harness.footprint import Footprint, footprint, leaks
-from tests.chaos.harness.recovery import MOST_S, until_answered, until_streams_run, until_whole
+from tests.chaos.harness.recovery import MAX_S, until_answered, until_streams_run, until_whole
 from tests.chaos.harness.victim import NobodyToStrike, Victim, find_victim, is_busy
 from tests.chaos.load.ledger import Ending, Ledger, Phase
 from tests.chaos.load.load import Load
@@ -81,7 +81,7 @@ class Run:
     _told: int = 0
     """Requests in trouble that were told of."""
 
-    async def go(self, minutes: float, most_rounds: int | None = None) -> Report:
+    async def go(self, minutes: float, max_rounds: int | None = None) -> Report:
         """Until the time is over, or so many rounds. Raises ``Unsteady``."""
         fronts, asked = self.cluster.fronts, self.asked
         reference = await take_reference(fronts, asked)
@@ -91,7 +91,7 @@ class Run:
         load.start()
         try:
             await self._without_faults(load, first)
-            await self._rounds(load, first, minutes, most_rounds)
+            await self._rounds(load, first, minutes, max_rounds)
             await load.pause()
         finally:
             await load.stop()
@@ -109,18 +109,18 @@ class Run:
             self._note((), _Recovery(0.0, 0.0, whole_s), found)
 
     async def _rounds(
-        self, load: Load, first: Footprint, minutes: float, most_rounds: int | None
+        self, load: Load, first: Footprint, minutes: float, max_rounds: int | None
     ) -> None:
         until = time.monotonic() + 60 * minutes
         planned: Iterator[Round] = rounds(self.seed, self.kinds)
-        while time.monotonic() < until and len(self.reports) != most_rounds:
+        while time.monotonic() < until and len(self.reports) != max_rounds:
             await asyncio.sleep(_BETWEEN_S)
             load.check()
             try:
                 await self._round(next(planned), load, first)
             except NobodyToStrike as error:
                 # The cluster stays broken: what was found so far is told, and this with it.
-                self._note((), _Recovery(0.0, 0.0, MOST_S), [f"the run ended early: {error}"])
+                self._note((), _Recovery(0.0, 0.0, MAX_S), [f"the run ended early: {error}"])
                 return
 
     async def _round(self, planned: Round, load: Load, first: Footprint) -> None:
@@ -145,7 +145,7 @@ class Run:
         streams_s, answered_s = await feeling
         kinds = tuple(one.strike.kind.name for one in struck)
         self.ledger.phases.append(Phase(kinds, before, time.monotonic(), began, has_spare))
-        stuck = await self._end_what_hangs() if whole_s >= MOST_S else []
+        stuck = await self._end_what_hangs() if whole_s >= MAX_S else []
         await load.pause()
         found = stuck + await self._found(first, struck)
         drained = await self._drained_blocks(struck)
@@ -185,7 +185,7 @@ class Run:
         The run goes on with the cluster that comes of it.
         """
         serving = {worker.slot for worker in await self.cluster.workers()}
-        found = [f"cluster: not whole after {MOST_S:.0f} s; there are {', '.join(sorted(serving))}"]
+        found = [f"cluster: not whole after {MAX_S:.0f} s; there are {', '.join(sorted(serving))}"]
         for name, pid in self.cluster.pids().items():
             if name.startswith(ROLES) and name not in serving and is_alive(pid):
                 found.append(f"{name}: process {pid} lives, and is not back")

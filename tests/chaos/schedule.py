@@ -58,8 +58,8 @@ def _strike(source: random.Random, kind: Kind) -> Strike:
     """Of a standstill from 2 to 60 s, half last for less than 11 s: it costs the run its time."""
     share = source.random()
     if kind.is_standstill:
-        seconds = kind.least_s * (kind.most_s / kind.least_s) ** share
+        seconds = kind.min_s * (kind.max_s / kind.min_s) ** share
     else:
-        seconds = kind.least_s + (kind.most_s - kind.least_s) * share
+        seconds = kind.min_s + (kind.max_s - kind.min_s) * share
     seconds = round(seconds, 2)
     return Strike(kind, seconds, source.randrange(1 << 16))

@@ -22,7 +22,7 @@ die."""
 def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is slow, and nothing is wrong: how soon all of it has to be is for longer runs to tell."""
     for module in (recovery, running):
-        monkeypatch.setattr(module, "MOST_S", 180.0)
+        monkeypatch.setattr(module, "MAX_S", 180.0)
     monkeypatch.setattr(call, "GIVEN_UP_S", 180.0)
     monkeypatch.setattr(footprint, "QUIET_S", 60.0)
     monkeypatch.setattr(ledger, "_AT_ONCE_S", 30.0)

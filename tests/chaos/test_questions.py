@@ -16,7 +16,7 @@ def test_every_question_has_one_right_answer_and_a_name_of_its_own() -> None:
         assert (body["temperature"] == 0) == (one.seed is None) == ("seed" not in body)
         assert message.sampling.temperature == body["temperature"]
         assert message.sampling.HasField("seed") == ("seed" in body)
-        assert message.sampling.max_tokens == body["max_tokens"] == one.most_tokens
+        assert message.sampling.max_tokens == body["max_tokens"] == one.max_tokens
         assert message.n == body["n"] == one.choices
         assert message.sampling.HasField("grammar") == (one.schema is not None)
         assert bool(message.tools.tools) == ("tools" in body)

@@ -38,7 +38,7 @@ def test_faults_at_once_are_of_several_targets_and_last_as_long_as_they_may(seed
         targets = [strike.kind.target for strike in one.strikes]
         assert 1 <= len(targets) == len(set(targets)) <= 2
         for strike in one.strikes:
-            assert strike.kind.least_s <= strike.seconds <= strike.kind.most_s
+            assert strike.kind.min_s <= strike.seconds <= strike.kind.max_s
 
 
 @given(SEEDS)
@@ -55,7 +55,7 @@ def test_standstills_are_long_now_and_then_and_leave_the_run_its_time() -> None:
             found.setdefault(strike.kind.name, []).append(strike.seconds)
     assert found.keys() == {"router stopped", "host stopped"}
     for name, seconds in found.items():
-        longest = BY_NAME[name].most_s
+        longest = BY_NAME[name].max_s
         assert min(seconds) < 4.0
         assert max(seconds) > 0.8 * longest
         assert sum(seconds) / len(seconds) < longest / 2

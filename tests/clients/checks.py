@@ -40,7 +40,7 @@ TOOLS = [
 ]
 DEADLINE_S = 120.0
 _MISSING = ("unsupported_parameter", "is not supported with this value")
-_MOST_WORDS = 300
+_MAX_WORDS = 300
 
 
 def run(checks: Mapping[str, Callable[[], None]]) -> None:
@@ -53,7 +53,7 @@ def run(checks: Mapping[str, Callable[[], None]]) -> None:
             why = f"{type(error).__name__}: {error}"
             outcome = "missing" if _is_missing(why) else "fail"
             traceback.print_exc()
-        line = {"check": name, "outcome": outcome, "why": why[:_MOST_WORDS]}
+        line = {"check": name, "outcome": outcome, "why": why[:_MAX_WORDS]}
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
@@ -80,7 +80,7 @@ def command(arguments: Sequence[str], **variables: str) -> str:
         lines = [
             line for line in done.stdout.splitlines() if any(sign in line for sign in _MISSING)
         ]
-        why = lines[-1] if lines else done.stdout[-_MOST_WORDS:]
+        why = lines[-1] if lines else done.stdout[-_MAX_WORDS:]
         raise AssertionError(f"exit code {done.returncode}: {why}")
     return done.stdout
 

@@ -33,8 +33,8 @@ cooldown_s = 3.0
 GROWS = (
     CONFIG
     + """
-least_workers = 2
-most_workers = 3
+min_workers = 2
+max_workers = 3
 """
 )
 LONG_ANSWERS = {"prompt": "a" * 20, "max_tokens": 100}

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 DEADLINE_S = 120.0
 CLIENTS = 3
 PROMPTS = ("The sea at night", "A list of numbers: 1, 2,", "def main():", "Once upon a time")
-MOST_TRIES = 2
+MAX_TRIES = 2
 """A router's client sees a reset, and one retry succeeds."""
 
 
@@ -76,7 +76,7 @@ class Load:
             number += CLIENTS
 
     def _ask(self, number: int) -> None:
-        for left in reversed(range(MOST_TRIES)):
+        for left in reversed(range(MAX_TRIES)):
             try:
                 text = answer(self.up, number)
             except (httpx.TransportError, AssertionError) as error:

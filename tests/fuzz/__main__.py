@@ -57,7 +57,7 @@ def fuzz(name: str, minutes: float, out: Path) -> Figures:
         f"-max_total_time={int(minutes * 60)}",
         f"-timeout={_TIMEOUT_S}",
         f"-rss_limit_mb={_MEMORY_MIB}",
-        f"-max_len={target.most_bytes}",
+        f"-max_len={target.max_bytes}",
         f"-artifact_prefix={folder}/",
         "-print_final_stats=1",
     ]

@@ -17,4 +17,4 @@ class Target:
     """Makes what is called; it raises for what is a fault of Baton's alone."""
     seeds: Callable[[], Sequence[bytes]]
     """Small inputs from which the fuzzer begins."""
-    most_bytes: int = 4096
+    max_bytes: int = 4096

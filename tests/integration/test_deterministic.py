@@ -27,7 +27,7 @@ from engine.local import generate, make_sequence
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.speculation import MOST_DRAFT_TOKENS, Speculation
+from engine.speculation.speculation import MAX_DRAFT_TOKENS, Speculation
 from engine.step.step import StepInput, StepModel, StepOutput
 from kvtransfer.memory.host_memory import HostMemory
 from tests.support.engine.drafters import Oracle, WholeDrafts
@@ -120,7 +120,7 @@ class Bench:
             chunk_tokens=chunk_tokens,
             chunk_keys=0,
             max_sequences=max_sequences,
-            draft_tokens=MOST_DRAFT_TOKENS if speculation else 0,
+            draft_tokens=MAX_DRAFT_TOKENS if speculation else 0,
         )
         pool = BlockPool(blocks)
         return replace(self._built, runner=fresh, pool=pool, scheduler=Scheduler(pool, limits))

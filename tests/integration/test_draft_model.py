@@ -135,8 +135,8 @@ async def test_it_leaves_with_the_last_layer(
     tiny: Path, redis_url: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers of a prompt leave while it is computed; the drafter is told of it behind the last."""
-    monkeypatch.setattr(handoff, "LEAST_WIRE_S", 0.0)
-    monkeypatch.setattr(handoff, "LEAST_SLICE_S", 0.0)
+    monkeypatch.setattr(handoff, "MIN_WIRE_S", 0.0)
+    monkeypatch.setattr(handoff, "MIN_SLICE_S", 0.0)
     monkeypatch.setattr(role, "LOOK_S", 0.0001)
     changes: dict[str, Any] = {"drafter": "draft", "draft_model": str(tiny), "kv_pool_mib": 8}
     async with mini_cluster(tiny, redis_url, transport=transport, **changes, **FLAGS) as cluster:

@@ -30,8 +30,8 @@ async def test_layers_leave_before_the_step_ends(
     decode_tp: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handoff, "LEAST_WIRE_S", 0.0)
-    monkeypatch.setattr(handoff, "LEAST_SLICE_S", 0.0)
+    monkeypatch.setattr(handoff, "MIN_WIRE_S", 0.0)
+    monkeypatch.setattr(handoff, "MIN_SLICE_S", 0.0)
     monkeypatch.setattr(role, "LOOK_S", 0.0001)
     parts: list[tuple[int, int]] = []
     put = Push.put_layers

@@ -348,7 +348,7 @@ async def test_no_request_waits_for_a_connection_for_longer_than_for_an_answer(
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
     monkeypatch.setattr(rate_limits, "ANSWER_S", 0.01)
     await client.client_pause(300)
-    for _ in range(rate_limits.MOST_CONNECTIONS + 2):
+    for _ in range(rate_limits.MAX_CONNECTIONS + 2):
         assert await limits.enter(limited, 1, 300.0) is None
     monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):

@@ -12,7 +12,7 @@ from engine.scheduling.plan import StepPlan
 from worker.costs.pace import Pace
 from worker.costs.step_costs import StepCosts
 
-LEAST_TOKENS = 16
+MIN_TOKENS = 16
 """A prompt makes at least this progress in each step, whatever it costs the others."""
 PRIOR_MS = 50.0
 """How much of predicted time the prediction counts for beside the first steps."""
@@ -30,7 +30,7 @@ class ChunkSlack:
         self._step = Pace(1.0, PRIOR_MS)
         self._chunk = Pace(1.0, PRIOR_MS)
 
-    def most_tokens(self, batch: int, context_tokens: int, start: int) -> int:
+    def max_tokens(self, batch: int, context_tokens: int, start: int) -> int:
         """Prompt tokens behind ``start`` others, beside ``batch`` sequences that decode and attend
 
         to ``context_tokens`` in all.
@@ -42,8 +42,8 @@ class ChunkSlack:
         linear = b + c * start
         divisor = linear + math.sqrt(linear * linear + 2 * c * max(0.0, left))
         if divisor <= 0:
-            return LEAST_TOKENS
-        return max(LEAST_TOKENS, int(2 * left / divisor))
+            return MIN_TOKENS
+        return max(MIN_TOKENS, int(2 * left / divisor))
 
     def observe(self, plan: StepPlan, ms: float) -> None:
         """A step took so long."""

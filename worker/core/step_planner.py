@@ -33,7 +33,7 @@ class StepPlanner:
         """The next step, None where it is not its time yet or nothing is to be computed."""
         if not self._may_plan():
             return None
-        plan = self._scheduler.schedule(self._most_prompt_tokens())
+        plan = self._scheduler.schedule(self._max_prompt_tokens())
         if plan is not None:
             self._last_plan = plan
         return plan
@@ -48,7 +48,7 @@ class StepPlanner:
             return in_flight < _DEPTH
         return self._last_plan is not None and self._last_plan.decodes_only
 
-    def _most_prompt_tokens(self) -> int | None:
+    def _max_prompt_tokens(self) -> int | None:
         """What the next step may compute of prompts; None where no sequence waits beside them."""
         if self._slack is None:
             return None
@@ -57,7 +57,7 @@ class StepPlanner:
         if not decoding or start is None:
             return None
         context_tokens = sum(sequence.target for sequence in decoding)
-        return self._slack.most_tokens(len(decoding), context_tokens, start)
+        return self._slack.max_tokens(len(decoding), context_tokens, start)
 
     def observe(self, plan: StepPlan, result: StepResult, wall_ms: float) -> None:
         """A step has ended, so long after the one before it or after it was asked for."""

@@ -31,7 +31,7 @@ BUDGET_S = 0.4
 """For the prompts' chunks, and once more for the decode steps."""
 LONGEST_WAIT_S = 5.0
 """For the other workers of the host; after that it is measured beside them."""
-_LEAST_SHAPES = 3
+_MIN_SHAPES = 3
 """As many as there are coefficients: measured whatever they take."""
 _RUNS = 2
 """Of each shape; the shorter time counts, since whatever disturbs a step makes it longer."""
@@ -103,7 +103,7 @@ class Shape:
         return (
             self.start + self.count + _RUNS < limits.context_length
             and self.batch <= limits.max_sequences
-            and self.count <= limits.most_tokens(self.start)
+            and self.count <= limits.max_tokens(self.start)
             and self.batch * self.count <= limits.chunk_tokens
             and self.batch * self.blocks(limits.block_size) <= engine.pool.available
         )
@@ -117,7 +117,7 @@ def _measure(engine: Engine, run: Run, shapes: Sequence[Shape], budget_s: float)
     for shape in shapes:
         if not shape.fits(engine):
             continue
-        if len(points) >= _LEAST_SHAPES:
+        if len(points) >= _MIN_SHAPES:
             a, b, c = fit(points, ms)
             x, y = shape.point
             if time.monotonic() + _RUNS * (a + b * x + c * y) / 1e3 > ends_at:

@@ -25,7 +25,7 @@ _BYTES_PER_S = {
     "grpc": 1e9,
 }
 """Until fetches have shown it."""
-_LEAST_BYTES_PER_S = 1e9
+_MIN_BYTES_PER_S = 1e9
 """The same where the transport is not known yet."""
 _PRIOR_BYTES = 1 << 20
 """How much that counts beside the first fetches."""
@@ -36,14 +36,14 @@ _SHORTEST_DEADLINE_S = 0.5
 """Less would end fetches because a machine was busy for a moment."""
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
-_MOST_PEERS = 256
+_MAX_PEERS = 256
 
 
 class _Peer:
     """What is known of one worker."""
 
     def __init__(self, transport: str) -> None:
-        bandwidth = _BYTES_PER_S.get(transport, _LEAST_BYTES_PER_S)
+        bandwidth = _BYTES_PER_S.get(transport, _MIN_BYTES_PER_S)
         self.pace = Pace(1 / bandwidth, _PRIOR_BYTES)
         self.failures = 0
         self.paused_until = float("-inf")
@@ -58,7 +58,7 @@ class FetchEstimates:
     def _peer(self, incarnation: str, transport: str) -> _Peer:
         peer = self._peers.setdefault(incarnation, _Peer(transport))
         self._peers.move_to_end(incarnation)
-        while len(self._peers) > _MOST_PEERS:
+        while len(self._peers) > _MAX_PEERS:
             self._peers.popitem(last=False)
         return peer
 

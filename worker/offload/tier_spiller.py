@@ -62,8 +62,8 @@ class TierSpiller:
                 outcomes = await self._thread.submit(partial(self._copy_all, spills))
                 for spill, error in zip(spills, outcomes, strict=True):
                     self._end(spill, error)
-                least_s = sum(self._memory.block_bytes / _rate(spill) for spill in spills)
-                await asyncio.sleep(max(0.0, began + least_s - time.monotonic()))
+                min_s = sum(self._memory.block_bytes / _rate(spill) for spill in spills)
+                await asyncio.sleep(max(0.0, began + min_s - time.monotonic()))
             await self._awake.wait()
 
     def _take(self) -> list[Spill]:

@@ -24,7 +24,7 @@ from router.batches.protocol import BatchFault, BatchObject, FileObject
 POLL_S = 0.5
 AWAY_S = 120.0
 """A cluster that does not answer for so long is given up; its batch waits for it."""
-_MOST_LINE_BYTES = 1 << 30
+_MAX_LINE_BYTES = 1 << 30
 _COPY_BYTES = 1 << 20
 T = TypeVar("T", bound=BaseModel)
 
@@ -159,7 +159,7 @@ def endpoint_of(file: Path) -> str:
     """What the first line of a file asks. Raises InvalidRequest."""
     with file.open("rb") as raws:
         try:
-            line = next(read_lines(raws, _MOST_LINE_BYTES), None)
+            line = next(read_lines(raws, _MAX_LINE_BYTES), None)
         except BadLine as bad:
             raise InvalidRequest(f"line {bad.fault.line}: {bad.fault.message}") from None
     if line is None:

@@ -13,8 +13,8 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-MOST_ENTRIES = 500
-MOST_BYTES = 256 * 1024
+MAX_ENTRIES = 500
+MAX_BYTES = 256 * 1024
 """What is kept of the history when a conversation begins."""
 
 
@@ -68,7 +68,7 @@ def _shorten(path: Path) -> None:
     size = 0
     for entry in FileHistory(path).load_history_strings():
         size += len(entry.encode())
-        if len(newest) == MOST_ENTRIES or size > MOST_BYTES:
+        if len(newest) == MAX_ENTRIES or size > MAX_BYTES:
             break
         newest.append(entry)
     fresh = path.with_suffix(f".{os.getpid()}")

@@ -69,7 +69,7 @@ def goodput(
     first_rate: Annotated[
         float, typer.Option(help="First rate to try, in requests per second.")
     ] = 1.0,
-    most_rate: Annotated[
+    max_rate: Annotated[
         float | None, typer.Option(help="Maximum rate to try. Default: unlimited.")
     ] = None,
     attainment: Annotated[
@@ -88,10 +88,10 @@ def goodput(
     """
     from loadtest.generator.load_bench import SearchSettings, bench_goodput  # noqa: PLC0415
 
-    if first_rate <= 0 or (most_rate is not None and most_rate <= 0):
-        fail("--first-rate and --most-rate must be above 0", code=ExitCode.USAGE)
+    if first_rate <= 0 or (max_rate is not None and max_rate <= 0):
+        fail("--first-rate and --max-rate must be above 0", code=ExitCode.USAGE)
     search = SearchSettings(
-        first_rate, attainment, precision, float("inf") if most_rate is None else most_rate
+        first_rate, attainment, precision, float("inf") if max_rate is None else max_rate
     )
     with clear_ends():
         bench_goodput(load.settings(rate=first_rate), search, load.outputs(), Console(), say)

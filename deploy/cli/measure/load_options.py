@@ -151,7 +151,7 @@ class LoadOptions(TlsOptions):
     scale_length: Annotated[
         float, typer.Option(help="Divide the trace's lengths by this.", rich_help_panel=_REQUESTS)
     ] = 1.0
-    most_tokens: Annotated[
+    max_tokens: Annotated[
         int | None,
         typer.Option(
             min=2,
@@ -311,6 +311,6 @@ class LoadOptions(TlsOptions):
             trace=self.trace,
             scale_time=self.scale_time,
             scale_length=self.scale_length,
-            most_tokens=self.most_tokens,
+            max_tokens=self.max_tokens,
             seed=self.seed,
         )

@@ -14,7 +14,7 @@ from deploy.cli.operate.confirmation import DryRun, Yes, confirm
 from deploy.cli.options.command_line import (
     DEFAULT_GRPC,
     DEFAULT_HTTP,
-    MOST_WORKERS,
+    MAX_WORKERS,
     clear_errors,
     fail,
     say,
@@ -36,7 +36,7 @@ def join(
         int | None,
         typer.Option(
             min=1,
-            max=MOST_WORKERS,
+            max=MAX_WORKERS,
             help="Maximum number of workers on this node. Default: one per GPU, or 1 without GPUs.",
         ),
     ] = None,

@@ -17,7 +17,7 @@ from deploy.cli.operate.completion import pool_names, worker_and_router_names, w
 from deploy.cli.operate.confirmation import DryRun, Yes, confirm
 from deploy.cli.operate.operator_client import ClusterFacts, OperatorClient, WorkerFacts
 from deploy.cli.options.choices import Role
-from deploy.cli.options.command_line import CONNECTION, MOST_WORKERS, Http, fail
+from deploy.cli.options.command_line import CONNECTION, MAX_WORKERS, Http, fail
 from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.option_group import takes
 from deploy.cli.options.tls_options import TlsOptions
@@ -148,9 +148,7 @@ def scale(
     ],
     count: Annotated[
         int,
-        typer.Argument(
-            min=0, max=MOST_WORKERS, help="Number of workers that the pool should have."
-        ),
+        typer.Argument(min=0, max=MAX_WORKERS, help="Number of workers that the pool should have."),
     ],
     force: Annotated[
         bool,

@@ -18,7 +18,7 @@ from baton.config.keys_file import hash_of
 from baton.errors import ConfigError
 from deploy.cli.options.vllm_aliases import API_KEY_VARIABLE
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _SCOPES: tuple[Scope, ...] = ("inference", "metrics")
 
 
@@ -32,7 +32,7 @@ def keys_in(path: Path) -> tuple[KeyConfig, ...]:
     """The keys in a file, one on each line. Raises ConfigError."""
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
             raise ConfigError(f"--api-key-file: {path} is not a file of API keys")
         if found.st_mode & stat.S_IWOTH:
             raise ConfigError(

@@ -14,8 +14,8 @@ from deploy.cli.options.exit_codes import ExitCode
 DEFAULT_HTTP = "127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
 DEFAULT_MODEL = "smollm2-135m-instruct"
-MOST_WORKERS = 1024
-MOST_RANKS = 64
+MAX_WORKERS = 1024
+MAX_RANKS = 64
 INTERRUPTED = ExitCode.INTERRUPTED
 CONNECTION = "Connection"
 """The panel of help with the options that choose a cluster and reach it. It comes last."""

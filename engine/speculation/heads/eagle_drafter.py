@@ -23,12 +23,12 @@ from engine.speculation.heads.draft_draws import DraftDraws
 from engine.speculation.heads.eagle_model import EagleModel
 from engine.speculation.model.filled_slots import FilledSlots
 from engine.speculation.model_drafter import ComputedRow, DraftQuery
-from engine.speculation.speculation import MOST_DRAFT_TOKENS
+from engine.speculation.speculation import MAX_DRAFT_TOKENS
 from engine.step.step import CoreShare, StepInput, StepModel
 
-_MOST_WAITING = 16
+_MAX_WAITING = 16
 """Tokens of a sequence whose rows may wait until it drafts: so many cost little more than one."""
-_MOST_MISSING = 16
+_MAX_MISSING = 16
 """Rows of so many tokens may have zeros for their features: with more a head knows too little."""
 _OUTPUT = (1,)
 """What the head's one layer puts out, as ``StepInput.hidden_layers`` has it."""
@@ -65,7 +65,7 @@ class EagleDrafter:
     """Implements ``engine.speculation.model_drafter.ModelDrafter``. Owned by the engine thread."""
 
     name = "eagle"
-    most_tokens = MOST_DRAFT_TOKENS
+    max_tokens = MAX_DRAFT_TOKENS
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class EagleDrafter:
         if waiting is None or waiting.end != last:
             return None
         filled = self._filled_of(query.row, last)
-        return None if self._missing(query.row, filled) > _MOST_MISSING else last - filled
+        return None if self._missing(query.row, filled) > _MAX_MISSING else last - filled
 
     def catch_up(self, query: DraftQuery, most: int) -> None:
         """See ``ModelDrafter``."""
@@ -175,20 +175,20 @@ class EagleDrafter:
             end = row.start + found.right
             self._keep(row, hidden[found.first : found.first + found.right])
             start = self._filled_of(row, end)
-            if self._missing(row, start) > _MOST_MISSING:
+            if self._missing(row, start) > _MAX_MISSING:
                 # The last one is what a row behind it needs.
                 self._forget_before(row.sequence_id, end - 1)
             elif start < end and self._is_due(found, end - start):
                 parts.append(_part(row, found.known.token_ids, start, end))
         if parts:
             self._take_in(parts)
-        return sum(part.row.count for part in parts if part.row.count > _MOST_WAITING)
+        return sum(part.row.count for part in parts if part.row.count > _MAX_WAITING)
 
     def _is_due(self, found: ComputedRow, waiting: int) -> bool:
         """Whether so many rows that wait are to be computed behind this step."""
         start, size = found.row.start, self._filled.block_size
         full = (start + found.right) // size > start // size
-        return _is_chunk(found) or full or waiting > _MOST_WAITING
+        return _is_chunk(found) or full or waiting > _MAX_WAITING
 
     def _missing(self, row: PlanRow, filled: int) -> int:
         """Of so many tokens behind those that are filled there is no feature for their rows."""

@@ -19,8 +19,8 @@ from engine.speculation.heads.medusa_model import MedusaModel
 from engine.speculation.model_drafter import ComputedRow, DraftQuery
 from engine.step.step import CoreShare
 
-_MOST_DECODED = 16
-"""A row of more tokens is a prompt's: a draft is shorter (``MOST_DRAFT_TOKENS``)."""
+_MAX_DECODED = 16
+"""A row of more tokens is a prompt's: a draft is shorter (``MAX_DRAFT_TOKENS``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class MedusaDrafter:
         return () if self._prompts else self._layers
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """See ``ModelDrafter``."""
         return self._model.heads
 
@@ -88,7 +88,7 @@ class MedusaDrafter:
 
     def begin(self, rows: Sequence[PlanRow]) -> None:
         """See ``ModelDrafter``."""
-        self._prompts = any(not row.sample or row.count > _MOST_DECODED for row in rows)
+        self._prompts = any(not row.sample or row.count > _MAX_DECODED for row in rows)
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool

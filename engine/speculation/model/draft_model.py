@@ -17,10 +17,10 @@ from engine.sampling.step_work import StepWork
 from engine.scheduling.plan import PlanRow
 from engine.speculation.model.filled_slots import FilledSlots
 from engine.speculation.model_drafter import ComputedRow, DraftQuery
-from engine.speculation.speculation import MOST_DRAFT_TOKENS
+from engine.speculation.speculation import MAX_DRAFT_TOKENS
 from engine.step.step import CoreShare, StepInput, StepModel
 
-_GAP = 2 * MOST_DRAFT_TOKENS
+_GAP = 2 * MAX_DRAFT_TOKENS
 """Most tokens before a chunk that are taken in with it."""
 Sampler = Callable[[torch.Tensor, list[SampleRow]], list[int]]
 """As ``engine.sampling.sampling.sample``."""
@@ -35,7 +35,7 @@ class DraftModel:
 
     name = "draft"
     hidden_layers: tuple[int, ...] = ()
-    most_tokens = MOST_DRAFT_TOKENS
+    max_tokens = MAX_DRAFT_TOKENS
 
     def __init__(
         self, model: StepModel, filled: FilledSlots, context_length: int, sampler: Sampler

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.speculation.draft_length import MOST_IN_A_STEP, DraftLength, Proposal, best_count
+from engine.speculation.draft_length import MAX_IN_A_STEP, DraftLength, Proposal, best_count
 from engine.speculation.drafting_time import DraftingTime
 
 EVIDENCE = 4
@@ -21,7 +21,7 @@ _SPREAD_STEPS = 32
 """A backlog is paid by so many of the steps that follow."""
 _RATE = 0.05
 """What a step counts for in whether drafts pay lately."""
-_LEAST_PAYING = 0.25
+_MIN_PAYING = 0.25
 """Drafts pay if so much of the latest steps were expected to gain by them."""
 _TRIALS = 16
 """So many drafts are made whatever they promise, to see what the drafter takes and is worth."""
@@ -68,7 +68,7 @@ class ModelDraftLength(DraftLength):
     @property
     def pays(self) -> bool:
         """Whether drafts have paid lately."""
-        return self._paying >= _LEAST_PAYING
+        return self._paying >= _MIN_PAYING
 
     def takes_prompt(self) -> bool:
         """Whether the drafter is to take in a new sequence's prompt as it is computed."""
@@ -92,7 +92,7 @@ class ModelDraftLength(DraftLength):
 
     def _lengths(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
         proposals = [Proposal(c.sequence_id, EVIDENCE, c.most) for c in candidates]
-        likely = self._likely(proposals)[:MOST_IN_A_STEP]
+        likely = self._likely(proposals)[:MAX_IN_A_STEP]
         lengths = [0] * len(candidates)
         checking = self._costs.seconds(batch, len(likely))
         if checking is None or not likely:

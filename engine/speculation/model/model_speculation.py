@@ -64,7 +64,7 @@ class ModelSpeculation:
         queries, candidates = [], []
         for row in rows:
             found = known[row.sequence_id]
-            most = min(self.model.most_tokens, row.limit - len(found.token_ids) - 1)
+            most = min(self.model.max_tokens, row.limit - len(found.token_ids) - 1)
             if not row.limit or most < 1:
                 continue
             query = DraftQuery(row, found, most)

@@ -31,7 +31,7 @@ from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.staging import StagingBuffer
 from kvtransfer.transports.process_group.pair_socket import Opener
 from kvtransfer.transports.process_group.pair_store import PairStore
-from kvtransfer.transports.process_group.process_pair import MOST_TAG, ProcessPair
+from kvtransfer.transports.process_group.process_pair import MAX_TAG, ProcessPair
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Batch, Packed, Parts
 
@@ -424,7 +424,7 @@ class GroupSendLink(_Link):
             _read(job.memory, job.parts, piece.first, piece.count, buffer)
         else:
             buffer = job.staged.buffer
-        work = pair.send(buffer.tensor(piece.bytes), job.number % MOST_TAG)
+        work = pair.send(buffer.tensor(piece.bytes), job.number % MAX_TAG)
         return _Posted(piece, buffer, work)
 
     def _has_moved(self, posted: _Posted) -> None:
@@ -450,7 +450,7 @@ class GroupReceiveLink(_Link):
 
     def _post(self, pair: ProcessPair, piece: _Piece) -> _Posted:
         buffer = self._buffers.pop()
-        work = pair.receive(buffer.tensor(piece.bytes), piece.job.number % MOST_TAG)
+        work = pair.receive(buffer.tensor(piece.bytes), piece.job.number % MAX_TAG)
         return _Posted(piece, buffer, work)
 
     def _has_moved(self, posted: _Posted) -> None:

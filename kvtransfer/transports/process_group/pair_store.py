@@ -22,7 +22,7 @@ from baton.errors import BatonError, DeadlineExceeded, HandoffError
 FORM_S = 5.0
 """Longest wait for one value of the other process, in seconds: both ends are forming by then."""
 _HEADER = struct.Struct("!HI")
-_MOST_VALUE_BYTES = 1 << 20
+_MAX_VALUE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 
 
@@ -92,7 +92,7 @@ class PairStore(Store):
         if len(self._arrived) < _HEADER.size:
             return False
         name, length = _HEADER.unpack_from(self._arrived)
-        if length > _MOST_VALUE_BYTES:
+        if length > _MAX_VALUE_BYTES:
             raise HandoffError(f"a value of {length} bytes came while a pair was formed")
         end = _HEADER.size + name + length
         if len(self._arrived) < end:

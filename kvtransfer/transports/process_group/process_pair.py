@@ -21,8 +21,8 @@ from baton.errors import ConfigError
 from kvtransfer.transports.process_group.pair_store import PairStore
 
 WRITER, RECEIVER = 0, 1
-MOST_TAG = (1 << 31) - 2
-_ABORT_TAG = MOST_TAG + 1
+MAX_TAG = (1 << 31) - 2
+_ABORT_TAG = MAX_TAG + 1
 _ABORT = timedelta(milliseconds=1)
 _ONE_DAY = timedelta(days=1)
 _POLL_S = 0.0002
@@ -40,7 +40,7 @@ class ProcessPair(Protocol):
     """A process group of two. Used by one thread, but for ``abort``."""
 
     def send(self, data: torch.Tensor, tag: int) -> Work:
-        """Begin to send a contiguous uint8 tensor. ``tag`` is at most MOST_TAG."""
+        """Begin to send a contiguous uint8 tensor. ``tag`` is at most MAX_TAG."""
 
     def receive(self, data: torch.Tensor, tag: int) -> Work:
         """Begin to receive a message of exactly this tensor's bytes."""

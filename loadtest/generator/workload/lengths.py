@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from baton.errors import ConfigError
 
-_MOST_TOKENS = 1 << 24
+_MAX_TOKENS = 1 << 24
 _FORMS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MOST] or lognormal:MEDIAN,SIGMA[,MOST]"
 
 
@@ -27,7 +27,7 @@ class Lengths:
     """The length itself, the least one, the mean, or the median."""
     second: float = 0.0
     """The greatest one of a uniform distribution, the deviation, or the sigma of the logarithm."""
-    most: int = _MOST_TOKENS
+    most: int = _MAX_TOKENS
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
@@ -40,8 +40,8 @@ class Lengths:
             made = _FORM[kind](numbers)
         except (KeyError, ValueError, TypeError):
             raise ConfigError(f"{text!r} is no distribution of lengths: {_FORMS}") from None
-        if not 1 <= made.first <= made.most <= _MOST_TOKENS or not 0 <= made.second <= made.most:
-            raise ConfigError(f"{text!r}: lengths are tokens from 1 to {_MOST_TOKENS}, in order")
+        if not 1 <= made.first <= made.most <= _MAX_TOKENS or not 0 <= made.second <= made.most:
+            raise ConfigError(f"{text!r}: lengths are tokens from 1 to {_MAX_TOKENS}, in order")
         return made
 
     def text(self) -> str:
@@ -50,7 +50,7 @@ class Lengths:
             return f"{self.first:g}"
         if self.kind == "uniform":
             return f"uniform:{self.first:g}-{self.second:g}"
-        most = "" if self.most == _MOST_TOKENS else f",{self.most}"
+        most = "" if self.most == _MAX_TOKENS else f",{self.most}"
         return f"{self.kind}:{self.first:g},{self.second:g}{most}"
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:

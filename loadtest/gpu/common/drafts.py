@@ -31,9 +31,9 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence as EngineSequence
 from engine.speculation.draft_costs import DraftCosts
-from engine.speculation.draft_length import MOST_IN_A_STEP, DraftLength, Proposal
+from engine.speculation.draft_length import MAX_IN_A_STEP, DraftLength, Proposal
 from engine.speculation.drafter import Draft, Drafter
-from engine.speculation.speculation import MOST_DRAFT_TOKENS
+from engine.speculation.speculation import MAX_DRAFT_TOKENS
 from loadtest.gpu.common.models import random_model
 from loadtest.gpu.common.place import Place
 from loadtest.gpu.common.results import Check, Item, Timing
@@ -82,7 +82,7 @@ class _Whole(DraftLength):
         proposals: Sequence[Proposal],
         costs: list[float] | None = None,
     ) -> list[int]:
-        room = MOST_IN_A_STEP
+        room = MAX_IN_A_STEP
         lengths = []
         for proposal in proposals:
             lengths.append(min(room, proposal.tokens - proposal.drawn))
@@ -137,7 +137,7 @@ class GpuSequences:
         self._model = GpuStepModel(
             gpu_weights(model, deterministic=deterministic),
             self._cache,
-            most + MOST_IN_A_STEP,
+            most + MAX_IN_A_STEP,
             capture=place.capture(),
         )
 
@@ -155,7 +155,7 @@ class GpuSequences:
             chunk_tokens=8192,
             max_sequences=self._most,
             context_length=self.config.context_length,
-            draft_tokens=MOST_DRAFT_TOKENS,
+            draft_tokens=MAX_DRAFT_TOKENS,
         )
         scheduler = Scheduler(BlockPool(self._cache.blocks), limits)
         sequences = []

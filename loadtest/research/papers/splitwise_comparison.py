@@ -29,7 +29,7 @@ _SECONDS = 30.0
 """Of arrivals at each rate."""
 _BATCH_TOKENS = 2048
 _BATCH_SEQUENCES = 512
-_MOST_PER_A100 = 4.0
+_MAX_PER_A100 = 4.0
 """Requests/s that a machine is taken to serve at most."""
 _OBJECTIVES = {
     "TTFT": {50: 2.0, 90: 3.0, 99: 6.0},
@@ -150,7 +150,7 @@ def throughput(machines: Machines, trace: Trace, kinds: Kinds) -> tuple[float, l
             (machines.decode, machines.decode_gpu),
         )
     )
-    rate = best_rate(lambda rate: conversations(trace, rate), serve, good, _MOST_PER_A100 * worth)
+    rate = best_rate(lambda rate: conversations(trace, rate), serve, good, _MAX_PER_A100 * worth)
     return rate, limit
 
 

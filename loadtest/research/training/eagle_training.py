@@ -35,9 +35,9 @@ _QUESTION_SHARE = 0.1
 _LOST_FEATURES = 0.01
 """So many rows get zeros for their feature, as those after a handoff do."""
 _WARM_UP_STEPS = 30
-_LEAST_RATE = 0.05
+_MIN_RATE = 0.05
 """Of the learning rate, at the end of its cosine."""
-_MOST_LENGTH = 512
+_MAX_LENGTH = 512
 _NORM_BOUND = 1.0
 
 
@@ -157,7 +157,7 @@ class EagleTraining:
         cosine = 0.5 * (1 + math.cos(math.pi * share))
         warm = min(1.0, (self._steps + 1) / _WARM_UP_STEPS)
         for group in self._optimizer.param_groups:
-            rate = _LEAST_RATE + (1 - _LEAST_RATE) * cosine
+            rate = _MIN_RATE + (1 - _MIN_RATE) * cosine
             group["lr"] = self._settings.learning_rate * warm * rate
 
     def _next(self) -> list[Conversation]:
@@ -173,7 +173,7 @@ class EagleTraining:
     def _divided(self, conversations: list[Conversation]) -> list[list[Conversation]]:
         found: list[list[Conversation]] = [[]]
         for each in sorted(conversations, key=lambda c: len(c.token_ids)):
-            length = min(_MOST_LENGTH, len(each.token_ids))
+            length = min(_MAX_LENGTH, len(each.token_ids))
             if found[-1] and length * (len(found[-1]) + 1) > self._settings.batch_tokens:
                 found.append([])
             found[-1].append(each)
@@ -181,7 +181,7 @@ class EagleTraining:
 
     def _batch(self, conversations: Sequence[Conversation]) -> _Batch:
         rows = len(conversations)
-        length = min(_MOST_LENGTH, max(len(each.token_ids) for each in conversations))
+        length = min(_MAX_LENGTH, max(len(each.token_ids) for each in conversations))
         config = self._target.config
         hidden = config.hidden_size
         token_ids = torch.zeros(rows, length, dtype=torch.int64)

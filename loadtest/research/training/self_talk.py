@@ -27,7 +27,7 @@ _OWN_TASKS = 0.15
 _TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 """Of answers: drafts are to be right for greedy and for sampled ones."""
 _QUESTION_TOKENS, _ANSWER_TOKENS = 96, 320
-_MOST_TOKENS = 768
+_MAX_TOKENS = 768
 _MARK = "\x1a"
 """Stands for the user's text while the template is taken apart."""
 
@@ -81,7 +81,7 @@ class SelfTalk:
         self._ends = tuple(ends)
         self._tasks = [self._encode(task) for task in copying_tasks()]
         size = engine.cache.block_size
-        each = -(-_MOST_TOKENS // size)
+        each = -(-_MAX_TOKENS // size)
         count = min(at_a_time, engine.cache.blocks // each)
         self._talks = [self._begin(tuple(range(n * each, (n + 1) * each))) for n in range(count)]
 
@@ -124,7 +124,7 @@ class SelfTalk:
     def _begin(self, blocks: tuple[int, ...]) -> _Talk:
         seed = self._random.getrandbits(63)
         if self._random.random() < _OWN_TASKS:
-            task = self._random.choice(self._tasks)[: _MOST_TOKENS // 2]
+            task = self._random.choice(self._tasks)[: _MAX_TOKENS // 2]
             talk = _Talk([*self._before, *task], blocks, SamplingParams())
             self._turn(talk)
             return talk
@@ -137,7 +137,7 @@ class SelfTalk:
         """The question is there: the answer begins."""
         talk.token_ids += self._after
         talk.answer = len(talk.token_ids)
-        talk.limit = min(_MOST_TOKENS, talk.answer + _ANSWER_TOKENS)
+        talk.limit = min(_MAX_TOKENS, talk.answer + _ANSWER_TOKENS)
         temperature = self._random.choice(_TEMPERATURES)
         seed = self._random.getrandbits(63)
         talk.sampling = SamplingParams(temperature=temperature, seed=seed)

@@ -12,8 +12,8 @@ from engine.scheduling.scheduler_limits import SchedulerLimits
 from planning.simulator.costs.sharing import ALONE, Sharing
 from worker.costs.step_costs import StepCosts, fit
 
-_LEAST_MS = 1e-3
-_LEAST_CALL_S = 0.0005
+_MIN_MS = 1e-3
+_MIN_CALL_S = 0.0005
 _SHORT_PROMPTS = 4
 """Whose times tell that of a message: it is little beside those of longer ones."""
 
@@ -100,11 +100,11 @@ def live_costs(timings: LiveTimings, limits: SchedulerLimits) -> LiveCosts:
         # Each chunk is a step: the mean one's time is a + b*n + c*n*context of its share.
         chunks, tokens = _chunks(prompt.tokens, limits), prompt.tokens
         points.append((tokens / chunks, tokens * tokens / 2 / chunks))
-        prompt_ms.append(max(_LEAST_MS, (prompt.first_token_s - 2 * call_s) * 1e3 / chunks))
+        prompt_ms.append(max(_MIN_MS, (prompt.first_token_s - 2 * call_s) * 1e3 / chunks))
     prefill = fit(points, prompt_ms)
     step = fit(
         [(b.batch, b.context_tokens) for b in timings.batches],
-        [max(_LEAST_MS, b.gap_s * 1e3) for b in timings.batches],
+        [max(_MIN_MS, b.gap_s * 1e3) for b in timings.batches],
     )
     costs = StepCosts(prefill, step)
     sizes = [handoff.bytes for handoff in timings.handoffs]
@@ -119,14 +119,14 @@ def _call_s(prompts: Sequence[TimedPrompt]) -> float:
     """A message, by what one there and back adds to the first token of short prompts."""
     shortest = sorted(prompts, key=lambda prompt: prompt.tokens)[:_SHORT_PROMPTS]
     added = [prompt.reserved_first_s - prompt.first_token_s for prompt in shortest]
-    return max(_LEAST_CALL_S, statistics.median(added) / 2)
+    return max(_MIN_CALL_S, statistics.median(added) / 2)
 
 
 def _chunks(tokens: int, limits: SchedulerLimits) -> int:
     """The steps of a prompt alone."""
     start = count = 0
     while start < tokens:
-        start += limits.most_tokens(start)
+        start += limits.max_tokens(start)
         count += 1
     return count
 

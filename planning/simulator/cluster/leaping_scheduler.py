@@ -28,7 +28,7 @@ class LeapingScheduler(Scheduler):
             return 0
         if not depth or not running or not self._is_steady(depth):
             return 0
-        most = min(self._bounds.most_tokens(one) - one.target for one in running)
+        most = min(self._bounds.max_tokens(one) - one.target for one in running)
         available = self.pool.available
         if most <= 0 or self._growth(most) <= available:
             return max(0, most)

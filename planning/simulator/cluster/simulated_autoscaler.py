@@ -50,8 +50,8 @@ class SimulatedAutoscaler:
         self._is_over = is_over
         bounds = replace(
             Bounds.of(config.autoscaler, len(workers)),
-            least_workers=len(workers),
-            most_workers=len(workers),
+            min_workers=len(workers),
+            max_workers=len(workers),
         )
         pools: dict[Role, str] = {"prefill": "prefill", "decode": "decode"}
         self._autoscaler = Autoscaler(config.autoscaler, bounds, pools)

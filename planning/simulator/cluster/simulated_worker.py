@@ -146,7 +146,7 @@ class SimulatedWorker:
         """Of the first step of ``_run``."""
         self._leapt = 0
         """Steps of ``_run`` that have ended."""
-        self._most_leaps = 0
+        self._max_leaps = 0
         """Steps of ``_run`` that are not to be seen one by one."""
         self._begun_s = 0.0
         """When the step began that runs."""
@@ -236,7 +236,7 @@ class SimulatedWorker:
         line = self.profile.costs.decode_line(shape.decodes) if not shape.chunks else None
         growth_s = 0.0 if line is None else line.per_token_s * shape.decodes
         step_s = self.profile.costs.seconds(shape)
-        self._shape, self._leapt, self._most_leaps = shape, 0, 0
+        self._shape, self._leapt, self._max_leaps = shape, 0, 0
         self._run = StepRun(self.work.steps, self._clock.engine_time(now), step_s, growth_s)
         self._begun_s, self._is_bent = now, False
         self._log.add(self._run)
@@ -267,30 +267,30 @@ class SimulatedWorker:
         run = self._run
         if run is None:
             return
-        self._most_leaps = self._leapt
+        self._max_leaps = self._leapt
         if self._leaps and not self._shape.chunks:
             steps = self.scheduler.identical_steps()
             if math.isfinite(self._deadline):
                 deadline = self._clock.engine_time(self._deadline)
                 steps = min(steps, max(0, run.ended_at(deadline) - 1 - self._leapt))
-            self._most_leaps += steps
+            self._max_leaps += steps
         self._alarm += 1
         alarm = self._alarm
-        end_s = self._clock.moment(run.end_s(self._most_leaps + 1))
+        end_s = self._clock.moment(run.end_s(self._max_leaps + 1))
         self._events.at(end_s, lambda: self._on_alarm(alarm), STEP_END)
 
     def _on_alarm(self, alarm: int) -> None:
         if alarm == self._alarm:
             # Not by the clock: rounding must not lose the last of them.
-            self._take_in(self._most_leaps - self._leapt)
+            self._take_in(self._max_leaps - self._leapt)
             self._end_step()
 
     def catch_up(self) -> None:
         """Take in what was leapt over until now."""
         run = self._run
-        if run is not None and self._most_leaps > self._leapt:
+        if run is not None and self._max_leaps > self._leapt:
             ended = run.ended_at(self._clock.engine_time(self._events.now))
-            self._take_in(min(ended, self._most_leaps) - self._leapt)
+            self._take_in(min(ended, self._max_leaps) - self._leapt)
 
     def _take_in(self, steps: int) -> None:
         """So many steps of the run have ended, the last of them behind the last bend."""

@@ -19,7 +19,7 @@ from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.simulated_request import SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 
-LEAST_WIRE_S = 0.02
+MIN_WIRE_S = 0.02
 """Layers of a chunk leave while it is computed where the wire is busy for so long with it, as
 ``prefill_worker.handoff`` has it."""
 
@@ -277,7 +277,7 @@ class WorkersSide:
         amount = count * size * source.profile.kv_token_bytes
         wire_s = amount / min(source.wire.bytes_per_s, target.wire.bytes_per_s)
         now, ready_s, layer_s = self._events.now, self._events.now, wire_s / source.profile.layers
-        if wire_s >= LEAST_WIRE_S:
+        if wire_s >= MIN_WIRE_S:
             # Its layers left one after another while the step ran.
             ready_s = now - source.last_step_s * (1 - 1 / source.profile.layers)
         arrived_s = source.wire.send(target.wire, amount, ready_s)

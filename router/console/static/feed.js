@@ -5,7 +5,7 @@ import { authorization } from "./key.js";
 const SILENCE_MS = 8000;
 const HIDDEN_MS = 30000;
 const FIRST_WAIT_MS = 1000;
-const MOST_WAIT_MS = 15000;
+const MAX_WAIT_MS = 15000;
 
 export class Feed {
   /** `onSnapshot(snapshot)`; `onState(state, text)`: connecting, live, waiting, hidden or refused. */
@@ -55,7 +55,7 @@ export class Feed {
       if (life !== this.life) return;
       this.onState("waiting", `no answer; again in ${Math.round(this.wait / 1000)} s`);
       await new Promise((done) => setTimeout(done, this.wait));
-      this.wait = Math.min(2 * this.wait, MOST_WAIT_MS);
+      this.wait = Math.min(2 * this.wait, MAX_WAIT_MS);
     }
   }
 

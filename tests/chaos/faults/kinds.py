@@ -11,12 +11,12 @@ Target = Literal["prefill", "decode", "router", "store", "cluster"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``least_s`` and ``most_s``: how long it lasts, in seconds; 0 for what happens at once."""
+    """``min_s`` and ``max_s``: how long it lasts, in seconds; 0 for what happens at once."""
 
     name: str
     target: Target
-    least_s: float = 0.0
-    most_s: float = 0.0
+    min_s: float = 0.0
+    max_s: float = 0.0
     may_restart: bool = False
     """Whether its victim may end by it, and is started again."""
     has_spare: bool = True

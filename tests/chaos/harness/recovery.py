@@ -16,34 +16,34 @@ _LOOK_S = 0.02
 _LOOK_AT_ALL_S = 0.25
 _FELT_S = 0.2
 """What comes so soon after a strike was under way before it."""
-MOST_S = 60.0
+MAX_S = 60.0
 """What is not there again by then never will be."""
 
 
 async def until_streams_run(load: Load, struck_at: float) -> float:
     """Until every request of ``struck_at`` has got its next piece or ended, in seconds from then;
 
-    ``MOST_S`` where one does not.
+    ``MAX_S`` where one does not.
     """
     met = list(load.calls)
     later = struck_at + _FELT_S
-    while time.monotonic() < struck_at + MOST_S:
+    while time.monotonic() < struck_at + MAX_S:
         if all(call.ended or call.heard > later for call in met):
             return time.monotonic() - struck_at
         await asyncio.sleep(_LOOK_S)
-    return MOST_S
+    return MAX_S
 
 
 async def until_answered(load: Load, struck_at: float) -> float:
     """Until a request that came after ``struck_at`` was answered, in seconds from then;
 
-    ``MOST_S`` where none is.
+    ``MAX_S`` where none is.
     """
-    while time.monotonic() < struck_at + MOST_S:
+    while time.monotonic() < struck_at + MAX_S:
         if load.newest_answered > struck_at:
             return time.monotonic() - struck_at
         await asyncio.sleep(_LOOK_S)
-    return MOST_S
+    return MAX_S
 
 
 async def until_whole(cluster: Cluster, struck_at: float, faults: Iterable[Fault] = ()) -> float:
@@ -51,13 +51,13 @@ async def until_whole(cluster: Cluster, struck_at: float, faults: Iterable[Fault
 
     and until ``faults`` are over, by what they themselves know.
 
-    ``MOST_S`` where it stays broken.
+    ``MAX_S`` where it stays broken.
     """
-    while time.monotonic() < struck_at + MOST_S:
+    while time.monotonic() < struck_at + MAX_S:
         if await _is_whole(cluster) and all([await fault.is_over() for fault in faults]):
             return time.monotonic() - struck_at
         await asyncio.sleep(_LOOK_AT_ALL_S)
-    return MOST_S
+    return MAX_S
 
 
 async def _is_whole(cluster: Cluster) -> bool:

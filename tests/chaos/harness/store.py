@@ -135,10 +135,10 @@ class Store:
         """Forget everything."""
         await self.client.flushall()
 
-    async def set_memory(self, most_bytes: int) -> None:
+    async def set_memory(self, max_bytes: int) -> None:
         """Writes are refused beyond it; 0 takes any number."""
         await self.client.config_set("maxmemory-policy", "noeviction")
-        await self.client.config_set("maxmemory", most_bytes)
+        await self.client.config_set("maxmemory", max_bytes)
 
     async def change_password(self) -> None:
         """From now on nobody gets in who knows the cluster's; connections are cut."""

@@ -84,7 +84,7 @@ class Load:
             self._busy += 1
             try:
                 if source.random() < _HANG_UP_SHARE:
-                    await self._hang_up(question, way, source.randrange(1, question.most_tokens))
+                    await self._hang_up(question, way, source.randrange(1, question.max_tokens))
                 else:
                     is_answered = await self._ask(question, way)
             finally:

@@ -45,7 +45,7 @@ class Question:
 
     name: str
     prompt: str
-    most_tokens: int
+    max_tokens: int
     """Of each choice."""
     is_chat: bool = False
     seed: int | None = None
@@ -70,7 +70,7 @@ class Question:
             "model": model,
             "stream": True,
             "return_token_ids": True,
-            "max_tokens": self.most_tokens,
+            "max_tokens": self.max_tokens,
             "n": self.choices,
             "temperature": 0.0 if self.seed is None else 1.0,
             "ignore_eos": self.ignore_eos,
@@ -93,7 +93,7 @@ class Question:
         """For the gRPC front."""
         sampling = sampling_pb2.SamplingParameters(
             temperature=0.0 if self.seed is None else 1.0,
-            max_tokens=self.most_tokens,
+            max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             stop=self.stop,
         )

@@ -24,7 +24,7 @@ from deploy.ray.ray_cluster import RayCluster
 from deploy.workers.rank_group_places import WORKER_RESOURCE
 
 DEADLINE_S = 180.0
-MOST_STARTS = 8
+MAX_STARTS = 8
 STANDBY_S = 20.0
 
 
@@ -91,7 +91,7 @@ async def prepared(echo: Any, options: Any) -> bool:
         return await asyncio.wrap_future(call.remote().future())
 
     comers = []
-    for _ in range(MOST_STARTS):
+    for _ in range(MAX_STARTS):
         # Whoever stood by may have been one that Ray ends when it has many.
         while not await asked(echo.somebody_stands_by):
             await asked(echo.ask_for_standby)

@@ -104,7 +104,7 @@ def test_a_new_conversation_keeps_the_system_prompt(client: Client, parrot: Parr
 
 
 def test_the_oldest_questions_go_where_the_context_is_full() -> None:
-    parrot = Parrot(most_messages=4)
+    parrot = Parrot(max_messages=4)
     with served(parrot) as address, Client(address) as client:
         chat = Chat(client, SamplingParameters())
         chat.system = "Be brief."
@@ -120,14 +120,14 @@ def test_the_oldest_questions_go_where_the_context_is_full() -> None:
 
 
 def test_a_question_that_is_too_long_alone_fails_and_nothing_is_forgotten() -> None:
-    parrot = Parrot(most_messages=3)
+    parrot = Parrot(max_messages=3)
     with served(parrot) as address, Client(address) as client:
         chat = Chat(client, SamplingParameters())
         chat.ask("one", nothing)
-        parrot.most_messages = 0
+        parrot.max_messages = 0
         with pytest.raises(ContextLengthExceeded):
             chat.ask("two", nothing)
-        parrot.most_messages = 3
+        parrot.max_messages = 3
         chat.ask("three", nothing)
         assert said(parrot.requests[-1])[0] == ("user", "one")
 

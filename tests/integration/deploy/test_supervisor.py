@@ -15,7 +15,7 @@ from deploy.processes.run_directory import RunDirectory
 
 SCRIPT = str(Path(__file__).with_name("supervisor_script.py"))
 DEADLINE_S = 280.0
-MOST_MIB = 160
+MAX_MIB = 160
 
 
 def play(name: str, mark: ClusterMark, run: RunDirectory, redis_url: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def test_workers_are_replaced_by_a_supervisor_that_may_die_itself(
 ) -> None:
     seen = play("lives", mark, run, redis_url)
     assert not seen["imports_torch"]
-    assert seen["rss_mib"] < MOST_MIB
+    assert seen["rss_mib"] < MAX_MIB
     assert seen["deaths_at_first"] == [0, 0, 0], "it takes over who lives"
     assert "worker process has died" in seen["error"]
     assert seen["supervisor_replaced"]

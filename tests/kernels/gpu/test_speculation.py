@@ -33,7 +33,7 @@ from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as EngineSequence
 from engine.speculation.drafter import Draft, Drafter
-from engine.speculation.speculation import MOST_DRAFT_TOKENS, DraftedRow
+from engine.speculation.speculation import MAX_DRAFT_TOKENS, DraftedRow
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.engine.drafters import Oracle, WholeDrafts, known_as
 from tests.support.models import VOCAB, make_tiny_model
@@ -107,7 +107,7 @@ class GpuBench:
             built.config.vocab_size,
             speculation,
         )
-        draft_tokens = MOST_DRAFT_TOKENS if drafter else 0
+        draft_tokens = MAX_DRAFT_TOKENS if drafter else 0
         return self.run_on(
             runner, steps, prompts, samplings, depth, blocks, draft_tokens=draft_tokens, **limits
         )
@@ -285,7 +285,7 @@ def test_prompt_lookup_by_measured_costs(plain: GpuBench) -> None:
     built = plain.built
     runner = GpuRunner(steps, built.cache, built.runner.device, 0, speculation)  # type: ignore[arg-type]
     assert runner.drafter == "ngram"
-    found = plain.run_on(runner, steps, PROMPTS, samplings, draft_tokens=MOST_DRAFT_TOKENS)
+    found = plain.run_on(runner, steps, PROMPTS, samplings, draft_tokens=MAX_DRAFT_TOKENS)
     assert found.outcome == expected.outcome
 
 
@@ -395,7 +395,7 @@ def test_with_an_engine_thread_and_one_that_waits(plain: GpuBench, name: str) ->
     )
     done: queue.SimpleQueue[tuple[StepPlan, StepResult | Exception]] = queue.SimpleQueue()
     thread = EngineThread(runner, lambda plan, result: done.put((plan, result)), fail=pytest.fail)
-    limits = replace(built.scheduler.limits, draft_tokens=MOST_DRAFT_TOKENS)
+    limits = replace(built.scheduler.limits, draft_tokens=MAX_DRAFT_TOKENS)
     engine = replace(built, runner=runner, scheduler=Scheduler(BlockPool(64), limits))
     sequences = _add(engine, PROMPTS[:2], samplings)
     thread.start()
@@ -448,7 +448,7 @@ def test_steps_are_told_by_whether_they_overlapped(plain: GpuBench) -> None:
     told = Told(Twice(0.0, VOCAB, {0: expected.sequences[0].token_ids}))
     steps = TorchSteps(built.runner.model, 200)
     runner = GpuRunner(steps, built.cache, built.runner.device, 0, told)  # type: ignore[arg-type]
-    found = plain.run_on(runner, steps, PROMPTS[:1], [GREEDY], draft_tokens=MOST_DRAFT_TOKENS)
+    found = plain.run_on(runner, steps, PROMPTS[:1], [GREEDY], draft_tokens=MAX_DRAFT_TOKENS)
     assert found.outcome == expected.outcome
     assert (found.drafted, found.accepted) == (2, 2)
     # Two drafts, and the step behind them, which waits for what they bring.

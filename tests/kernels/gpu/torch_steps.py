@@ -32,11 +32,11 @@ class TorchSteps:
 
     layers_done = 0
 
-    def __init__(self, model: StepModel, most_rows: int, *, slow: bool = True) -> None:
+    def __init__(self, model: StepModel, max_rows: int, *, slow: bool = True) -> None:
         """``slow``: whether a step still runs when the next one is begun."""
         self._model = model
         self._ended = _Running() if slow else None
-        self._drawn = torch.zeros(most_rows, dtype=torch.int64)
+        self._drawn = torch.zeros(max_rows, dtype=torch.int64)
         self.steps: list[StepInput] = []
         self.named = 0
         """Steps that were begun before the host knew all their tokens."""

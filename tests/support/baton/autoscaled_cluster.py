@@ -22,7 +22,7 @@ POOLS: dict[Role, str] = {"prefill": "p", "decode": "d"}
 REQUESTS = 40.0
 """Of each look."""
 SETTINGS = AutoscalerConfig(
-    enabled=True, interval_s=10, cooldown_s=60, least_workers=2, most_workers=8
+    enabled=True, interval_s=10, cooldown_s=60, min_workers=2, max_workers=8
 )
 
 

@@ -23,11 +23,11 @@ DEADLINE_S = 60.0
 class Parrot(InferenceServiceServicer):
     """Repeats the last message word by word; some words have an effect."""
 
-    def __init__(self, most_messages: int = 100) -> None:
-        """``most_messages``: more of them do not fit its context."""
+    def __init__(self, max_messages: int = 100) -> None:
+        """``max_messages``: more of them do not fit its context."""
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled = threading.Event()
-        self.most_messages = most_messages
+        self.max_messages = max_messages
 
     def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
@@ -37,7 +37,7 @@ class Parrot(InferenceServiceServicer):
         if request.WhichOneof("input") != "messages":
             context.set_trailing_metadata(((CODE_KEY, "invalid_value"),))
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "parrots need messages")
-        if len(request.messages.messages) > self.most_messages:
+        if len(request.messages.messages) > self.max_messages:
             context.set_trailing_metadata(((CODE_KEY, "context_length_exceeded"),))
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the context is full")
         said = request.messages.messages[-1].content

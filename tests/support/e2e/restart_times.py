@@ -25,12 +25,12 @@ SLOT = "decode-0"
 REST_S = 35.0
 """Between two deaths: the slot has no past ones any more (``HEALTHY_S``), which would delay its
 next life, the machine is idle again, and a process stands by (deploy/standby/standby.py)."""
-_MOST_S = 60.0
+_MAX_S = 60.0
 
 
 async def next_life(registry: Registry, slot: str, but: str) -> str:
     """The incarnation of the slot that is another one, once it is listed."""
-    async with asyncio.timeout(_MOST_S):
+    async with asyncio.timeout(_MAX_S):
         while True:
             for record in (await registry.all()).values():
                 if record.slot == slot and record.incarnation != but:

@@ -10,7 +10,7 @@ from engine.scheduling.known_sequence import KnownSequence
 from engine.speculation.draft_length import DraftLength, Proposal
 from engine.speculation.drafter import Draft
 from engine.speculation.model.model_draft_length import Candidate, ModelDraftLength
-from engine.speculation.speculation import MOST_DRAFT_TOKENS
+from engine.speculation.speculation import MAX_DRAFT_TOKENS
 
 
 class WholeDrafts(DraftLength):
@@ -58,7 +58,7 @@ class Oracle:
         self.forgotten: list[int] = []
 
     def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
-        assert 0 < most <= MOST_DRAFT_TOKENS
+        assert 0 < most <= MAX_DRAFT_TOKENS
         answer = self.answers[sequence_id]
         # A step that was planned before the end was known goes on behind it.
         said = token_ids[: len(answer)]

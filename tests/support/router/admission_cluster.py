@@ -57,7 +57,7 @@ class Cluster:
         self.count = itertools.count()
         self.wanted: dict[str, Applicant] = {}
         self.running: dict[str, int] = {}
-        self.most_blocks = self.most_running = 0
+        self.max_blocks = self.max_running = 0
 
     def _refuse(self, request_id: str, error: BatonError) -> None:
         self.refused[request_id] = error
@@ -140,8 +140,8 @@ class Cluster:
                 self.begun[name] = self.now
                 total = -(-(wanted.prompt_tokens + wanted.max_tokens) // BLOCK)
                 self.running[name] = total
-                self.most_running = max(self.most_running, len(self.running))
-                self.most_blocks = max(self.most_blocks, sum(self.running.values()))
+                self.max_running = max(self.max_running, len(self.running))
+                self.max_blocks = max(self.max_blocks, sum(self.running.values()))
                 self.admission.first_token(name, self.now)
                 self.admission.generated(name, wanted.max_tokens)
                 token_s = self.token_s

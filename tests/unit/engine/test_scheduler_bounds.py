@@ -28,7 +28,7 @@ def decoding(world: World, tokens: int = 30) -> Sequence:
 
 
 def step(world: World, most: int | None = None) -> StepPlan:
-    world.most_prompt_tokens = most
+    world.max_prompt_tokens = most
     plan = world.schedule()
     assert plan is not None
     world.execute()

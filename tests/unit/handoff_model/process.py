@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.unit.handoff_model.virtual_time import VirtualLoop, VirtualTime
 
-MOST_CANCELLATIONS = 200
+MAX_CANCELLATIONS = 200
 
 
 class Process:
@@ -53,7 +53,7 @@ class Process:
     def bury(self) -> None:
         """End what a process was doing when it ended, so that nothing of it outlives the test."""
         self.loop.is_frozen = False
-        for _ in range(MOST_CANCELLATIONS):
+        for _ in range(MAX_CANCELLATIONS):
             if not self.loop.tasks:
                 return
             for task in list(self.loop.tasks):

@@ -50,7 +50,7 @@ LANES = {
     DATA: (*_ANY, Fault.FLIPPED, Fault.FLIPPED, Fault.LATE, Fault.LATE),
 }
 """What can become of the messages of each lane. Streams are worse off here than TCP leaves them."""
-MOST_SPARED = {"Transfer>": 8, "Transfer<": 8, DATA: 12}
+MAX_SPARED = {"Transfer>": 8, "Transfer<": 8, DATA: 12}
 """How many messages may pass before a fault strikes; a stream that never opens teaches little."""
 
 
@@ -59,7 +59,7 @@ def strikes_of(lane: str, fault: Fault) -> st.SearchStrategy[tuple[str, Strike]]
         Strike,
         fault=st.just(fault),
         amount=st.integers(0, 2000),
-        spared=st.integers(0, MOST_SPARED.get(lane, 1)),
+        spared=st.integers(0, MAX_SPARED.get(lane, 1)),
     )
     return st.tuples(st.just(lane), strikes)
 
@@ -215,11 +215,11 @@ def begin_three(world: World, deadline_s: float = 4.0) -> None:
         world.begin(PREFILLS[number % 2], "decode-0", tokens, 3, deadline_s)
 
 
-def strikes(amounts: tuple[int, ...], most_spared: int) -> Iterator[tuple[str, Strike]]:
+def strikes(amounts: tuple[int, ...], max_spared: int) -> Iterator[tuple[str, Strike]]:
     """Every fault, at each of the first messages of its lane."""
     for lane, faults in LANES.items():
         for fault in dict.fromkeys(faults):
-            for spared in range(min(most_spared, 3 * MOST_SPARED.get(lane, 1))):
+            for spared in range(min(max_spared, 3 * MAX_SPARED.get(lane, 1))):
                 for amount in amounts:
                     yield lane, Strike(fault, amount, spared)
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MOST_STEPS = 100_000
+MAX_STEPS = 100_000
 """More than this at one moment means that something never stops."""
 THREAD_S = 0.001
 """How long a thread takes to begin what it is given."""
@@ -155,7 +155,7 @@ class VirtualTime:
         turns = 0
         while (due := self._next()) is not None and due <= end:
             turns = turns + 1 if due <= self.now else 0
-            assert turns < MOST_STEPS, "something never stops"
+            assert turns < MAX_STEPS, "something never stops"
             self._turn(due)
         self.now = end
 

@@ -18,7 +18,7 @@ class Shared(Cluster):
     """Also takes background requests; a decode step takes longer with more sequences."""
 
     per_sequence_s: float = 0.0
-    most_tokens: int = 0
+    max_tokens: int = 0
     """Of prompts that lay at the prefill worker at a time."""
 
     def step_s(self) -> float:
@@ -35,7 +35,7 @@ class Shared(Cluster):
         interactive = self.admission.waiting("default")
         before = len(self.order)
         super().pump()
-        self.most_tokens = max(self.most_tokens, self.admission._prefill.tokens)
+        self.max_tokens = max(self.max_tokens, self.admission._prefill.tokens)
         sent = self.order[before:]
         if any(self.wanted[name].background for name in sent):
             # Whoever was not in the background has gone first, and nobody of them waits still.
@@ -86,7 +86,7 @@ def test_alone_they_take_what_there_is() -> None:
     assert len(cluster.begun) == 400
     assert not cluster.running
     # All but the reserve.
-    assert 40 <= cluster.most_running <= 48
+    assert 40 <= cluster.max_running <= 48
 
 
 def test_blocks_are_left_to_others() -> None:
@@ -95,7 +95,7 @@ def test_blocks_are_left_to_others() -> None:
         cluster.offer_background(f"b{number}", prompt=160, answer=160)
     cluster.pass_time(120.0)
     assert len(cluster.begun) == 60
-    assert cluster.most_blocks <= 300
+    assert cluster.max_blocks <= 300
 
 
 def test_a_line_that_needs_nearly_all_runs_when_nothing_else_does() -> None:
@@ -110,7 +110,7 @@ def test_steps_stay_well_under_the_slo() -> None:
     for number in range(300):
         cluster.offer_background(f"b{number}", prompt=20, answer=100)
     cluster.pass_time(20.0)
-    step_s = cluster.token_s + cluster.per_sequence_s * cluster.most_running
+    step_s = cluster.token_s + cluster.per_sequence_s * cluster.max_running
     assert step_s <= MAX_TPOT_SHARE * 0.1 + 2 * cluster.per_sequence_s
     cluster.pass_time(600.0)
     assert len(cluster.begun) == 300
@@ -124,7 +124,7 @@ def test_several_prompts_go_at_once_where_they_take_no_time(
     for number in range(200):
         cluster.offer_background(f"b{number}", prompt=100, answer=50)
     cluster.pass_time(30.0)
-    assert least <= cluster.most_tokens <= most
+    assert least <= cluster.max_tokens <= most
 
 
 def test_others_overtake_them() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.core.request import GenerationRequest
-from router.openai.answer_options import MOST_CHOICES
+from router.openai.answer_options import MAX_CHOICES
 from tests.support.router.front_fakes import (
     CONTEXT,
     EOS,
@@ -379,12 +379,12 @@ BAD = [
     (PLAIN, "logprobs", {"logprobs": -1}),
     (PLAIN, "logprobs", {"logprobs": "1"}),
     (CHAT, "n", {"n": 0}),
-    (PLAIN, "n", {"n": MOST_CHOICES + 1}),
+    (PLAIN, "n", {"n": MAX_CHOICES + 1}),
     (PLAIN, "n", {"n": 1.5}),
     (PLAIN, "n", {"n": 128, "prompt": ["a"] * 9}),
     (PLAIN, "best_of", {"n": 3, "best_of": 2}),
     (PLAIN, "best_of", {"n": 2, "best_of": 3, "stream": True}),
-    (PLAIN, "best_of", {"best_of": MOST_CHOICES + 1}),
+    (PLAIN, "best_of", {"best_of": MAX_CHOICES + 1}),
     (PLAIN, "prompt_logprobs", {"prompt_logprobs": 21}),
     (CHAT, "continue_final_message", {"continue_final_message": True}
      | {"add_generation_prompt": True}),

@@ -23,7 +23,7 @@ from engine.gpu.kernels.launch import (
     power_of_two,
 )
 
-MOST_TILE_ROWS = 128
+MAX_TILE_ROWS = 128
 """Of the largest tile: tokens, times the query heads of a KV head."""
 
 _LEAST = 16
@@ -272,7 +272,7 @@ def chunk_attention(
     bounds the chunks' tokens. Returns like queries, contiguous.
 
     A row's sums have the order of its keys, in tiles that begin at multiples of their size. The
-    tiles' size follows ``longest``, up to ``MOST_TILE_ROWS`` rows (tokens times the heads of a
+    tiles' size follows ``longest``, up to ``MAX_TILE_ROWS`` rows (tokens times the heads of a
     group): with a ``longest`` that fills them, a row's bits do not depend on how a prompt is cut
     and what else there is. Raises ValueError where shapes or types do not
     fit.
@@ -308,9 +308,9 @@ def _tiles(tile_dim: int, itemsize: int, rows: int, capability: int) -> _Tiles:
     if capability < _ASYNCHRONOUS_PRODUCTS:
         return _Tiles(min(rows, 64), 32, 4 if tile_dim <= 128 else 8, 4)
     if tile_dim <= 64:
-        return _Tiles(min(rows, MOST_TILE_ROWS), 64, 4, 4)
-    warps = 8 if rows >= MOST_TILE_ROWS else 4
-    return _Tiles(min(rows, MOST_TILE_ROWS), 64 if tile_dim <= 128 else 32, warps, 4)
+        return _Tiles(min(rows, MAX_TILE_ROWS), 64, 4, 4)
+    warps = 8 if rows >= MAX_TILE_ROWS else 4
+    return _Tiles(min(rows, MAX_TILE_ROWS), 64 if tile_dim <= 128 else 32, warps, 4)
 
 
 def chunk_launch(

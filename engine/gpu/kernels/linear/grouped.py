@@ -158,10 +158,10 @@ def grouped_linear_launch(
     wide = tile_rows >= 64 and x.element_size() < 4
     tile = 128 if wide else 64
     # An expert's last tile is seldom full.
-    most_tiles = pairs // tile_rows + min(experts, pairs)
+    max_tiles = pairs // tile_rows + min(experts, pairs)
     return Launch(
         grouped_linear_kernel,
-        (-(-outputs // tile), most_tiles),
+        (-(-outputs // tile), max_tiles),
         {
             "x": x,
             "weights": weights,

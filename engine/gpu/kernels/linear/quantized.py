@@ -25,7 +25,7 @@ from engine.gpu.kernels.launch import (
 
 Kind = Literal["int8", "int4", "fp8"]
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """With more, a matrix product is bound by arithmetic: dequantise, and use the ordinary one."""
 
 _FP8 = 2
@@ -34,12 +34,12 @@ _KINDS = {"int8": INT8, "fp8": FP8_BITS, "int4": _INT4}
 _HARDWARE_FP8 = 89
 
 _LEAST = 16
-_MOST_UNITS = 4
+_MAX_UNITS = 4
 """Of a step, each with products of its own. Larger batches take fewer: their sums fill more
 registers."""
 _PROGRAMS = 264
 """Two for each multiprocessor of an H200; a constant, so that splits are the same everywhere."""
-_MOST_SPLITS = 8
+_MAX_SPLITS = 8
 _NARROW = 64
 """Outputs of a program: as many as one matrix instruction takes; twice that for larger batches,
 whose activations are then read half as often."""
@@ -247,8 +247,8 @@ def quantized_linear_launches(
     """The two launches of ``quantized_linear``, on a GPU of ``capability``."""
     rows, inputs = x.shape
     tile_rows = tile_rows or max(_LEAST, power_of_two(rows))
-    if rows > min(MOST_ROWS, tile_rows) or inputs != weight.inputs:
-        raise ValueError(f"x is at most [{min(MOST_ROWS, tile_rows)}, {weight.inputs}]")
+    if rows > min(MAX_ROWS, tile_rows) or inputs != weight.inputs:
+        raise ValueError(f"x is at most [{min(MAX_ROWS, tile_rows)}, {weight.inputs}]")
     if bias is not None and (bias.shape != (weight.outputs,) or not bias.is_contiguous()):
         raise ValueError(f"the bias is contiguous, [{weight.outputs}]")
     check_strides(x, "x")
@@ -259,7 +259,7 @@ def quantized_linear_launches(
     tile = _NARROW if tile_rows <= _LEAST else 2 * _NARROW
     split_units, splits = splitting(weight)
     step_bytes = 128 if tile_rows <= _LEAST else 64
-    step_units = min(max(1, step_bytes // codes.shape[2]), _MOST_UNITS)
+    step_units = min(max(1, step_bytes // codes.shape[2]), _MAX_UNITS)
     partial = torch.empty((splits, rows, weight.outputs), dtype=torch.float32, device=x.device)
     first = Launch(
         quantized_linear_kernel,
@@ -302,10 +302,10 @@ def quantized_linear_launches(
 def splitting(weight: GpuWeight) -> tuple[int, int]:
     """Units of a split, and splits, by the weight's shape alone."""
     units = weight.codes.shape[0]
-    steps = -(-units // _MOST_UNITS)
+    steps = -(-units // _MAX_UNITS)
     wanted = -(-_PROGRAMS // -(-weight.outputs // _NARROW))
-    split_steps = -(-steps // min(wanted, _MOST_SPLITS, steps))
-    return split_steps * _MOST_UNITS, -(-steps // split_steps)
+    split_steps = -(-steps // min(wanted, _MAX_SPLITS, steps))
+    return split_steps * _MAX_UNITS, -(-steps // split_steps)
 
 
 def dequantized(weight: GpuWeight) -> torch.Tensor:

@@ -104,7 +104,7 @@ def steps_of(
     gpu: FakeGpu,
     config: ModelConfig,
     kind: WeightType,
-    most_rows: int,
+    max_rows: int,
     *,
     deterministic: bool = False,
     ranks: int = 1,
@@ -117,5 +117,5 @@ def steps_of(
     blocks = -(-config.context_length // BLOCK) + 1
     cache = KvCache(weights.config, blocks, BLOCK, torch.bfloat16, CUDA)
     before = gpu.ledger.live
-    model = GpuStepModel(weights, cache, most_rows, capture=gpu.capture)
+    model = GpuStepModel(weights, cache, max_rows, capture=gpu.capture)
     return Steps(gpu, weights.config, weights, cache, model, gpu.ledger.live - before)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.gpu.kernels.attention.chunk import MOST_TILE_ROWS, chunk_attention
+from engine.gpu.kernels.attention.chunk import MAX_TILE_ROWS, chunk_attention
 from engine.gpu.kernels.attention.reference import Scoring, attend_reference
 from tests.kernels.gpu.device import DEVICE, INTERPRETED, TOLERANCE
 from tests.kernels.gpu.paged import paged
@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("window", [0, 40])
 def test_bits_do_not_depend_on_how_a_prompt_is_cut(window: int) -> None:
-    tokens, full = 120, MOST_TILE_ROWS
+    tokens, full = 120, MAX_TILE_ROWS
     held = paged([tokens], 1, 64, 16, torch.bfloat16)
     cache, queries = held.on_device(), torch.randn(tokens, 2, 64).bfloat16().to(DEVICE)
     scoring = Scoring(0.125, window)

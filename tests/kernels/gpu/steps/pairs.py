@@ -26,7 +26,7 @@ BLOCK = 16
 BLOCKS = 24
 UNTOUCHED = 50.0
 """What the cache is filled with: what others have left there must not matter."""
-MOST_ROWS = 8
+MAX_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def gpu(
     """Takes the layers out of ``model``."""
     cache = new_cache(model, kv)
     weights = gpu_weights(model, deterministic=deterministic)
-    return Steps(GpuStepModel(weights, cache, MOST_ROWS, **options), cache)
+    return Steps(GpuStepModel(weights, cache, MAX_ROWS, **options), cache)
 
 
 def some_tokens(count: int, vocab: int, seed: int = 0) -> list[int]:

@@ -20,7 +20,7 @@ from engine.scheduling.plan import PlanRow, StepPlan
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
-from engine.speculation.speculation import MOST_DRAFT_TOKENS
+from engine.speculation.speculation import MAX_DRAFT_TOKENS
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.steps.pairs import (
     BLOCK,
@@ -76,7 +76,7 @@ def answers(folder: Path, oracle: Oracle | None, recorder: Recorder) -> list[lis
     """Of two sequences, one of which begins while the other decodes."""
     model = load(folder)
     cache = new_cache(model)
-    limits = SchedulerLimits(BLOCK, 16, 8, 128, draft_tokens=MOST_DRAFT_TOKENS if oracle else 0)
+    limits = SchedulerLimits(BLOCK, 16, 8, 128, draft_tokens=MAX_DRAFT_TOKENS if oracle else 0)
     scheduler = Scheduler(BlockPool(BLOCKS), limits)
     speculation = OverlapSpeculation(oracle, WholeDrafts(), AnyCosts()) if oracle else None
     steps = GpuStepModel(gpu_weights(model), cache, 32, capture=recorder)

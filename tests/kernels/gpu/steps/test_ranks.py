@@ -96,7 +96,7 @@ def test_ranks_compute_what_one_computes(
     share: MakeStepModel,
 ) -> None:
     # So that ranks divide a prompt as short as this one.
-    monkeypatch.setattr(context_split, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(context_split, "MIN_TOKENS", 8)
     folder = make(tmp_path)
     lead = LeadRank(HOST, RANKS)
     ended: Future[None] = Future()

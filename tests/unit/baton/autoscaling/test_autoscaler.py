@@ -22,7 +22,7 @@ from tests.support.baton.autoscaled_cluster import (
 )
 
 COOLDOWN_LOOKS = int(SETTINGS.cooldown_s / SETTINGS.interval_s)
-FIXED = SETTINGS.model_copy(update={"least_workers": 0, "most_workers": 0})
+FIXED = SETTINGS.model_copy(update={"min_workers": 0, "max_workers": 0})
 """Roles may change, and the number of workers stays."""
 
 loads = st.builds(
@@ -68,7 +68,7 @@ def test_whatever_comes_the_bounds_hold_nothing_flaps_and_roles_change_first(
                     left = before[giver] - 1
                     need = cluster.autoscaler.needs[giver]
                     assert left < 1 or need / left > 1 - SETTINGS.hysteresis
-            assert SETTINGS.least_workers <= len(cluster.workers) <= SETTINGS.most_workers
+            assert SETTINGS.min_workers <= len(cluster.workers) <= SETTINGS.max_workers
             assert all(cluster.have(role) >= 1 for role in ROLES)
     for at, role, sign in cluster.moves:
         for later, same, back in cluster.moves:
@@ -190,7 +190,7 @@ def test_the_last_one_that_serves_stays_whoever_is_about_to_come_up() -> None:
 
 
 def test_one_that_does_not_come_up_takes_a_place_and_goes_first() -> None:
-    cluster = rested(2, 1, SETTINGS.model_copy(update={"most_workers": 3}))
+    cluster = rested(2, 1, SETTINGS.model_copy(update={"max_workers": 3}))
     cluster.workers[1] = replace(cluster.workers[1], state=WorkerState.FAILED, incarnation="")
     assert looked(cluster, workers(2, 0.5), 10) == [], "there is no place for another one"
     looked(cluster, Load(), 3 * COOLDOWN_LOOKS)
@@ -281,7 +281,7 @@ def test_what_an_operator_does_counts_as_a_change_of_its_own() -> None:
 
 
 def test_what_an_operator_brings_out_of_the_bounds_comes_back_one_a_cooldown() -> None:
-    cluster = rested(2, 2, SETTINGS.model_copy(update={"most_workers": 4}))
+    cluster = rested(2, 2, SETTINGS.model_copy(update={"max_workers": 4}))
     for _ in range(3):
         cluster.resize("d", 1)
     load = workers(1.5, 5)

@@ -294,11 +294,11 @@ def test_peaks_go_together() -> None:
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"least_prefill": 3, "most_prefill": 2}, "most_prefill"),
-        ({"least_workers": 3, "most_workers": 2}, "most_workers"),
-        ({"least_prefill": 2, "least_decode": 2, "most_workers": 3}, "least_prefill"),
-        ({"least_workers": 9, "most_prefill": 4, "most_decode": 4}, "least_workers"),
-        ({"enabled": True, "least_prefill": 2}, "fewer workers"),
+        ({"min_prefill": 3, "max_prefill": 2}, "max_prefill"),
+        ({"min_workers": 3, "max_workers": 2}, "max_workers"),
+        ({"min_prefill": 2, "min_decode": 2, "max_workers": 3}, "min_prefill"),
+        ({"min_workers": 9, "max_prefill": 4, "max_decode": 4}, "min_workers"),
+        ({"enabled": True, "min_prefill": 2}, "fewer workers"),
         ({"interval_s": 0}, "interval_s"),
     ],
 )

@@ -203,7 +203,7 @@ def test_fields_that_contradict_each_other_are_said_with_what_has_set_them(tmp_p
         "pool `prefill` (--chunk-tokens): chunk_tokens must be 0 or at least max_sequences"
     ]
     assert faults_of(tmp_path, "[autoscaler]\nleast_prefill = 3\nmost_prefill = 2\n") == [
-        "baton.toml:1: `autoscaler`: most_prefill must be 0 or at least least_prefill"
+        "baton.toml:1: `autoscaler`: max_prefill must be 0 or at least min_prefill"
     ]
     assert faults_of(tmp_path, "heartbeat_s = 3\n") == [
         "heartbeat_s must be at most half of registry_ttl_s and of lease_s"

@@ -73,7 +73,7 @@ def test_the_longest_unused_goes_first(compiler: CountingCompiler) -> None:
 
 
 def test_texts_are_bounded_in_bytes(compiler: CountingCompiler) -> None:
-    grammars = CompiledGrammars(compiler.load, vocab_size(), most_bytes=10)
+    grammars = CompiledGrammars(compiler.load, vocab_size(), max_bytes=10)
     for text in ("aaaa", "bbbb", "cccc"):
         grammars.matcher(regex(text))
     assert [regex(text * 4) in grammars for text in "abc"] == [False, True, True]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
-from baton.grammars.grammar_gate import MOST_WAITING
+from baton.grammars.grammar_gate import MAX_WAITING
 from tests.support.baton.grammar_tools import WAIT_S, SlowGrammars, encode, regex
 
 
@@ -88,7 +88,7 @@ async def test_one_that_gives_up_does_not_end_it_for_others() -> None:
 async def test_the_line_is_bounded() -> None:
     slow = SlowGrammars()
     waiting = [
-        asyncio.create_task(slow.gate.ready(regex(f"a{n}"), soon())) for n in range(MOST_WAITING)
+        asyncio.create_task(slow.gate.ready(regex(f"a{n}"), soon())) for n in range(MAX_WAITING)
     ]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):
@@ -96,4 +96,4 @@ async def test_the_line_is_bounded() -> None:
     slow.may_go.set()
     await asyncio.gather(*waiting)
     await slow.gate.ready(regex("b"), soon())
-    assert len(slow.compiled) == MOST_WAITING + 1
+    assert len(slow.compiled) == MAX_WAITING + 1

@@ -12,7 +12,7 @@ import pytest
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
 from baton.grammars.compiled_grammars import grammars_of
-from baton.grammars.grammar_library import MOST_GRAMMAR_BYTES
+from baton.grammars.grammar_library import MAX_GRAMMAR_BYTES
 from tests.support.baton.grammar_tools import (
     accepts,
     end_id,
@@ -100,8 +100,8 @@ def test_what_may_be_said(grammar: Grammar, text: str, fits: bool) -> None:
         (lark(" \n" * 4000), "no rule `start`"),
         (lark(" \n" * 60000), "GBNF is limited"),
         (lark("root ::= " + "(" * 4000), "no rule `start`"),
-        (regex("a" * (MOST_GRAMMAR_BYTES + 1)), "are possible"),
-        (regex("é" * (MOST_GRAMMAR_BYTES // 2 + 1)), "are possible"),
+        (regex("a" * (MAX_GRAMMAR_BYTES + 1)), "are possible"),
+        (regex("é" * (MAX_GRAMMAR_BYTES // 2 + 1)), "are possible"),
     ],
 )
 def test_refusals_say_why(grammar: Grammar, why: str) -> None:

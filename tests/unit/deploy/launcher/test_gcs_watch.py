@@ -30,7 +30,7 @@ class Gcs:
 async def test_a_silent_one_is_ended_once_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gcs_watch, "_EACH_S", 0.001)
     gcs, lines = Gcs(), list[str]()
-    watching = asyncio.create_task(GcsWatch(gcs, gcs.ask, lines.append, most_s=0.05).run())
+    watching = asyncio.create_task(GcsWatch(gcs, gcs.ask, lines.append, max_s=0.05).run())
     async with asyncio.timeout(60):
         while not gcs.kills:
             await asyncio.sleep(0.001)
@@ -46,7 +46,7 @@ async def test_one_of_others_is_told_of_when_it_is_silent_and_when_it_is_back(
 ) -> None:
     monkeypatch.setattr(gcs_watch, "_EACH_S", 0.001)
     gcs, lines = Gcs(), list[str]()
-    watching = asyncio.create_task(FarGcsWatch(gcs.ask, lines.append, most_s=0.05).run())
+    watching = asyncio.create_task(FarGcsWatch(gcs.ask, lines.append, max_s=0.05).run())
     async with asyncio.timeout(60):
         while not lines:
             await asyncio.sleep(0.001)

@@ -153,7 +153,7 @@ async def test_a_dry_run_changes_nothing() -> None:
 
 
 async def test_pools_grow_and_shrink_by_what_is_written_down() -> None:
-    play = Play(1, 1, least_workers=2, most_workers=3, cooldown_s=0.02)
+    play = Play(1, 1, min_workers=2, max_workers=3, cooldown_s=0.02)
     play.load = Load(input=3000, output=100)
     await play.until(lambda: play.sizes.chosen.get("p") == 2)
     assert play.cluster.have("prefill") == 2
@@ -167,7 +167,7 @@ async def test_pools_grow_and_shrink_by_what_is_written_down() -> None:
 async def test_a_size_that_somebody_has_just_chosen_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    play = Play(1, 1, most_workers=3, cooldown_s=0.02)
+    play = Play(1, 1, max_workers=3, cooldown_s=0.02)
     play.sizes.chosen["p"] = 7
     play.load = Load(input=3000, output=100)
     failures = play.metrics.registry.get_sample_value

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.context_split import LEAST_TOKENS, ContextShare, is_split, shares_of
+from engine.parallel.context_split import MIN_TOKENS, ContextShare, is_split, shares_of
 from engine.scheduling.plan import PlanRow
 
 RANKS = st.integers(2, 8)
@@ -79,7 +79,7 @@ def test_no_rank_is_idle_in_a_step_that_is_divided(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_short_steps_are_not_divided(ranks: int) -> None:
-    least = ranks * LEAST_TOKENS
+    least = ranks * MIN_TOKENS
     assert is_split(rows_of([(70, least)]), ranks)
     assert not is_split(rows_of([(70, least - 1)]), ranks)
     # Many sequences that decode beside a short chunk.

@@ -197,7 +197,7 @@ def test_one_without_a_token_is_computed_again_where_it_is(hand_back: bool) -> N
     world = World(8, SchedulerLimits(SIZE, 8, 4, CONTEXT))
     spec = replace(make_spec([1] * 20, max_tokens=4), hand_back=hand_back, priority=1)
     world.add(spec)
-    world.most_prompt_tokens = 2
+    world.max_prompt_tokens = 2
     other = world.hand_in(replace(make_spec([2] * 8, max_tokens=20), hand_back=hand_back))
     assert other is not None
     world.run_to_end()

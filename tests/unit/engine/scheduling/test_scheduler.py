@@ -54,7 +54,7 @@ class World:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
     reported: dict[int, list[int]] = field(default_factory=dict)
-    most_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks)
@@ -103,7 +103,7 @@ class World:
     # Running
 
     def schedule(self) -> StepPlan | None:
-        plan = self.scheduler.schedule(self.most_prompt_tokens)
+        plan = self.scheduler.schedule(self.max_prompt_tokens)
         if plan is not None:
             self.check_plan(plan)
             self.steps.append(Step(plan))
@@ -113,9 +113,9 @@ class World:
         assert plan.rows
         assert plan.tokens <= self.limits.chunk_tokens
         assert len(plan.rows) <= self.limits.max_sequences
-        if self.most_prompt_tokens is not None:
+        if self.max_prompt_tokens is not None:
             chunks = sum(row.count for row in plan.rows if row.count > 1)
-            assert chunks <= self.most_prompt_tokens
+            assert chunks <= self.max_prompt_tokens
         assert len({row.sequence_id for row in plan.rows}) == len(plan.rows)
         written: set[int] = set()
         size = self.limits.block_size
@@ -318,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(tokens=st.none() | st.integers(1, 6))
     def bound_prompts(self, tokens: int | None) -> None:
         """Others that decode leave so much time for prompts."""
-        self.world.most_prompt_tokens = tokens
+        self.world.max_prompt_tokens = tokens
 
     @rule(count=st.integers(1, 5))
     def take_blocks(self, count: int) -> None:
@@ -455,7 +455,7 @@ def random_limits(random: Random) -> SchedulerLimits:
 @given(st.integers(0, 200_000), st.integers(1, 10_000), st.integers(0, 1 << 22))
 def test_a_chunk_is_as_long_as_its_attention_allows(start: int, tokens: int, keys: int) -> None:
     limits = SchedulerLimits(16, tokens, 8, 1 << 20, keys)
-    most = limits.most_tokens(start)
+    most = limits.max_tokens(start)
     assert 1 <= most <= tokens
     if keys == 0:
         assert most == tokens
@@ -499,7 +499,7 @@ class Crowd:
 
     def turn(self, turn: int) -> None:
         self.arrive(turn)
-        self.world.most_prompt_tokens = (None, 1, 3)[turn % 3]
+        self.world.max_prompt_tokens = (None, 1, 3)[turn % 3]
         while self.world.scheduler.plans_in_flight < self.world.depth and self.world.schedule():
             pass
         self.leave(turn)

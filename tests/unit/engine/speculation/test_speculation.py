@@ -26,7 +26,7 @@ from engine.scheduling.sequence import Sequence as EngineSequence
 from engine.speculation.drafter import Drafter
 from engine.speculation.ngram_drafter import NgramDrafter
 from engine.speculation.speculation import (
-    MOST_DRAFT_TOKENS,
+    MAX_DRAFT_TOKENS,
     Speculation,
     kept_tokens,
     make_speculation,
@@ -105,7 +105,7 @@ class Bench:
         )
         changed = replace(
             self.built.scheduler.limits,
-            draft_tokens=MOST_DRAFT_TOKENS if drafter is not None else 0,
+            draft_tokens=MAX_DRAFT_TOKENS if drafter is not None else 0,
             **limits,
         )
         pool = BlockPool(blocks)

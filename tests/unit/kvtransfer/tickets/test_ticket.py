@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.errors import HandoffError, TicketEnded
 from kvtransfer.tickets.ticket import Ticket, TicketState
-from kvtransfer.tickets.ticket_book import MOST_TOMBSTONES, TOMBSTONE_S, TicketBook
+from kvtransfer.tickets.ticket_book import MAX_TOMBSTONES, TOMBSTONE_S, TicketBook
 
 BLOCK_BYTES = 192
 HALF = BLOCK_BYTES // 2
@@ -240,7 +240,7 @@ def test_a_tombstone_outlives_retries_and_no_more() -> None:
 
 def test_tombstones_are_bounded_and_the_oldest_go_first() -> None:
     book = TicketBook()
-    for number in range(MOST_TOMBSTONES + 1):
+    for number in range(MAX_TOMBSTONES + 1):
         book.bury(("request", number), float(number))
     book.check_alive(("request", 0))
     with pytest.raises(TicketEnded):

@@ -140,7 +140,7 @@ def test_a_second_stream_of_a_pair_ends_it(world: World) -> None:
 
 
 def test_there_is_a_bound_to_the_pairs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_transport, "MOST_PAIRS", 2)
+    monkeypatch.setattr(grpc_transport, "MAX_PAIRS", 2)
     second, _ = world.receiver.accept(WRITER, b"{}")
     with pytest.raises(HandoffError, match="2 workers send blocks here already"):
         world.receiver.accept(WRITER, b"{}")

@@ -67,7 +67,7 @@ async def drive(script: Any) -> overload.Load:
     app = create_app(front.dispatcher, front.tokenizer, model, front.metrics, front.config)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
-        most = await overload._most_tokens(http)
+        most = await overload._max_tokens(http)
         assert most == CONTEXT
         driver = overload._Driver(http, TRACE, front.config, most, lambda _: None)
         return await driver.run(100.0, 0.2)

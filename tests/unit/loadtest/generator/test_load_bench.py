@@ -141,7 +141,7 @@ def test_serve_a_trace(server: Server, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, rows)))
     words = ("--trace", str(trace), "--scale-time", "10", "--scale-length", "2")
-    bench(server, "serve", *words, "--most-tokens", "19", "--warm-up", "0", "--cool-down", "0")
+    bench(server, "serve", *words, "--max-tokens", "19", "--warm-up", "0", "--cool-down", "0")
     asked = sorted(posts(server), key=lambda fields: len(fields["prompt"]))
     assert [len(fields["prompt"]) for fields in asked] == [16, 17, 17, 18]
     assert {fields["max_tokens"] for fields in asked} == {1}
@@ -150,7 +150,7 @@ def test_serve_a_trace(server: Server, tmp_path: Path) -> None:
 def test_goodput(server: Server, tmp_path: Path) -> None:
     output = bench(
         server,
-        *("goodput", "--slo", "ttft=10,tpot=10", "--first-rate", "20", "--most-rate", "30"),
+        *("goodput", "--slo", "ttft=10,tpot=10", "--first-rate", "20", "--max-rate", "30"),
         *("--seconds", "0.4", "--arrivals", "constant", "--input", "4", "--output", "2"),
         *("--json", str(tmp_path / "json")),
     )

@@ -23,7 +23,7 @@ class FakeTarget(Target[int]):
 
     def __init__(self, gate: asyncio.Event | None = None) -> None:
         self.under_way = 0
-        self.most_under_way = 0
+        self.max_under_way = 0
         self.prepared = 0
         self._gate = gate
 
@@ -37,7 +37,7 @@ class FakeTarget(Target[int]):
         assert prepared == request.number
         sent_s = clock.now()
         self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.max_under_way = max(self.max_under_way, self.under_way)
         if self._gate is not None:
             await self._gate.wait()
         await asyncio.sleep(0)
@@ -103,7 +103,7 @@ async def test_a_closed_loop_keeps_so_many_under_way() -> None:
     driver = LoadDriver(target)
     records = await driver.closed_loop(SOURCE, 3, 60.0, 40)
     assert sorted(record.number for record in records) == list(range(40))
-    assert target.most_under_way == 3
+    assert target.max_under_way == 3
     assert all(record.due_s <= record.sent_s for record in records)
 
 

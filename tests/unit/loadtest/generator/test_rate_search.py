@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from loadtest.generator.rate_search import RateSearch
 
-_MOST_TRIES = 40
+_MAX_TRIES = 40
 
 
 def run(search: RateSearch, capacity: float) -> list[float]:
@@ -17,7 +17,7 @@ def run(search: RateSearch, capacity: float) -> list[float]:
     tried = []
     while (rate := search.next_rate()) is not None:
         tried.append(rate)
-        assert len(tried) < _MOST_TRIES
+        assert len(tried) < _MAX_TRIES
         search.tell(rate, 0.9 if rate <= capacity else 0.89)
     return tried
 
@@ -39,10 +39,10 @@ def test_the_way_up_and_back() -> None:
 
 
 def test_no_rate_above_the_most() -> None:
-    search = RateSearch(4.0, most_rate=10.0)
+    search = RateSearch(4.0, max_rate=10.0)
     assert run(search, math.inf) == [4, 8, 10]
     assert search.best == 10
-    assert run(RateSearch(40.0, most_rate=10.0), math.inf) == [10]
+    assert run(RateSearch(40.0, max_rate=10.0), math.inf) == [10]
 
 
 def test_nothing_meets() -> None:
@@ -53,9 +53,9 @@ def test_nothing_meets() -> None:
     assert len(tried) == 11
 
 
-@given(st.lists(st.floats(0, 1), min_size=_MOST_TRIES, max_size=_MOST_TRIES))
+@given(st.lists(st.floats(0, 1), min_size=_MAX_TRIES, max_size=_MAX_TRIES))
 def test_whatever_comes_it_ends_below_what_failed(attainments: list[float]) -> None:
-    search = RateSearch(1.0, most_rate=64.0)
+    search = RateSearch(1.0, max_rate=64.0)
     met, failed = {0.0}, {math.inf}
     for attainment in attainments:
         rate = search.next_rate()

@@ -391,8 +391,8 @@ def test_room_is_never_promised_twice(
         cluster.offer(f"r{number}", prompt, answer)
         cluster.until(cluster.now + pause_s)
     cluster.finish()
-    assert cluster.most_running <= places
-    assert cluster.most_blocks <= blocks + BLOCK_ERROR * places
+    assert cluster.max_running <= places
+    assert cluster.max_blocks <= blocks + BLOCK_ERROR * places
     assert set(cluster.begun) == set(cluster.wanted)
     assert cluster.admission.waiting_requests == cluster.admission._prefill.tokens == 0
 

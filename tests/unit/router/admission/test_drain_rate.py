@@ -202,9 +202,9 @@ def test_a_cold_overload_is_shed_and_who_gets_in_is_in_time(factor: float) -> No
     """Nothing is known at first; even so next to nothing of what was begun is late."""
     cluster = Cluster(20_000, workers=8, places=1 << 20, blocks=1 << 30, slo_s=2.0)
     dice = random.Random(5)
-    most_per_s = 8 * 20_000 / 4000
-    for number in range(round(30 * factor * most_per_s)):
-        cluster.until(number / (factor * most_per_s))
+    max_per_s = 8 * 20_000 / 4000
+    for number in range(round(30 * factor * max_per_s)):
+        cluster.until(number / (factor * max_per_s))
         with contextlib.suppress(DeadlineUnreachable):
             cluster.offer(f"r{number}", dice.randint(1000, 7000))
     cluster.until(100.0)

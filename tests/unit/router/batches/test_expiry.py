@@ -107,8 +107,8 @@ async def test_the_runner_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         process.lines.run,
         "tiny",
         process.metrics,
-        most_in_flight=1,
-        most_line_bytes=1000,
+        max_in_flight=1,
+        max_line_bytes=1000,
         poll_s=0.01,
         unix_clock=clock,
     )

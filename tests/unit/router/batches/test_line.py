@@ -92,8 +92,8 @@ def test_the_model_must_be_served() -> None:
 
 
 def test_faults_and_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(find_faults([b"{"] * 1000, MOST)[1]) == lines.MOST_FAULTS
-    monkeypatch.setattr(lines, "MOST_LINES", 2)
+    assert len(find_faults([b"{"] * 1000, MOST)[1]) == lines.MAX_FAULTS
+    monkeypatch.setattr(lines, "MAX_LINES", 2)
     raws = [text(custom_id=str(number)) for number in range(3)]
     assert [fault.code for fault in find_faults(raws, MOST)[1]] == ["too_many_lines"]
     assert find_faults(raws[:2], MOST)[1] == []

@@ -75,7 +75,7 @@ async def test_a_look_that_fails_is_followed_by_others() -> None:
 
 
 async def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "MOST_VIEWERS", 1)
+    monkeypatch.setattr(watching, "MAX_VIEWERS", 1)
     looks = Looks()
     watch = Watch(looks.look, looks.clear)
     async with watch.viewer():

@@ -24,7 +24,7 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from router.console import what_if
 from router.console.what_if import WhatIfProgram
 from router.console.what_if_question import (
-    MOST_REQUESTS,
+    MAX_REQUESTS,
     Question,
     WhatIfRequest,
     question,
@@ -77,7 +77,7 @@ def test_what_was_turned_away_counts_with_the_usual_length() -> None:
 
 
 def test_bounds() -> None:
-    assert len(asked(recent(1000)).traffic) == MOST_REQUESTS
+    assert len(asked(recent(1000)).traffic) == MAX_REQUESTS
     with pytest.raises(InvalidRequest, match="9 requests ended in the last 10 minutes"):
         asked(recent(9))
     with pytest.raises(InvalidRequest):

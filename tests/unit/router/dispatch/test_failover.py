@@ -37,7 +37,7 @@ from baton.v1 import prefill_pb2
 from router.core.request import GenerationRequest
 from router.dispatch import failover as moves_module
 from router.dispatch.attempts import Attempts
-from router.dispatch.failover import MOST_FAILURES, Moves
+from router.dispatch.failover import MAX_FAILURES, Moves
 from router.dispatch.request_life import RequestLife
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.policy import Decision, RouteRequest
@@ -318,7 +318,7 @@ async def test_a_failed_handoff_tries_two_others(monkeypatch: pytest.MonkeyPatch
     world.links["p1"].prefills.fail(HandoffError("a wire"))
     await world.until(lambda: world.at(running) == [(2, "p0", "d0")])
     world.links["p1"].is_up = False
-    for attempt in range(3, MOST_FAILURES + 1):
+    for attempt in range(3, MAX_FAILURES + 1):
         world.links["p0"].prefills.fail(HandoffError("a wire"))
         # No other worker is there, and both are up.
         here = [(attempt, "p0", "d0")]
@@ -326,7 +326,7 @@ async def test_a_failed_handoff_tries_two_others(monkeypatch: pytest.MonkeyPatch
     world.links["p0"].prefills.fail(HandoffError("a wire"))
     with pytest.raises(HandoffError):
         await running.life.next_delta()
-    assert world.moved("handoff_failed") == MOST_FAILURES
+    assert world.moved("handoff_failed") == MAX_FAILURES
 
 
 async def test_a_handoff_that_fails_for_want_of_a_worker_has_no_last_resort(
@@ -539,7 +539,7 @@ async def test_moves_are_bounded_for_each_request_and_for_all() -> None:
     assert caught.value.retry_after
     world = World()
     running = await world.run()
-    for n in range(MOST_FAILURES + 1):
+    for n in range(MAX_FAILURES + 1):
         world.moves.worker_broken(f"d{n % 2}", GONE)
         await world.settle()
     with pytest.raises(WorkerFailed):
@@ -824,7 +824,7 @@ async def test_workers_that_go_away_again_and_again_end_a_request() -> None:
     world = World()
     del world.links["d1"]
     running = await world.run()
-    for _ in range(MOST_FAILURES + 1):
+    for _ in range(MAX_FAILURES + 1):
         world.cut_off = True
         world.moves.worker_broken("d0", GONE)
         world.cut_off = False

@@ -10,12 +10,12 @@ import time
 import pytest
 import uvloop
 
-from router.http.protocol import MOST_HEAD_BYTES, client_of
+from router.http.protocol import MAX_HEAD_BYTES, client_of
 from tests.support.router.front_fakes import make_front, serve, silent_after_one
 
 DEADLINE_S = 20.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-BODY = json.dumps({"model": "tiny", "prompt": "Hello", "padding": "x" * (4 * MOST_HEAD_BYTES)})
+BODY = json.dumps({"model": "tiny", "prompt": "Hello", "padding": "x" * (4 * MAX_HEAD_BYTES)})
 CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY.encode())
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
@@ -42,7 +42,7 @@ async def answer(address: str, sent: bytes) -> bytes:
 )
 async def test_what_does_not_end_is_refused(begin: bytes, more: bytes) -> None:
     # No more than it takes: a socket closed with unread bytes is reset, and the answer is lost.
-    count = MOST_HEAD_BYTES // len(more) + 1
+    count = MAX_HEAD_BYTES // len(more) + 1
     async with serve(make_front().app()) as address:
         assert b" 400 " in await answer(address, begin + more * count)
 

@@ -17,8 +17,8 @@ from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSetti
 from router.routing.predictive_policy import (
     ANSWER_TOKENS,
     DEADLINE,
-    LEAST_HARM,
-    LEAST_TTFT,
+    MIN_HARM,
+    MIN_TTFT,
     NO_ROOM,
     OTHERS_WEIGHT,
     PREFIX,
@@ -182,7 +182,7 @@ def test_it_equals_brute_force_over_all_pairs(
     best = fitting or in_time
     good = [pair for pair in best if pair.tpot <= slo_tpot_ms]
     if not good:
-        assert decision.reason in {LEAST_HARM, NO_ROOM}
+        assert decision.reason in {MIN_HARM, NO_ROOM}
         harm = [pair.ttft / 400.0 + pair.tpot / slo_tpot_ms for pair in best]
         mine = chosen.ttft / 400.0 + chosen.tpot / slo_tpot_ms
         assert mine == pytest.approx(min(harm))
@@ -205,7 +205,7 @@ def test_the_shortest_predicted_time_is_taken_and_told() -> None:
     table = table_of("p-0", "p-1", "d-0")
     table.promise_prompt("p-0", 100.0, 0.0)
     decision = decide(table, RouteRequest(160))
-    assert (decision.prefill, decision.decode, decision.reason) == ("p-1", "d-0", LEAST_TTFT)
+    assert (decision.prefill, decision.decode, decision.reason) == ("p-1", "d-0", MIN_TTFT)
     assert decision.prefill_ms == pytest.approx(cost(160))
     assert decision.ttft_ms == pytest.approx(cost(160) + 2.0 + 0.3 * 10)
     assert decision.tpot_ms == pytest.approx(8.0 + 1.0 + 0.16)
@@ -233,7 +233,7 @@ def test_the_slo_of_a_decode_worker_is_respected() -> None:
     )
     table.set_load("d-1", LoadSnapshot(running=40, free_blocks=4000), 0.0)
     decision = decide(table, RouteRequest(100), held, route=ClassRoute(slo_tpot_ms=39.0))
-    assert (decision.decode, decision.reason) == ("d-0", LEAST_HARM)
+    assert (decision.decode, decision.reason) == ("d-0", MIN_HARM)
 
 
 def test_a_deadline_that_cannot_be_met_sheds() -> None:

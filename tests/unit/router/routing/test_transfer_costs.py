@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from router.routing.transfer_costs import DEFAULT, MOST_PAIRS, TransferCosts
+from router.routing.transfer_costs import DEFAULT, MAX_PAIRS, TransferCosts
 
 
 def test_a_pair_is_learned_and_others_are_taken_as_the_usual_one() -> None:
@@ -29,7 +29,7 @@ def test_a_pair_is_learned_and_others_are_taken_as_the_usual_one() -> None:
 def test_pairs_are_bounded() -> None:
     costs = TransferCosts()
     costs.observe("first", "d", 1, 50.0)
-    for number in range(MOST_PAIRS):
+    for number in range(MAX_PAIRS):
         costs.observe(f"p{number}", "d", 1, 1.0)
     assert costs.line("first", "d") == costs.usual
     assert costs.line("p0", "d") != costs.usual

@@ -13,7 +13,7 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
 from tests.support.engine.fake_engine import kv_of, next_token
 from tests.support.worker.manual_worker import SIZE, ManualWorker, settle, spec_of
-from worker.core.chunk_slack import LEAST_TOKENS, ChunkSlack
+from worker.core.chunk_slack import MIN_TOKENS, ChunkSlack
 from worker.costs.step_costs import StepCosts
 
 
@@ -175,7 +175,7 @@ async def test_a_prompt_is_chunked_by_what_the_others_can_bear(
     assert sum(chunks) == 45
     # The steps took as long as was predicted for less: the bound may grow a little.
     assert max(chunks) <= 30, chunks
-    assert min(chunks[:-1]) >= LEAST_TOKENS, chunks
+    assert min(chunks[:-1]) >= MIN_TOKENS, chunks
     world.control.remove(running)
     await world.drain()
     alone = world.add(spec_of("alone", length=45, first=7, max_tokens=2))

@@ -9,7 +9,7 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
-from worker.core.chunk_slack import LEAST_TOKENS, ChunkSlack
+from worker.core.chunk_slack import MIN_TOKENS, ChunkSlack
 from worker.core.step_planner import StepPlanner
 from worker.costs.step_costs import StepCosts
 
@@ -66,4 +66,4 @@ def test_prompts_beside_decoding_take_what_the_slo_leaves() -> None:
     assert plan is not None
     # 25 ms less a step of 5, at half a millisecond a token.
     assert sorted(row.count for row in plan.rows) == [1, 40]
-    assert LEAST_TOKENS < 40
+    assert MIN_TOKENS < 40

@@ -114,8 +114,8 @@ import sys
 from pathlib import Path
 from tests.unit.worker.offload.test_tier_storage import SIZE, block, get, put
 from worker.offload.tier_storage import DiskStorage
-most_bytes = int(sys.argv[2])
-resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+max_bytes = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
 storage = DiskStorage(Path(sys.argv[1]), 8, SIZE)
 for slot in range(3):
     put(storage, slot, block(slot))
@@ -129,9 +129,9 @@ sys.stdin.read()
 """
 
 
-def _child(folder: Path, most_bytes: int) -> subprocess.Popen[str]:
+def _child(folder: Path, max_bytes: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(folder), str(most_bytes)],
+        [sys.executable, "-c", _CHILD, str(folder), str(max_bytes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -139,12 +139,12 @@ def _child(folder: Path, most_bytes: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("most_bytes", "said"), [(3 * SIZE + 100, "refused True"), (1 << 20, "stored")]
+    ("max_bytes", "said"), [(3 * SIZE + 100, "refused True"), (1 << 20, "stored")]
 )
 def test_a_file_that_may_not_grow_is_an_error_and_a_killed_process_leaves_none(
-    tmp_path: Path, most_bytes: int, said: str
+    tmp_path: Path, max_bytes: int, said: str
 ) -> None:
-    with _child(tmp_path, most_bytes) as child:
+    with _child(tmp_path, max_bytes) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline().strip() == said

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.history import FileHistory
 
-from deploy.cli.client.chat_input import MOST_BYTES, MOST_ENTRIES, history_file, open_history
+from deploy.cli.client.chat_input import MAX_BYTES, MAX_ENTRIES, history_file, open_history
 
 
 def entries(path: Path) -> list[str]:
@@ -33,14 +33,14 @@ def test_a_history_that_others_could_read_is_closed_to_them(tmp_path: Path) -> N
 def test_the_oldest_questions_go(tmp_path: Path) -> None:
     path = tmp_path / "chat_history"
     history = open_history(path)
-    for n in range(MOST_ENTRIES + 3):
+    for n in range(MAX_ENTRIES + 3):
         history.append_string(f"question {n}")
     kept = entries(path)
-    assert len(kept) == MOST_ENTRIES
+    assert len(kept) == MAX_ENTRIES
     assert kept[-1] == "question 3"
-    open_history(path).append_string("x" * (MOST_BYTES - 100))
+    open_history(path).append_string("x" * (MAX_BYTES - 100))
     assert len(entries(path)) < 20
-    assert path.stat().st_size < MOST_BYTES + 4096
+    assert path.stat().st_size < MAX_BYTES + 4096
 
 
 def test_a_history_that_cannot_be_written_lasts_as_long_as_the_conversation(

@@ -31,7 +31,7 @@ from engine.scheduling.sequence import Sequence as EngineSequence
 from engine.speculation.model.filled_slots import FilledSlots
 from engine.speculation.model.model_draft_length import Candidate, ModelDraftLength
 from engine.speculation.model.model_speculation import ModelSpeculation
-from engine.speculation.speculation import MOST_DRAFT_TOKENS
+from engine.speculation.speculation import MAX_DRAFT_TOKENS
 from tests.support.engine.drafters import FixedLength
 from tests.support.models import EOS, make_tiny_model
 
@@ -110,7 +110,7 @@ class Bench:
         )
         changed = replace(
             self.built.scheduler.limits,
-            draft_tokens=MOST_DRAFT_TOKENS if length is not None else 0,
+            draft_tokens=MAX_DRAFT_TOKENS if length is not None else 0,
             **limits,
         )
         pool = pool or BlockPool(blocks)

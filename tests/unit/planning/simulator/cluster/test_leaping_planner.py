@@ -14,7 +14,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from planning.simulator.cluster.leaping_planner import LeapingPace, LeapingPlanner, LeapingSlack
-from worker.core.chunk_slack import LEAST_TOKENS
+from worker.core.chunk_slack import MIN_TOKENS
 from worker.core.step_history import MeanStep
 from worker.costs.step_costs import StepCosts
 
@@ -55,14 +55,14 @@ def test_a_run_is_as_good_as_its_steps_for_the_mean(steps: int) -> None:
 def test_a_run_is_as_good_as_its_steps_for_prompts_beside_it(steps: int) -> None:
     """Each step takes twice what is predicted for it."""
     one, many = (LeapingSlack(COSTS, 0.1) for _ in range(2))
-    unlearned = one.most_tokens(BATCH, CONTEXT, 0)
+    unlearned = one.max_tokens(BATCH, CONTEXT, 0)
     predicted = [COSTS.step_ms(BATCH, CONTEXT + BATCH * step) for step in range(steps)]
     for step, ms in enumerate(predicted):
         one.observe(plan(step), 2 * ms)
     many.observe_run(BATCH, CONTEXT, steps, 2 * predicted[0], 2 * 0.001 * BATCH)
-    learned = one.most_tokens(BATCH, CONTEXT, 0)
-    assert LEAST_TOKENS < learned < unlearned
-    assert many.most_tokens(BATCH, CONTEXT, 0) == learned
+    learned = one.max_tokens(BATCH, CONTEXT, 0)
+    assert MIN_TOKENS < learned < unlearned
+    assert many.max_tokens(BATCH, CONTEXT, 0) == learned
 
 
 @pytest.mark.parametrize("slowdown", [1, 2])
