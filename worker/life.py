@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import redis.asyncio
 
 from baton.config.cluster import MIB
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.rpc.grpc_channel import listen, make_server
 from baton.security.peer_roles import PeerRoles
 from baton.store.prefix_index import PrefixIndex

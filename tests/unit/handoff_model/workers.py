@@ -10,7 +10,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from baton.hashing import block_hashes, hash_key
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.request import Geometry
 from baton.telemetry.metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
