@@ -426,7 +426,7 @@ async def test_a_clock_that_is_set_back_refuses_no_request_for_as_long(
 @asynccontextmanager
 async def app_of(front: Front, limits: RateLimits) -> AsyncIterator[httpx.AsyncClient]:
     access = Access(front.config, front.metrics, limits)
-    app = create_app(front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    app = create_app(front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
         yield http

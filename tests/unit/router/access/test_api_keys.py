@@ -80,7 +80,7 @@ async def test_a_keys_whole_life_without_a_restart(tmp_path: Path) -> None:
     access = Access(front.config, front.metrics)
     watch = KeyWatch(Path(file), (), access.set_keys, front.metrics)
     await watch.begin()
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     transport = httpx.ASGITransport(create_app(*parts))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
 

@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.autoscaling.traffic_counts import TrafficCounts
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded
 from baton.request import (
@@ -68,6 +69,7 @@ async def unreached(revision: str = "") -> AsyncIterator[ClusterDispatcher]:
         Config(revision=revision),
         tiny_tokenizer(),
         RouterMetrics(CollectorRegistry()),
+        TrafficCounts(),
         Registry(redis, "c"),
         PrefixIndex(redis, "c"),
     )
