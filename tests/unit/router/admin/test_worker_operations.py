@@ -92,7 +92,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     scaling = PoolScaling(front.config, cast(PoolSizes, sizes))
     access = Access(front.config, front.metrics)
     operators, real = Operators(access), cast(WorkerControl, control)
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     server = make_server()
     servicer = WorkerOperatorServicer(real, scaling, operators, front.config)
     add_grpc_front(server, *parts, more=(servicer,))
