@@ -29,7 +29,7 @@ from baton.telemetry.logs import log_to_stream
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import end_tracing, start_tracing
 from router.access.access import Access
-from router.access.key_watch import KeyWatch
+from router.access.api_keys import KeyWatch
 from router.access.rate_limits import RateLimits
 from router.console.what_if import WhatIfProgram
 from router.core.request_recorder import RequestStats

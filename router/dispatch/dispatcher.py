@@ -41,7 +41,7 @@ from router.routing.policies import make_policy
 from router.routing.policy import route_settings
 from router.routing.prefix_lookup import PrefixLookup
 from router.routing.routes import Routes
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 from router.text.tokenizer import Tokenizer
 from router.workers.model_commit import CommitCheck
 from router.workers.worker_links import WorkerLink, WorkerLinks
@@ -343,10 +343,10 @@ class ClusterDispatcher:
         for attempt in list(running.attempts):
             self._attempts.end(attempt)
 
-    def _assembler(self, request: GenerationRequest) -> OutputAssembler:
+    def _assembler(self, request: GenerationRequest) -> OutputProcessor:
         sampling = request.sampling
         eos = self._tokenizer.eos_ids if sampling.ends_at_eos else frozenset()
-        return OutputAssembler(
+        return OutputProcessor(
             self._tokenizer.detokenizer(
                 request.prompt_ids,
                 request.shown_ids,

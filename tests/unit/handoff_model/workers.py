@@ -346,7 +346,7 @@ class Worker(Process):
         for calls in self.exchange._calls.values():
             assert calls._stream is None or not calls._stream._waiting, "a call waits for ever"
         if isinstance(self.role, DecodeRole):
-            assert not self.role._commits, "a commit waits for ever"
+            assert not self.receiver._completing, "a commit waits for ever"
             assert not any(stream._waiting for stream in self.role._streams)
 
     async def shut_down(self) -> None:
