@@ -35,10 +35,9 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.cluster import Config, PoolConfig
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
-from baton.host.background import end_tasks
-from baton.host.loop_lag import watch_loop
+from baton.host.background import end_tasks, watch_loop
 from baton.host.process_end import Fail, fail
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.store.redis_client import redis_client
 from baton.store.registry import DRAINING, Registry, WorkerRecord
 from baton.telemetry.metrics import WorkerMetrics

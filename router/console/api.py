@@ -60,7 +60,7 @@ _HEADERS = {
 
 class ConsoleApi:
     """HTTP. ``close`` ends all streams. Who may ask is the gate's affair:
-    ``router.access.scopes``."""
+    ``router.access.access``."""
 
     def __init__(
         self,

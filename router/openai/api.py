@@ -61,8 +61,7 @@ from router.openai.protocol import (
 from router.openai.tool_answer import ToolChatAnswer
 from router.openai.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
 from router.text.tokenizer import Tokenizer
-from router.tool_calls.protocol import tool_use
-from router.tool_calls.tool import ToolUse
+from router.tool_calls.tools import ToolUse, tool_use
 
 _SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
 

@@ -31,7 +31,7 @@ from router.core.served_model import ServedModel
 from router.http.protocol import http_protocol
 from router.http_app import create_app
 from router.text.chat_template import ChatTemplate
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 from router.text.tokenizer import Tokenizer
 
 CONTEXT = 512
@@ -121,7 +121,7 @@ class ScriptedDispatcher:
     async def _speak_once(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         sampling = request.sampling
         special = request.shown.special_tokens
-        assembler = OutputAssembler(
+        assembler = OutputProcessor(
             self.tokenizer.detokenizer(
                 request.prompt_ids, request.shown_ids, special_tokens=special
             ),

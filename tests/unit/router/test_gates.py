@@ -25,8 +25,7 @@ from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.access.access import Access
-from router.access.scopes import listed_scope, scope_of_path, scope_of_service
+from router.access.access import Access, listed_scope, scope_of_path, scope_of_service
 from router.core.request_recorder import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.fronts import make_fronts
@@ -107,7 +106,7 @@ async def test_every_path_takes_its_key() -> None:
                 assert (await client.request(method, path)).status_code != 401, path
                 continue
             assert listed_scope(path) is not None, (
-                f"{path} is not listed in router/access/scopes.py"
+                f"{path} is not listed in router/access/access.py"
             )
             filled = path.replace("{", "").replace("}", "")
             needed = scope_of_path(filled)

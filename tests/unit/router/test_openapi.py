@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import httpx
 
-from router.access.access import Access
-from router.access.scopes import OPEN
+from router.access.access import OPEN, Access
 from router.admin.cluster_view import ClusterApi
 from router.admin.operator_api import Operators
 from router.admin.pool_scaling import PoolScaling

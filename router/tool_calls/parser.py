@@ -1,11 +1,11 @@
-"""One parser for all formats that write calls as JSON objects behind a marker.
+"""An incremental parser of tool calls, for all formats: JSON objects after a marker.
 
     OUTSIDE ── marker ──► ENTER ──{──► CALL ──► BETWEEN ──► (CALL …) ──► TAIL ── closing ──► OUTSIDE
                                         └──► SPILL (arguments that are no JSON) ── closing ──┘
 
-What looks like a call and is none goes back to being content, marker and all. Once a call has been
-given out it cannot be taken back: if its arguments break, the text up to the closing marker belongs
-to them, so that nothing is lost and no reader takes them for JSON.
+Text that looks like a call and is none becomes content again, with its marker. A call that clients
+have seen cannot be taken back: if its arguments break, the text up to the closing marker belongs to
+them. So no text is lost, and no client takes the arguments for JSON.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ import enum
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from router.tool_calls.call_reader import CallReader, CallShape
+from router.tool_calls.call_readers import CallReader, CallShape, NamedCallReader
 from router.tool_calls.json_scanner import WHITE
-from router.tool_calls.named_call_reader import NamedCallReader
 from router.tool_calls.pieces import Arguments, Content, Piece, joined
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """How a format sets calls apart from text."""
+    """How a format separates calls from text."""
 
     opening: str
     closing: str = ""
-    """Empty: the calls go on for as long as there are calls."""
+    """Empty: the block ends with its last call."""
     separators: str = ""
-    """What may stand between calls beside white space."""
+    """Characters allowed between calls, besides white space."""
     bare: bool = False
-    """An answer may begin with a call without a marker."""
+    """Whether an answer may begin with a call without a marker."""
     named: bool = False
-    """A call may also be a name and an object, without a frame of its own."""
+    """Whether a call may also be a name and an object of arguments."""
 
 
 class _State(enum.Enum):
@@ -45,8 +44,12 @@ class _State(enum.Enum):
     SPILL = enum.auto()
 
 
-class MarkedParser:
-    """The state of one answer. See ``router.tool_calls.pieces.ToolParser``."""
+class ToolParser:
+    """Parses one answer, whose text comes in parts.
+
+    Adjacent pieces of a kind join to the same text however the answer is cut into parts. Text that
+    may still begin a call is held back.
+    """
 
     def __init__(self, markers: Markers, shape: CallShape, names: Collection[str]) -> None:
         self._markers = markers
@@ -57,11 +60,11 @@ class MarkedParser:
         self._raw = ""
         """Text since the marker, or since the last call, that may turn out to be content."""
         self._space = ""
-        """White space that is content only if more content follows."""
+        """White space that is content only before more content."""
         self._in_list = False
         self._called = False
         self._calls_here = False
-        """A call has come since the marker."""
+        """Whether a call has come since the marker."""
         self._reader: CallReader | NamedCallReader = CallReader(names, shape)
         self._pieces: list[Piece] = []
         self._steps: dict[_State, Callable[[], bool]] = {
@@ -75,12 +78,14 @@ class MarkedParser:
         }
 
     def feed(self, text: str) -> list[Piece]:
+        """Parse the next part. Returns the pieces that are certain now."""
         self._text += text
         while self._text and self._steps[self._state]():
             pass
         return self._given()
 
     def finish(self) -> list[Piece]:
+        """End the text. Returns what was held back."""
         rest, self._text = self._text, ""
         if self._state is _State.SPILL:
             self._pieces.append(Arguments(rest))
@@ -107,7 +112,7 @@ class MarkedParser:
         self._space += text[len(shown) :]
 
     def _give_up(self) -> None:
-        """What was held is content after all."""
+        """Make content of the text that was held back."""
         raw, self._raw = self._raw, ""
         self._content(raw)
         self._state = self._after_calls if self._calls_here else _State.OUTSIDE
@@ -122,7 +127,7 @@ class MarkedParser:
         self._text = rest
 
     def _start(self) -> bool:
-        """At the very beginning, where a call needs no marker."""
+        """At the beginning of the answer, where a call needs no marker."""
         self._take_white()
         if not self._text:
             return False
@@ -139,7 +144,7 @@ class MarkedParser:
         return bool(found)
 
     def _tail(self) -> bool:
-        """Behind the last call, up to the closing marker."""
+        """After the last call, up to the closing marker."""
         found = self._until((self._markers.closing, self._markers.opening), self._content)
         if found == self._markers.opening:
             self._open()
@@ -155,9 +160,9 @@ class MarkedParser:
         return bool(found)
 
     def _until(self, markers: tuple[str, ...], give: Callable[[str], None]) -> str:
-        """Give the text before the first of ``markers``, and take both away; "" if none is there.
+        """Give the text before the first of ``markers``, and drop both. Returns the marker, or "".
 
-        What may be the beginning of one stays.
+        Text that may be the beginning of a marker stays.
         """
         places = [(self._text.find(marker), marker) for marker in markers]
         found = min((pair for pair in places if pair[0] >= 0), default=None)
@@ -177,7 +182,7 @@ class MarkedParser:
         self._in_list = self._calls_here = False
 
     def _enter(self) -> bool:
-        """Behind a marker or a separator: the next call, or the list that it is in."""
+        """After a marker or a separator: the next call, or the list around it."""
         self._take_white()
         if not self._text:
             return False
@@ -221,7 +226,7 @@ class MarkedParser:
         return reader.complete or reader.broken
 
     def _between(self) -> bool:
-        """Behind a call: another one, or the end."""
+        """After a call: another one, or the end."""
         self._take_white()
         if not self._text:
             return False
@@ -239,7 +244,7 @@ class MarkedParser:
 
 
 def _possible_start(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` with which ``marker`` begins."""
+    """Length of the longest end of ``text`` that begins ``marker``."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-length:]):
             return length

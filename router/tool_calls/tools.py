@@ -1,25 +1,62 @@
-"""Tools and calls in the shapes of OpenAI's chat completions, and what is asked for checked."""
+"""The tools of a request: OpenAI's shapes of them, and what is left once they are checked."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidRequest, UnsupportedParameter
-from router.tool_calls.tool import Tool, ToolUse
 
 MAX_TOOLS = 128
 MAX_TOOL_CHARACTERS = 1 << 18
-"""All definitions of a request together, as JSON."""
+"""Maximum size of all definitions of a request together, as JSON."""
 Mode = Literal["none", "auto", "required"]
 _MODES: tuple[Mode, ...] = ("none", "auto", "required")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any]
+    """A JSON schema of an object."""
+    strict: bool = False
+
+    def as_template_value(self) -> dict[str, Any]:
+        """The value that chat templates take for a tool."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": {**function, "parameters": dict(self.parameters)}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that the model is given, and how it may call them."""
+
+    tools: tuple[Tool, ...]
+    """At least one; names are unique."""
+    names: frozenset[str]
+    """Names of the tools that may be called."""
+    required: bool = False
+    """Whether the answer must call at least one."""
+    single: bool = False
+    """Whether the answer may hold one call at most."""
+    characters: int = 0
+    """Size of all definitions as JSON."""
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        return tuple(tool for tool in self.tools if tool.name in self.names)
 
 
 class _Part(BaseModel):
@@ -63,7 +100,7 @@ MessageToolCalls = Annotated[list[MessageToolCall], Field(fail_fast=True)]
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What a request says of its tools."""
+    """A request's choice among its tools."""
 
     mode: Mode = "auto"
     names: frozenset[str] | None = None
@@ -75,9 +112,9 @@ class ToolChoice:
 def tool_use(
     definitions: Sequence[ToolDefinition] | None, choice: Any, *, parallel: bool | None
 ) -> ToolUse | None:
-    """What a chat completion's ``tools``, ``tool_choice`` and ``parallel_tool_calls`` ask for.
+    """Check a chat completion's ``tools``, ``tool_choice`` and ``parallel_tool_calls``.
 
-    None where no tool may be called: the model is then told of none. Raises InvalidRequest and
+    Returns None if no tool may be called: the model is then given none. Raises InvalidRequest and
     UnsupportedParameter.
     """
     tools = [_tool(one, f"tools[{place}]") for place, one in enumerate(definitions or ())]
@@ -86,7 +123,7 @@ def tool_use(
 
 
 def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
-    """None where no tool may be called. Raises InvalidRequest."""
+    """Check tools against a choice. Returns None if none may be called. Raises InvalidRequest."""
     check_tools(tools)
     names = frozenset(tool.name for tool in tools)
     if not tools:
@@ -113,7 +150,7 @@ def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Their number and that no two have one name. Raises InvalidRequest."""
+    """Check the number of tools and that names are unique. Raises InvalidRequest."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"at most {MAX_TOOLS} tools are possible", param="tools")
     if len({tool.name for tool in tools}) != len(tools):
@@ -123,7 +160,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
 def checked_tool(
     name: str, description: str | None, schema: dict[str, Any] | None, strict: bool, where: str
 ) -> Tool:
-    """A function under the path ``where`` of a request. Raises InvalidRequest."""
+    """Check a function at the path ``where`` of a request. Raises InvalidRequest."""
     check_name(name, f"{where}.name")
     parameters = schema or _NO_PARAMETERS
     if parameters.get("type", "object") != "object":
@@ -134,7 +171,7 @@ def checked_tool(
 
 
 def check_name(name: str, where: str) -> None:
-    """Raises InvalidRequest."""
+    """Check a function's name at the path ``where``. Raises InvalidRequest."""
     if _NAME.fullmatch(name) is None:
         raise InvalidRequest(
             f"{where} must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -", param=where
@@ -174,7 +211,7 @@ def _choice(choice: Any) -> ToolChoice:
 
 
 def choice_mode(value: Any) -> Mode:
-    """Raises InvalidRequest."""
+    """Check a mode. Raises InvalidRequest."""
     for mode in _MODES:
         if value == mode:
             return mode
@@ -199,7 +236,7 @@ def _name_of(value: Any) -> str:
 
 
 def bad_choice() -> InvalidRequest:
-    """A tool_choice that is none of the known ones."""
+    """The error for an unknown tool_choice."""
     return InvalidRequest(
         "tool_choice must be none, auto, required, the name of a function, or allowed_tools,"
         " in OpenAI's form",

@@ -1,9 +1,18 @@
-"""Reads one call, a JSON object with a name and arguments, while it is being written."""
+"""Incremental readers of one tool call, one for each way in which models write calls.
+
+CallReader          {"name": "look_up", "arguments": {"word": "x"}}
+NamedCallReader     look_up[ARGS]{"word": "x"}    look_up[CALL_ID]a1b2c3d4e[ARGS]{"word": "x"}
+
+A reader takes text as it comes and yields pieces. A call has begun once its name is known, of an
+object also the start of its arguments. Until then ``raw`` holds the text, and a reader that finds
+no call of an offered tool is ``broken``.
+"""
 
 from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -11,15 +20,18 @@ from router.tool_calls.json_scanner import WHITE, JsonScanner
 from router.tool_calls.pieces import Arguments, CallBegun, Piece
 
 _NAME_KEY = "name"
+ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NUMBERED = re.compile(re.escape(CALL_ID) + r"[A-Za-z0-9]{0,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """What the objects of a format look like."""
+    """How a format writes a call as an object."""
 
     argument_keys: frozenset[str] = frozenset({"arguments", "parameters"})
     needs_arguments: bool = False
-    """An object without arguments is no call."""
+    """Whether an object without arguments is content, not a call."""
 
 
 class _At(enum.Enum):
@@ -38,26 +50,24 @@ _FRAME = {
     _At.COLON: (":", _At.VALUE),
     _At.AFTER_VALUE: (",", _At.KEY),
 }
-"""The character that leads on, and where it leads."""
+"""The character expected in a state, and the next state."""
 
 
 class _Is(enum.Enum):
-    """What the value of the present key means. Of a key's second value nothing is made."""
+    """Meaning of the current key's value. A repeated key is ignored."""
 
     NAME = enum.auto()
     ARGUMENTS = enum.auto()
     WRAPPED_ARGUMENTS = enum.auto()
-    """Null, or JSON within a string, as some models write them."""
+    """Null, or JSON within a string: some models write arguments so."""
     OTHER = enum.auto()
 
 
 class CallReader:
-    """The state of one call. It has begun once its name and the start of its arguments are known.
-
-    Until then ``raw`` holds the text; an object that is not a call of one of ``names`` is broken.
-    """
+    """Reads one call that is a JSON object with a name and arguments, in any order."""
 
     def __init__(self, names: Collection[str], shape: CallShape) -> None:
+        """``names``: the tools that may be called."""
         self._names = names
         self._shape = shape
         self._at = _At.OPEN
@@ -76,16 +86,16 @@ class CallReader:
 
     @property
     def in_arguments(self) -> bool:
-        """Arguments are being given out, and have not ended."""
+        """Whether arguments have begun and not ended."""
         return self.begun and self._at is _At.IN_VALUE and self._is is _Is.ARGUMENTS
 
     def pieces(self) -> list[Piece]:
-        """What is new since the last time."""
+        """Take the pieces found since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def take(self, text: str) -> int:
-        """Follow ``text``: how far it belongs to the call."""
+        """Read ``text``. Returns how many of its characters belong to the call."""
         place = 0
         while place < len(text) and not (self.complete or self.broken):
             place = self._step(text, place)
@@ -151,7 +161,7 @@ class CallReader:
         return end
 
     def _scanned(self) -> None:
-        """A key or a value is whole."""
+        """Use a complete key or value."""
         if self._at is _At.IN_KEY:
             self._key, self._at = json.loads(self._value), _At.COLON
             return
@@ -196,8 +206,79 @@ class CallReader:
 
 def _is_object(text: str) -> bool:
     try:
-        # Half of a surrogate pair cannot be sent to anybody.
+        # Half of a surrogate pair cannot be sent as UTF-8.
         text.encode()
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+class NamedCallReader:
+    """Reads one call that is a name and an object of arguments. The markers may be missing."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        """``names``: the tools that may be called."""
+        self._names = names
+        self._scanner = JsonScanner()
+        self._pieces: list[Piece] = []
+        self.raw = ""
+        self.begun = False
+        self.complete = False
+        self.broken = False
+
+    @property
+    def in_arguments(self) -> bool:
+        """Whether arguments have begun and not ended."""
+        return self.begun and not self.complete
+
+    def pieces(self) -> list[Piece]:
+        """Take the pieces found since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def take(self, text: str) -> int:
+        """Read ``text``. Returns how many of its characters belong to the call."""
+        place = 0
+        while place < len(text) and not (self.begun or self.broken):
+            place = self._step(text[place], place)
+        return self._scan(text, place) if self.begun else place
+
+    def _step(self, character: str, place: int) -> int:
+        """Read one character of the name and the markers."""
+        name = self.raw.partition("[")[0]
+        if character == "{" and name in self._names and _is_whole(self.raw[len(name) :]):
+            self.begun, self.raw = True, ""
+            self._pieces.append(CallBegun(name))
+            return place
+        if not _may_begin(self.raw + character):
+            self.broken = True
+            return place
+        self.raw += character
+        return place + 1
+
+    def _scan(self, text: str, place: int) -> int:
+        end = self._scanner.take(text, place)
+        self._pieces.append(Arguments(text[place:end]))
+        self.broken, self.complete = self._scanner.broken, self._scanner.complete
+        return end
+
+
+def _is_whole(markers: str) -> bool:
+    """Whether the text between a name and its object is complete."""
+    return _without_id(markers).rstrip(WHITE) in ("", ARGUMENTS)
+
+
+def _may_begin(head: str) -> bool:
+    """Whether ``head`` is the beginning of a call."""
+    name, bracket, rest = head.partition("[")
+    if _NAME.fullmatch(name) is None:
+        return False
+    markers = bracket + rest
+    if CALL_ID.startswith(markers):
+        return True
+    return ARGUMENTS.startswith(_without_id(markers).rstrip(WHITE))
+
+
+def _without_id(markers: str) -> str:
+    numbered = _NUMBERED.match(markers)
+    return markers if numbered is None else markers[numbered.end() :]

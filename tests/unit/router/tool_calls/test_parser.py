@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tool_calls.formats.known import FORMATS
-from router.tool_calls.pieces import Arguments, Call, CallBegun, Content, Parsed, joined, parse
+from router.tool_calls.formats import FORMATS
+from router.tool_calls.pieces import Arguments, CallBegun, Content, joined
+from tests.support.router.parsed import Call, Parsed, parse
 
 NAMES = frozenset({"look_up", "add-2"})
 CASES: list[tuple[str, str, Parsed]] = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from router.core.request import OutputDelta
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor, StopStrings
 from router.text.tokenizer import Tokenizer
 from tests.support.router.front_fakes import tiny_tokenizer
 
@@ -21,12 +21,12 @@ TOKENIZER = tiny_tokenizer()
 (EOS,) = TOKENIZER.eos_ids
 
 
-def assembler(stop: Sequence[str] = (), hidden: Sequence[int] = (EOS,)) -> OutputAssembler:
-    return OutputAssembler(TOKENIZER.detokenizer(), stop, hidden)
+def assembler(stop: Sequence[str] = (), hidden: Sequence[int] = (EOS,)) -> OutputProcessor:
+    return OutputProcessor(TOKENIZER.detokenizer(), stop, hidden)
 
 
 def push_all(
-    target: OutputAssembler, rows: Sequence[Sequence[int]], finish: FinishReason
+    target: OutputProcessor, rows: Sequence[Sequence[int]], finish: FinishReason
 ) -> list[OutputDelta]:
     deltas = [target.push(row) for row in rows]
     deltas.append(target.push((), finish))
@@ -81,7 +81,7 @@ def test_stop_inside_one_push_overrules_the_workers_reason() -> None:
 def test_no_stop_string_ends_it_before_min_tokens() -> None:
     ids = TOKENIZER.encode("one two one two three")
     first = len(TOKENIZER.encode("one two"))
-    target = OutputAssembler(TOKENIZER.detokenizer(), ["two"], (EOS,), min_tokens=first)
+    target = OutputProcessor(TOKENIZER.detokenizer(), ["two"], (EOS,), min_tokens=first)
     deltas = [delta for token in ids if (delta := target.push([token])) is not None]
     assert text_of(deltas) == "one two one "
     assert deltas[-1].finish_reason is FinishReason.STOP
@@ -89,7 +89,7 @@ def test_no_stop_string_ends_it_before_min_tokens() -> None:
 
 def test_min_tokens_beyond_the_answer_leaves_the_workers_reason() -> None:
     ids = TOKENIZER.encode("one two")
-    target = OutputAssembler(TOKENIZER.detokenizer(), ["two"], (EOS,), min_tokens=len(ids))
+    target = OutputProcessor(TOKENIZER.detokenizer(), ["two"], (EOS,), min_tokens=len(ids))
     delta = target.push(ids, FinishReason.LENGTH)
     assert delta == OutputDelta("one two", ids, FinishReason.LENGTH)
 
@@ -137,7 +137,7 @@ def real() -> Tokenizer:
 def test_the_real_vocabulary(real: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, real.vocab_size - 1), max_size=30))
     deltas = push_all(
-        OutputAssembler(real.detokenizer()), [[token] for token in ids], FinishReason.LENGTH
+        OutputProcessor(real.detokenizer()), [[token] for token in ids], FinishReason.LENGTH
     )
     assert text_of(deltas) == real.decode(ids)
 
@@ -148,7 +148,7 @@ def test_the_real_vocabulary_on_text(real: Tokenizer, data: st.DataObject) -> No
     text = data.draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
     ids = real.encode(text, add_special_tokens=False)
     deltas = push_all(
-        OutputAssembler(real.detokenizer()), [[token] for token in ids], FinishReason.LENGTH
+        OutputProcessor(real.detokenizer()), [[token] for token in ids], FinishReason.LENGTH
     )
     assert text_of(deltas) == real.decode(ids)
     assert json.loads(json.dumps(text_of(deltas))) == text_of(deltas)
@@ -166,8 +166,8 @@ def test_the_tokens_that_are_scored_are_those_that_are_shown(
     ids = [*TOKENIZER.encode(text), EOS]
     scores = [TokenLogprobs(-float(place)) for place in range(len(ids))]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
-    scored = OutputAssembler(TOKENIZER.detokenizer(), stop, (EOS,), include_stop=include)
-    plain = OutputAssembler(TOKENIZER.detokenizer(), stop, (EOS,), include_stop=include)
+    scored = OutputProcessor(TOKENIZER.detokenizer(), stop, (EOS,), include_stop=include)
+    plain = OutputProcessor(TOKENIZER.detokenizer(), stop, (EOS,), include_stop=include)
     deltas = []
     for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
         finish = FinishReason.STOP if end == len(ids) else None
@@ -189,3 +189,56 @@ def test_the_tokens_that_are_scored_are_those_that_are_shown(
     else:
         assert shown.decode() == whole
         assert tokens[-1].hidden
+
+
+# Stop strings
+
+LETTERS = st.text("abc", max_size=24)
+STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
+
+
+def scan(pieces: list[str], stop: list[str]) -> tuple[str, str]:
+    scanner = StopStrings(stop)
+    shown = "".join(scanner.feed(piece) for piece in pieces)
+    return shown + ("" if scanner.found else scanner.rest()), scanner.match
+
+
+def expected(text: str, stop: list[str]) -> tuple[str, str]:
+    """Read character by character; stop as soon as a stop string is complete: which one."""
+    for end in range(1, len(text) + 1):
+        matches = [s for s in stop if text[:end].endswith(s)]
+        if matches:
+            longest = max(matches, key=len)
+            return text[: end - len(longest)], longest
+    return text, ""
+
+
+@given(st.lists(LETTERS, max_size=6), STOPS)
+def test_pieces_make_no_difference(pieces: list[str], stop: list[str]) -> None:
+    assert scan(pieces, stop) == expected("".join(pieces), stop)
+
+
+@given(LETTERS, STOPS)
+def test_only_a_possible_beginning_is_held_back(text: str, stop: list[str]) -> None:
+    scanner = StopStrings(stop)
+    shown = ""
+    for end, character in enumerate(text, 1):
+        shown += scanner.feed(character)
+        if scanner.found:
+            return
+        held = text[len(shown) : end]
+        assert shown + held == text[:end]
+        assert not held or any(s.startswith(held) and s != held for s in stop)
+
+
+def test_text_that_begins_no_stop_string_is_not_held_back() -> None:
+    scanner = StopStrings(["END"])
+    assert scanner.feed("some text E") == "some text "
+    assert scanner.feed("x") == "Ex"
+
+
+def test_nothing_after_the_stop() -> None:
+    scanner = StopStrings(["."])
+    assert scanner.feed("a. b") == "a"
+    assert scanner.feed("more") == ""
+    assert scanner.rest() == ""

@@ -1,12 +1,8 @@
-"""The sizes of pools that an operator has chosen at run time: one hash in Redis.
-
-Routers write what is asked of them, the supervisor reads it and acts. A pool that is not in it has
-the size that the configuration says. What is in it goes an hour after nobody has read it: with the
-cluster, that is.
-"""
+"""What routers and the supervisor share in Redis: sizes of pools, and the supervisor's address."""
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any, cast
 
@@ -16,11 +12,17 @@ log = logging.getLogger(__name__)
 
 TTL_S = 3600
 MAX_WORKERS = 1024
-"""Of a pool."""
+"""The maximum size of a pool."""
 
 
 class PoolSizes:
-    """Raises ``redis.RedisError``. Owned by one event loop."""
+    """The sizes of pools that an operator chose at run time, in one Redis hash.
+
+    Routers write them; the supervisor reads them and acts. A pool without an entry has its
+    configured size. The hash expires an hour after the last read, with the cluster.
+
+    Methods raise ``redis.RedisError``. Owned by one event loop.
+    """
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
         self._client = client
@@ -64,3 +66,21 @@ def _sizes(told: dict[bytes, bytes]) -> list[tuple[str, int]]:
         except ValueError:
             log.warning("a pool's size cannot be read")
     return sizes
+
+
+def supervision_key(cluster_id: str) -> str:
+    """Return the key of the JSON value that ``deploy.supervisor.slot_board`` writes."""
+    return f"baton:{{{cluster_id}}}:supervision"
+
+
+async def supervision_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
+    """Return the host:port of the supervisor's /metrics page, None without a recent report.
+
+    Raises ``redis.RedisError``.
+    """
+    told = await client.get(supervision_key(cluster_id))
+    try:
+        return None if told is None else str(json.loads(told)["metrics_address"]) or None
+    except (ValueError, TypeError, KeyError):
+        # Another version's supervisor.
+        return None

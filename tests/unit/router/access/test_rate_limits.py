@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.access.allowance import Allowance, duration
+from router.access.rate_limits import Allowance, duration
 
 
 @pytest.mark.parametrize(

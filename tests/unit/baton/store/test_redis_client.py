@@ -8,7 +8,7 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.store.redis_calls import RedisCalls
+from baton.store.redis_client import RedisCalls
 from baton.telemetry.metrics import RouterMetrics, WorkerMetrics
 
 LABELS = {"role": "router", "call": "x"}

@@ -5,12 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.autoscaling.traffic_counts import TIGHT_SHARE, ToldTraffic, TrafficCounts
-from baton.autoscaling.traffic_flow import GONE_S, SILENT_S, TrafficFlow
+from baton.autoscaling.traffic import (
+    GONE_S,
+    SILENT_S,
+    TIGHT_SHARE,
+    RouterTraffic,
+    TrafficCounts,
+    TrafficTracker,
+)
 
 
-def told(beat: int, requests: float) -> ToldTraffic:
-    return ToldTraffic(beat, TrafficCounts(requests=requests, input_tokens=10 * requests))
+def told(beat: int, requests: float) -> RouterTraffic:
+    return RouterTraffic(beat, TrafficCounts(requests=requests, input_tokens=10 * requests))
 
 
 def test_a_request_is_judged_by_its_slos() -> None:
@@ -25,7 +31,7 @@ def test_a_request_is_judged_by_its_slos() -> None:
 
 
 def test_the_routers_are_summed_and_a_new_one_counts_from_the_next_look() -> None:
-    flow = TrafficFlow()
+    flow = TrafficTracker()
     assert flow.look({"a": told(1, 100)}, 0.0) is None
     seen = flow.look({"a": told(2, 104), "b": told(1, 50)}, 2.0)
     assert seen is not None
@@ -36,7 +42,7 @@ def test_the_routers_are_summed_and_a_new_one_counts_from_the_next_look() -> Non
 
 
 def test_a_router_that_was_started_again_is_another_one_and_nothing_goes_back() -> None:
-    flow = TrafficFlow()
+    flow = TrafficTracker()
     flow.look({"a": told(1, 100), "b": told(1, 10)}, 0.0)
     seen = flow.look({"a:again": told(1, 3), "b": told(2, 12)}, 1.0)
     assert seen is not None
@@ -44,7 +50,7 @@ def test_a_router_that_was_started_again_is_another_one_and_nothing_goes_back() 
 
 
 def test_while_a_router_is_silent_nothing_is_known_until_it_is_gone() -> None:
-    flow = TrafficFlow()
+    flow = TrafficTracker()
     flow.look({"a": told(1, 0), "b": told(1, 0)}, 0.0)
     assert flow.look({"a": told(2, 1), "b": told(1, 0)}, SILENT_S - 1) is not None
     now = SILENT_S
@@ -61,7 +67,7 @@ def test_while_a_router_is_silent_nothing_is_known_until_it_is_gone() -> None:
 
 
 def test_without_a_router_nothing_is_known() -> None:
-    flow = TrafficFlow()
+    flow = TrafficTracker()
     assert flow.look({}, 0.0) is None
     assert flow.look({}, 1.0) is None
     assert flow.look({"a": told(1, 7)}, 2.0) is None
@@ -78,7 +84,7 @@ def test_without_a_router_nothing_is_known() -> None:
 )
 def test_every_request_counts_once_at_most(looks: list[dict[str, int]]) -> None:
     """A look has what came to each router that was there; one that goes comes back as another."""
-    flow, lives, totals = TrafficFlow(), dict.fromkeys("abc", 0), dict.fromkeys("abc", 0)
+    flow, lives, totals = TrafficTracker(), dict.fromkeys("abc", 0), dict.fromkeys("abc", 0)
     came, seen = 0, 0.0
     before: set[str] = set()
     for beat, added in enumerate(looks, start=1):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 
-from baton.autoscaling.traffic_board import TTL_S, TrafficBoard
-from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
+from baton.autoscaling.traffic import RouterTraffic, TrafficCounts
+from baton.autoscaling.traffic_store import TTL_S, TrafficStore
 from baton.store.redis_client import redis_client
 from router.dispatch.traffic_report import TrafficReport
 
@@ -16,11 +16,11 @@ KEY = "baton:{traffic-test}:traffic"
 
 async def test_counts_are_told_read_and_struck_off(redis_url: str) -> None:
     async with redis_client(redis_url) as client:
-        board = TrafficBoard(client, "traffic-test")
+        board = TrafficStore(client, "traffic-test")
         assert await board.read() == {}
         counts = TrafficCounts(requests=3, input_tokens=1.5, prefill_s=0.25)
-        await board.write("a", ToldTraffic(1, counts))
-        await board.write("b", ToldTraffic(7, TrafficCounts()))
+        await board.write("a", RouterTraffic(1, counts))
+        await board.write("b", RouterTraffic(7, TrafficCounts()))
         told = await board.read()
         assert told["a"].beat == 1
         assert asdict(told["a"].counts) == asdict(counts)
@@ -38,7 +38,7 @@ async def test_counts_are_told_read_and_struck_off(redis_url: str) -> None:
 async def test_a_router_tells_while_it_lives(redis_url: str) -> None:
     counts = TrafficCounts()
     async with redis_client(redis_url) as client:
-        board = TrafficBoard(client, "report-test")
+        board = TrafficStore(client, "report-test")
         report = TrafficReport(board, "router-1", counts)
         await report.close()
         report.start()
@@ -58,7 +58,7 @@ async def test_a_router_tells_while_it_lives(redis_url: str) -> None:
 
 async def test_a_store_that_is_away_keeps_nobody_from_counting() -> None:
     async with redis_client("redis://127.0.0.1:1", timeout_s=0.2) as client:
-        report = TrafficReport(TrafficBoard(client, "away"), "router-1", TrafficCounts())
+        report = TrafficReport(TrafficStore(client, "away"), "router-1", TrafficCounts())
         report.start()
         await asyncio.sleep(0.05)
         await report.close()
