@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from baton.store.redis_calls import RedisCalls
+from baton.store.redis_client import RedisCalls
 from baton.telemetry.metrics import WorkerMetrics
 from engine.checkpoint.model_config import ModelConfig
-from engine.roofline.roofline import Ceilings, Roof, Storage, Work, step_work
+from engine.roofline import Ceilings, Roof, Storage, Work, step_work
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
@@ -24,7 +24,7 @@ _NO_WORK = Work(0.0, 0.0, 0.0)
 class UtilizationMeter:
     """Work of a worker's steps, against the ceilings of its device.
 
-    See ``engine/roofline/roofline.py``. Drafts that a step checked are not counted: they are the
+    See ``engine/roofline.py``. Drafts that a step checked are not counted: they are the
     price of its tokens, not their work. Plain Python.
     """
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.telemetry.metrics import WorkerMetrics
 from engine.checkpoint.model_config import ModelConfig, load_model_config
-from engine.roofline.roofline import Ceilings, Storage, step_work, total
+from engine.roofline import Ceilings, Storage, step_work, total
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from tests.support.models import make_tiny_model
 from worker.core.gauges import UtilizationMeter, WorkerGauges
