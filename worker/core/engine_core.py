@@ -35,8 +35,7 @@ from baton.request import LoadSnapshot
 from baton.telemetry.logs import ErrorRow
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from worker.core.chunk_slack import ChunkSlack
 from worker.core.engine_thread import EngineThread
 from worker.core.failed_steps import FailedSteps

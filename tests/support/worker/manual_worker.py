@@ -18,9 +18,9 @@ from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transport import Peer
 from tests.support.engine.fake_engine import FakeEngine

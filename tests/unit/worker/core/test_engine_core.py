@@ -9,8 +9,7 @@ import torch
 
 from baton.errors import BatonError, StepFailed, WorkerFailed
 from baton.request import SequenceSpec
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from tests.support.engine.fake_engine import kv_of, next_token
 from tests.support.worker.manual_worker import SIZE, ManualWorker, settle, spec_of
 from worker.core.chunk_slack import MIN_TOKENS, ChunkSlack

@@ -5,9 +5,9 @@ from __future__ import annotations
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from worker.core.chunk_slack import MIN_TOKENS, ChunkSlack
 from worker.core.step_planner import StepPlanner

@@ -18,8 +18,8 @@ from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import WorkerMetrics
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.transports.transport import Peer
 from worker.costs.pace import Pace
 from worker.exchange.block_receiver import BlockReceiver

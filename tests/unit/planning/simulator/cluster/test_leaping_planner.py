@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from planning.simulator.cluster.leaping_planner import LeapingPace, LeapingPlanner, LeapingSlack
 from worker.core.chunk_slack import MIN_TOKENS
