@@ -44,7 +44,7 @@ from baton.telemetry.metrics import WorkerMetrics
 from baton.telemetry.metrics_server import MetricsServer
 from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
-from engine.roofline.roofline import Ceilings
+from engine.roofline import Ceilings
 from worker.core.chunk_slack import ChunkSlack
 from worker.core.control_loop import ENGINE_HANG_S, ControlLoop
 from worker.core.gauges import WorkerGauges

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from baton.store.redis_client import RedisCalls
 from baton.telemetry.metrics import WorkerMetrics
-from engine.roofline.roofline import Work
+from engine.roofline import Work
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 

@@ -15,8 +15,8 @@ from baton.errors import ConfigError
 from engine.checkpoint.model_config import load_model_config
 from engine.model.model import DecoderModel
 from engine.model.weights import load_weights
-from engine.speculation.heads.drafter_heads import load_medusa
-from engine.speculation.heads.medusa_model import MedusaModel
+from engine.speculation.heads.loading import load_medusa
+from engine.speculation.heads.medusa import MedusaModel
 from tests.support.drafter_heads import make_counting_medusa
 from tests.support.models import VOCAB, make_tiny_model
 

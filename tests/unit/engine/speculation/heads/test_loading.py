@@ -15,7 +15,7 @@ from baton.request import GroupShape
 from baton.sampling_params import SamplingParams
 from engine.engine import EngineSettings, build_engine, warm_up
 from engine.scheduling.block_pool import BlockPool
-from engine.speculation.model.model_draft_length import ModelDraftLength
+from engine.speculation.model.length import ModelDraftLength
 from tests.support.drafter_heads import (
     make_counting_eagle,
     make_counting_medusa,

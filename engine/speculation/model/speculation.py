@@ -14,7 +14,7 @@ import torch
 
 from engine.scheduling.known_sequence import KnownSequence
 from engine.scheduling.plan import PlanRow
-from engine.speculation.model.model_draft_length import EVIDENCE, PIECE, Candidate, ModelDraftLength
+from engine.speculation.model.length import EVIDENCE, PIECE, Candidate, ModelDraftLength
 from engine.speculation.model_drafter import ComputedRow, DraftQuery, ModelDrafter
 from engine.speculation.speculation import DraftedRow, with_draft
 from engine.step.step import CoreShare

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from engine.checkpoint.model_config import ExpertsConfig, ModelConfig
-from engine.parallel.model_share import config_of, share_of
+from engine.parallel.shard import config_of, share_of
 from tests.support.models import plain_config
 
 

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.speculation.draft_costs import DraftCosts
+from engine.speculation.costs import DraftCosts
 
 _LEVELS = 16
 """Evidence above this is all alike."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,21 +15,14 @@ from engine.model.model import DecoderModel
 from engine.model.weights import fingerprint, load_weights
 from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight
-from engine.sampling.sampling import SampleRow
 from engine.speculation.heads.eagle_config import load_eagle_config
 from engine.speculation.heads.eagle_drafter import EagleDrafter
-from engine.speculation.heads.eagle_model import EagleModel
-from engine.speculation.heads.eagle_step import EagleTorchStep
-from engine.speculation.heads.medusa_drafter import MedusaDrafter
-from engine.speculation.heads.medusa_model import MedusaModel, load_medusa_config
-from engine.speculation.model.filled_slots import FilledSlots
-from engine.speculation.model_drafter import ModelDrafter
+from engine.speculation.heads.eagle_model import EagleModel, EagleTorchStep
+from engine.speculation.heads.medusa import MedusaDrafter, MedusaModel, load_medusa_config
+from engine.speculation.model_drafter import FilledSlots, ModelDrafter, Sampler
 
 HEADS = ("eagle", "medusa")
 """The drafters' names in the configuration."""
-
-Sampler = Callable[[torch.Tensor, list[SampleRow]], list[int]]
-"""As ``engine.sampling.sampling.sample``."""
 
 
 @dataclass(frozen=True, slots=True)

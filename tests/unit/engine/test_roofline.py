@@ -1,4 +1,4 @@
-"""The floors of a step, against sums made by hand."""
+"""The floors of a step, against sums made by hand; the ceilings are measured."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine import roofline
 from engine.checkpoint.model_config import ExpertsConfig, ModelConfig, load_model_config
-from engine.roofline.roofline import Ceilings, Roof, Storage, Work, step_work, total
+from engine.roofline import Ceilings, Roof, Storage, Work, step_work, total
 from engine.scheduling.plan import PlanRow
 from tests.support.models import make_tiny_model
 
@@ -94,3 +96,19 @@ def test_the_higher_floor_binds() -> None:
     assert (roof.mbu, roof.mfu, roof.over_floor) == (0.5, 0.1, 2.0)
     busy = Roof(Work(1.0, 1.0, 900.0), ceilings, seconds=1.0)
     assert (busy.bound, busy.mfu) == ("arithmetic", 0.9)
+
+
+def test_ceilings_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_MEMORY_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(roofline, "_PRODUCTS", {"cpu": ((8, 16, 32),)})
+    found = roofline.measure_ceilings(torch.device("cpu"), torch.bfloat16)
+    assert found.bytes_per_s > 0
+    assert found.operations_per_s > 0
+
+
+def test_the_shortest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([9.0, 8.0, 3.0, 1.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr(roofline, "elapsed", lambda _device, _work: next(times))
+    runs: list[int] = []
+    assert roofline.best_elapsed(torch.device("cpu"), lambda: runs.append(1)) == 1.0
+    assert len(runs) == 2

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.checkpoint.model_config import ExpertsConfig
-from engine.model.experts import Experts, mix_experts, route
-from engine.model.linear import Linear
-from engine.model.mlp import GatedMlp, gated_mlp
+from engine.model.layers import Experts, GatedMlp, Linear, gated_mlp, mix_experts, route
 
 HIDDEN, INNER = 12, 10
 

@@ -1,15 +1,61 @@
-"""A mixture of experts (Shazeer et al., 2017), computed expert by expert."""
+"""A decoder's linear and feed-forward layers, in plain torch.
+
+The feed-forward part is a gated MLP (Shazeer, GLU Variants Improve Transformer, 2020), or a mixture
+of experts (Shazeer et al., 2017), which is computed expert by expert.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from engine.checkpoint.families import Activation
 from engine.checkpoint.model_config import ExpertsConfig
-from engine.model.linear import Linear
-from engine.model.mlp import GatedMlp, gated_mlp
+from engine.quantization.weight import QuantizedWeight, dequantize
+
+
+class Linear:
+    """``x @ weight.T + bias``; weight [out, in], x [rows, in]."""
+
+    def __init__(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._dense = weight if isinstance(weight, torch.Tensor) else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, out], of the type of ``x``."""
+        return F.linear(x, self._matrix(x.dtype), self.bias)
+
+    def to_float(self, x: torch.Tensor) -> torch.Tensor:
+        """fp32 [rows, out]."""
+        return self(x).float()
+
+    def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """A quantised weight is dequantised once, when torch is first asked to multiply by it."""
+        if self._dense is None:
+            assert isinstance(self.weight, QuantizedWeight)
+            self._dense = dequantize(self.weight).to(dtype)
+        return self._dense
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """``down(activation(gate(x)) * up(x))``."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+def gated_mlp(mlp: GatedMlp, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """fp32 [rows, hidden_size] of ``x`` [rows, hidden_size], which is of the weights' type."""
+    gate = mlp.gate(x)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return mlp.down.to_float(gate * mlp.up(x))
 
 
 @dataclass(frozen=True, slots=True)

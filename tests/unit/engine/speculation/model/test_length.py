@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from engine.speculation.drafting_time import DraftingTime
-from engine.speculation.model.model_draft_length import EVIDENCE, PIECE, Candidate, ModelDraftLength
+from engine.speculation.costs import DraftingTime
+from engine.speculation.model.length import EVIDENCE, PIECE, Candidate, ModelDraftLength
 
 MOST = 13
 

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from engine.speculation.draft_costs import DraftCosts
-from engine.speculation.draft_length import DraftLength, Proposal
+from engine.speculation.costs import DraftCosts
+from engine.speculation.length import DraftLength, Proposal
 
 Cost = Callable[[int], float]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.speculation.draft_length import MAX_IN_A_STEP, DraftLength, Proposal, best_count
-from engine.speculation.drafting_time import DraftingTime
+from engine.speculation.costs import DraftingTime
+from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal, best_count
 
 EVIDENCE = 4
 """Of a draft's first token, in the measure of ``DraftLength``: a model guesses better than a single
