@@ -27,7 +27,7 @@ from baton.autoscaling.cluster_figures import (
     WorkerState,
     other,
 )
-from baton.autoscaling.needs import RoleBalance, Reason, WorkerNeeds
+from baton.autoscaling.needs import Reason, RoleBalance, WorkerNeeds
 from baton.config.cluster import AutoscalerConfig, Role
 
 GROWTH_LOOKS = 2

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 
 from baton.store.redis_client import RedisCalls
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.roofline import Work
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler

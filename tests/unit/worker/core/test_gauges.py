@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.roofline import Work
 from worker.core.gauges import WorkerGauges
 
