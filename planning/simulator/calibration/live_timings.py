@@ -56,7 +56,7 @@ class TimedSharing:
     alone_gap_s: float
     """Between tokens while no prompt was computed."""
     beside_gap_s: float
-    """While one was, for the first ``worker.cores.patience.PATIENCE_S``."""
+    """While one was, for the first ``worker.cores.core_sharing.PATIENCE_S``."""
     beside_long_gap_s: float
     """While one was, behind that."""
     alone_first_s: float

@@ -25,9 +25,9 @@ from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transport import Peer
 from tests.support.engine.fake_engine import FakeEngine
 from worker.core import engine_core
-from worker.core.chunk_slack import ChunkSlack
 from worker.core.engine_core import EngineCore
 from worker.core.gauges import WorkerGauges
+from worker.core.prefill_budget import PrefillBudget
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.fetch import fetch
@@ -79,7 +79,7 @@ class ManualWorker:
         blocks: int = 32,
         chunk_tokens: int = 16,
         max_sequences: int = 8,
-        slack: ChunkSlack | None = None,
+        budget: PrefillBudget | None = None,
     ) -> None:
         """Call it on the event loop."""
         self.now = 100.0
@@ -114,7 +114,7 @@ class ManualWorker:
         gauges = WorkerGauges(self.metrics, "worker-0", "decode")
         self.reasons: list[str] = []
         """For which the process would have ended."""
-        self.core = EngineCore(engine, gauges, INCARNATION, None, slack, fail=self.reasons.append)
+        self.core = EngineCore(engine, gauges, INCARNATION, None, budget, fail=self.reasons.append)
         self.thread: ManualThread = runner.thread
         settings: Any = SimpleNamespace(
             config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),

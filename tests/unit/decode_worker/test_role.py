@@ -26,8 +26,7 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from worker.exchange.block_receiver import BlockReceiver
-from worker.intake import Intake
-from worker.role import WorkerContext
+from worker.role import Intake, WorkerContext
 
 GEOMETRY = Geometry(4, 1, 1, 8, "float32")
 BLOCK_BYTES = 64
