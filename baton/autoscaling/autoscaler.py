@@ -35,7 +35,8 @@ from baton.autoscaling.cluster_figures import (
     other,
 )
 from baton.autoscaling.rate_forecast import RateForecast
-from baton.config.cluster import AutoscalerConfig, Role
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.choices import Role
 
 MEMORY_LOOKS = 1.5
 """Rates are remembered for so many looks."""
@@ -45,6 +46,11 @@ MIN_JUDGED = 10
 """Requests that an SLO is judged by."""
 MIN_TOKENS_PER_S = 0.1
 """Less is no traffic."""
+HYSTERESIS = 0.15
+"""A role gives a worker away only if its load stays below 1 minus this, or if the higher load of
+the two roles falls by at least this fraction."""
+SLO_SHARE = 0.95
+"""Fraction of requests that must meet each SLO; below it, a role gets one more worker."""
 
 
 class Reason(StrEnum):
@@ -336,7 +342,7 @@ class Autoscaler:
 
     def _beyond(self, count: float, judged: float) -> bool:
         """Whether more requests than may are among those that were judged."""
-        return judged >= MIN_JUDGED and count > (1 - self._config.slo_share) * judged
+        return judged >= MIN_JUDGED and count > (1 - SLO_SHARE) * judged
 
     def _rested(self, now: float) -> bool:
         """Whether nothing was changed for a cooldown."""
@@ -401,7 +407,7 @@ class Autoscaler:
 
     def _gains(self, crew: _Crew, taker: Role) -> bool:
         """Whether a worker of the other role is better used in this one."""
-        giver, bounds, band = other(taker), self._bounds, 1 - self._config.hysteresis
+        giver, bounds, band = other(taker), self._bounds, 1 - HYSTERESIS
         if crew.load(taker) <= 1 or crew.have[taker] >= bounds.most[taker]:
             return False
         if crew.have[giver] <= max(1, bounds.least[giver]):
@@ -448,7 +454,7 @@ class Autoscaler:
         if crew.have[role] <= max(1, self._bounds.least[role]):
             return False
         most = max(need[role] for _, need in self._needed)
-        return most / (crew.have[role] - 1) <= 1 - self._config.hysteresis
+        return most / (crew.have[role] - 1) <= 1 - HYSTERESIS
 
     def _turn(
         self, crew: _Crew, giver: Role, count: int, reason: Reason, why: str, now: float

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.config.cluster import split_host_port
+from baton.config.fields import split_host_port
 from baton.errors import BatonError, ConfigError
 from deploy.processes.cluster_mark import ClusterMark
 from deploy.processes.daemon_thread import DaemonThread

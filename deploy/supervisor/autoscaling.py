@@ -20,7 +20,8 @@ import redis
 
 from baton.autoscaling.autoscaler import Action, Autoscaler, Bounds, ChangeRole, Resize
 from baton.autoscaling.cluster_figures import ROLES
-from baton.config.cluster import Config, Role
+from baton.config.choices import Role
+from baton.config.cluster import Config
 from baton.errors import BatonError, Unavailable
 from baton.store.pool_sizes import PoolSizes
 from baton.store.registry import WorkerRecord

@@ -10,7 +10,8 @@ from baton.autoscaling.cluster_figures import ClusterFigures, WorkerFigures, Wor
 from baton.autoscaling.demand import DemandReader
 from baton.autoscaling.traffic_board import TrafficBoard
 from baton.autoscaling.traffic_flow import TrafficFlow
-from baton.config.cluster import Config, Role
+from baton.config.choices import Role
+from baton.config.cluster import Config
 from baton.store.registry import DRAINING, Registry, WorkerRecord
 from deploy.supervisor.pool_keeper import Phase
 from deploy.supervisor.wanted_slots import split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc.aio
 
-from baton.config.cluster import Role
+from baton.config.choices import Role
 from baton.errors import WorkerFailed
 from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import error_from_rpc

@@ -121,7 +121,7 @@ class SupervisorActor:
             sizes = PoolSizes(client, settings.cluster_id)
             supervisor = Supervisor(
                 slots.pools,
-                Fleet(slots.of, roll, config.registry_ttl_s, self.worker_class),
+                Fleet(slots.of, roll, config.advanced.registry_ttl_s, self.worker_class),
                 SlotBoard(client, settings.cluster_id),
                 sizes,
                 metrics,

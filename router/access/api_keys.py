@@ -11,7 +11,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.config.cluster import DEFAULT_TENANT, KeyConfig
+from baton.config.access import KeyConfig
+from baton.config.choices import DEFAULT_TENANT
 from baton.errors import Unauthenticated
 from baton.request import Principal
 

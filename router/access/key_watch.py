@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baton.config.cluster import KeyConfig
+from baton.config.access import KeyConfig
 from baton.config.keys_file import read_keys
 from baton.errors import ConfigError
 from baton.telemetry.metrics import RouterMetrics

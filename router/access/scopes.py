@@ -6,7 +6,7 @@ Whatever is not listed takes an admin's key.
 
 from __future__ import annotations
 
-from baton.config.cluster import Scope
+from baton.config.choices import Scope
 
 OPEN = frozenset({"/health", "/live"})
 """For whoever asks: they tell nothing but whether the process serves."""

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.config.cluster import Config, split_host_port
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
 from baton.errors import (
     BatonError,
     Forbidden,

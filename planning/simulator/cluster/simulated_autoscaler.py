@@ -15,7 +15,8 @@ from baton.autoscaling.cluster_figures import ClusterFigures, WorkerFigures, Wor
 from baton.autoscaling.demand import DemandReader
 from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
 from baton.autoscaling.traffic_flow import TrafficFlow
-from baton.config.cluster import Config, Role
+from baton.config.choices import Role
+from baton.config.cluster import Config
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.role_change import RoleChange
 from planning.simulator.cluster.simulated_router import SimulatedRouter

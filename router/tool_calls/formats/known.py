@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.config.cluster import ToolParserName
+from baton.config.choices import ToolParserName
 from router.text.chat_template import ChatTemplate
 from router.tool_calls.format import ToolFormat
 from router.tool_calls.formats.hermes import HERMES

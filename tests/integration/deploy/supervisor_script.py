@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-from baton.config.cluster import PoolConfig, load_config
+from baton.config.cluster import load_config
+from baton.config.pools import PoolConfig
 from baton.store.redis_client import redis_client
 from deploy.processes.cluster_mark import RUN_VARIABLE, ClusterMark
 from deploy.processes.process_identity import ProcessIdentity

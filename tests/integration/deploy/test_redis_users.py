@@ -17,7 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from baton.autoscaling.traffic_board import TrafficBoard
 from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
-from baton.config.cluster import Config, KeyConfig, TlsConfig
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config
+from baton.config.tls import TlsConfig
 from baton.security.tls import TlsFiles
 from baton.store.pool_sizes import PoolSizes
 from baton.store.prefix_index import PrefixIndex

@@ -13,7 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from baton.autoscaling.autoscaler import ChangeRole, Reason, Resize
 from baton.autoscaling.cluster_figures import ClusterFigures
-from baton.config.cluster import AutoscalerConfig, Config, PoolConfig, Role
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.choices import Role
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import WorkerFailed
 from baton.host.background import end_tasks
 from baton.store.pool_sizes import PoolSizes

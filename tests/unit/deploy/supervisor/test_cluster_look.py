@@ -12,7 +12,8 @@ from baton.autoscaling.cluster_figures import WorkerState
 from baton.autoscaling.traffic_board import TrafficBoard
 from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
 from baton.autoscaling.traffic_flow import GONE_S
-from baton.config.cluster import Config, Role
+from baton.config.choices import Role
+from baton.config.cluster import Config
 from baton.store.registry import DRAINING, Registry, WorkerRecord
 from deploy.supervisor.cluster_look import ClusterLook, workers_of
 from deploy.supervisor.pool_keeper import Phase

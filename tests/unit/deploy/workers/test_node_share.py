@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import ConfigError
 from deploy.processes.cluster_mark import RUN_VARIABLE
 from deploy.processes.process_identity import ProcessIdentity

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from baton.config.cluster import KeyConfig
+from baton.config.access import KeyConfig
 from baton.errors import Unauthenticated
 from router.access.api_keys import ApiKeys
 
