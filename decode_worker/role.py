@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -63,7 +62,6 @@ class DecodeRole:
             geometry=context.engine.cache.geometry(),
             incarnation=context.incarnation,
         )
-        context.exchange.receiver.listeners.append(self)
         self.clock = context.exchange.receiver.clock
         """The clock of peers' silence; deadlines are on the monotonic clock."""
         self.closing = False
@@ -86,7 +84,10 @@ class DecodeRole:
         self._prefills = PrefillServicer(self.local.run, context.control.load, self.beats)
         self._streams: set[HandoffStream] = set()
         self.reserves = Reserves(self.receiver, context.intake, self.reserve)
-        self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
+        # Blocks of tickets that end may be what a reserve waits for.
+        self._unsubscribe = context.exchange.receiver.subscribe(
+            lambda _ticket, _error: self.reserves.serve_soon()
+        )
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add DecodeService, and PrefillService for prompts that are computed here."""
@@ -175,7 +176,10 @@ class DecodeRole:
         Raises what has ended the ticket, or InvalidGrammar.
         """
         if self.awaits_bytes(ticket_id):
-            await self._settled(ticket_id)
+            whole = self.receiver.blocks.whole(ticket_id)
+            assert whole is not None, "bytes are still to come"
+            # Another commit may wait for the same ticket.
+            await asyncio.shield(whole)
         spec, matcher = self.receiver.promised(ticket_id), None
         if spec is not None and spec.sampling.grammar is not None:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
@@ -185,29 +189,6 @@ class DecodeRole:
         return self.commit(
             ticket_id, writer, first_token, logprobs=logprobs, others=others, matcher=matcher
         )
-
-    async def _settled(self, ticket_id: str) -> None:
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._commits[ticket_id].append(waiting)
-        try:
-            await waiting
-        finally:
-            self._commits[ticket_id].remove(waiting)
-            if not self._commits[ticket_id]:
-                del self._commits[ticket_id]
-
-    def completed(self, ticket: Ticket) -> None:
-        """Its commit need wait no longer."""
-        for waiting in self._commits.get(ticket.ticket_id, ()):
-            if not waiting.done():
-                waiting.set_result(None)
-
-    def released(self, ticket: Ticket, error: BatonError) -> None:
-        """Its commit will not come."""
-        self.reserves.serve_soon()
-        for waiting in self._commits.get(ticket.ticket_id, ()):
-            if not waiting.done():
-                waiting.set_exception(error)
 
     def commit(
         self,
@@ -432,6 +413,8 @@ class DecodeRole:
         self.local.close(stopping)
         self._prefills.close()
         self._flush()
+        self._unsubscribe()
+        self.receiver.close()
 
 
 def _attempt(sequence: Sequence) -> Attempt:

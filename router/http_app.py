@@ -23,6 +23,7 @@ from baton.version import baton_version
 from router.access.access import Access
 from router.admin.cluster_metrics import cluster_page
 from router.core.request import Dispatcher
+from router.core.request_recorder import RequestStats
 from router.core.served_model import ServedModel
 from router.http.direct_routes import DirectRoutes
 from router.http.edge import HttpEdge
@@ -66,7 +67,7 @@ def create_app(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
     model: ServedModel,
-    metrics: RouterMetrics,
+    stats: RequestStats,
     config: Config,
     access: Access | None = None,
     *,
@@ -79,7 +80,7 @@ def create_app(
         dispatcher,
         tokenizer,
         model,
-        metrics,
+        stats,
         config.model_copy(update={"admin_http": ""}),
         access,
         number=number,
@@ -104,7 +105,7 @@ def create_apps(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
     model: ServedModel,
-    metrics: RouterMetrics,
+    stats: RequestStats,
     config: Config,
     access: Access | None = None,
     *,
@@ -119,9 +120,10 @@ def create_apps(
     supervisor's metrics are. ``more`` endpoints are added: those of
     batches, and the operators'.
     """
+    metrics = stats.metrics
     access = access or Access(config, metrics)
-    api = OpenAiApi(dispatcher, tokenizer, model, metrics, config, access)
-    exchange = Exchange(dispatcher, tokenizer, model, metrics, config, access)
+    api = OpenAiApi(dispatcher, tokenizer, model, stats, config, access)
+    exchange = Exchange(dispatcher, tokenizer, model, stats, config, access)
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
         title="Baton", version=baton_version(), description=_DESCRIPTION, redirect_slashes=False

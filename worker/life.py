@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import redis.asyncio
 
 from baton.config.choices import MIB
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.rpc.grpc_channel import listen, make_server
 from baton.security.peer_roles import PeerRoles
 from baton.store.prefix_index import PrefixIndex
@@ -77,8 +77,6 @@ class Life:
         self.server = make_server(gates=() if self._tls is None else (PeerRoles(),))
         self._roles = roles
         self._mounting = Mounting()
-        # A role adds its own, and takes them along when it goes.
-        self._own_listeners = len(context.exchange.receiver.listeners)
         self.role = self._mount()
         self.record: WorkerRecord
         self.publisher: IndexPublisher
@@ -144,7 +142,6 @@ class Life:
         """What runs ends with an error, or has ended; another role may follow."""
         await self.role.close()
         self._mounting.clear()
-        del self.context.exchange.receiver.listeners[self._own_listeners :]
 
     def turn(self, settings: WorkerSettings) -> None:
         """Take the role that ``settings`` name, once the one before is closed and idle."""

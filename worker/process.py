@@ -36,17 +36,16 @@ from prometheus_client import CollectorRegistry
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
-from baton.host.background import end_tasks
-from baton.host.loop_lag import watch_loop
+from baton.host.background import end_tasks, watch_loop
 from baton.host.process_end import Fail, fail
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.store.redis_client import redis_client
 from baton.store.registry import DRAINING, Registry, WorkerRecord
 from baton.telemetry.metrics import WorkerMetrics
 from baton.telemetry.metrics_server import MetricsServer
 from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
-from engine.roofline.roofline import Ceilings
+from engine.roofline import Ceilings
 from worker.core.chunk_slack import ChunkSlack
 from worker.core.control_loop import ENGINE_HANG_S, ControlLoop
 from worker.core.gauges import WorkerGauges

@@ -13,7 +13,7 @@ import redis
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.errors import InvalidRequest, LastWorker, NotFound, Unavailable
-from baton.store.pool_sizes import MAX_WORKERS, PoolSizes
+from baton.store.supervision import MAX_WORKERS, PoolSizes
 from router.routing.policy import route_settings
 
 

@@ -26,8 +26,7 @@ from baton.errors import (
     Unauthenticated,
 )
 from baton.telemetry.metrics import RouterMetrics
-from router.access.access import Access, is_loopback
-from router.access.scopes import OPEN, is_for_operators, scope_of_path
+from router.access.access import OPEN, Access, is_for_operators, is_loopback, scope_of_path
 from router.core.request_recorder import count_refusal
 from router.http.edge import HttpEdge
 from router.http.errors import anthropic_error, error_object, error_response

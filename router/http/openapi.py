@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from router.access.scopes import OPEN
+from router.access.access import OPEN
 
 
 class ErrorBody(BaseModel):

@@ -13,12 +13,11 @@ from starlette.responses import JSONResponse, Response
 from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.grammars.grammar_gate import GrammarGate
-from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.access.api_keys import Caller
 from router.core.choice import Choice, choices_for
 from router.core.request import Dispatcher, GenerationRequest, OutputDelta
-from router.core.request_recorder import count_refusal
+from router.core.request_recorder import RequestStats, count_refusal
 from router.core.served_model import ServedModel
 from router.http.body import read_object
 from router.http.disconnect import unless_disconnected
@@ -63,18 +62,18 @@ class Exchange:
         dispatcher: Dispatcher,
         tokenizer: Tokenizer,
         model: ServedModel,
-        metrics: RouterMetrics,
+        stats: RequestStats,
         config: Config,
         access: Access,
     ) -> None:
         grammars = GrammarGate(
-            tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
+            tokenizer.grammars, stats.metrics.grammar_compile_seconds.labels(role="router").observe
         )
         self.builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
         self._access = access
-        self._metrics = metrics
+        self._metrics = stats.metrics
         self._config = config
-        self._delivery = Delivery(dispatcher, metrics, config, show=tokenizer.decode)
+        self._delivery = Delivery(dispatcher, stats, config, show=tokenizer.decode)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Raises Unauthenticated."""

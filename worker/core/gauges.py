@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from baton.store.redis_calls import RedisCalls
+from baton.store.redis_client import RedisCalls
 from baton.telemetry.metrics import WorkerMetrics
-from engine.roofline.roofline import Work
+from engine.roofline import Work
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 

@@ -1,5 +1,5 @@
 """What a worker's steps did, against what its device does at most
-(``engine/roofline/roofline.py``).
+(``engine/roofline.py``).
 
 Drafts that a step checked are not counted: they are the price of its tokens, not their work. Plain
 Python; owned by the control loop.
@@ -8,7 +8,7 @@ Python; owned by the control loop.
 from __future__ import annotations
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.roofline.roofline import Ceilings, Roof, Storage, Work, step_work
+from engine.roofline import Ceilings, Roof, Storage, Work, step_work
 from engine.scheduling.plan import StepPlan
 
 _NOTHING = Work(0.0, 0.0, 0.0)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from baton.autoscaling.traffic import TrafficCounts
 from baton.config.choices import Role
 from baton.config.pools import PoolConfig
 from baton.request import FinishReason, Principal
@@ -104,6 +105,7 @@ class Company:
             config,
             Tokenizer.load(self._model),
             metrics,
+            TrafficCounts(),
             Registry(redis, self._cluster_id),
             PrefixIndex(redis, self._cluster_id),
         )

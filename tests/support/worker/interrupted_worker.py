@@ -42,7 +42,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
-from engine.speculation.ngram_drafter import NgramDrafter
+from engine.speculation.drafter import NgramDrafter
 from engine.speculation.speculation import Speculation
 from engine.step.step import StepInput, StepOutput
 from tests.kernels.gpu.torch_steps import TorchSteps

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.advanced import AdvancedConfig
 from baton.hashing import block_hashes, hash_key
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.request import Geometry
 from baton.telemetry.metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
@@ -349,7 +349,7 @@ class Worker(Process):
         for calls in self.exchange._calls.values():
             assert calls._stream is None or not calls._stream._waiting, "a call waits for ever"
         if isinstance(self.role, DecodeRole):
-            assert not self.role._commits, "a commit waits for ever"
+            assert not self.receiver._completing, "a commit waits for ever"
             assert not any(stream._waiting for stream in self.role._streams)
 
     async def shut_down(self) -> None:

@@ -19,8 +19,8 @@ from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.errors import WorkerFailed
 from baton.host.background import end_tasks
-from baton.store.pool_sizes import PoolSizes
 from baton.store.registry import WorkerRecord
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor import autoscaling as autoscaling_module
 from deploy.supervisor.autoscaling import Autoscaling, words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from baton.telemetry.metrics import WorkerMetrics
-from engine.roofline.roofline import Work
+from engine.roofline import Work
 from worker.core.gauges import WorkerGauges
 
 LABELS = {"worker": "w-0", "role": "prefill"}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.checkpoint.model_config import ModelConfig, load_model_config
-from engine.roofline.roofline import Ceilings, Storage, step_work, total
+from engine.roofline import Ceilings, Storage, step_work, total
 from engine.scheduling.plan import PlanRow, StepPlan
 from tests.support.models import make_tiny_model
 from worker.core.step_meter import StepMeter
