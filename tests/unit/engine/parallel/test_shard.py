@@ -19,7 +19,7 @@ def test_all_of_a_model_is_divided(
 ) -> None:
     heads = kv_heads * group
     ranks = min(ranks, heads)
-    inner = data.draw(st.sampled_from([8, 32, 96, 128])) * eights
+    inner = data.draw(st.sampled_from([16, 32, 96, 128])) * eights
     vocabulary = data.draw(st.integers(ranks, 1000))
     experts = ExpertsConfig(ranks + 3, 2, 16, True, frozenset({0}))
     config = plain_config(
