@@ -112,7 +112,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of an engine. The control loop owns pool and scheduler, its thread the runner."""
+    """The parts of an engine. The engine core owns pool and scheduler, its thread the runner."""
 
     config: ModelConfig
     runner: ModelRunner

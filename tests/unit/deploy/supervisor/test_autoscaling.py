@@ -11,8 +11,9 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaling.autoscaler import ChangeRole, Reason, Resize
+from baton.autoscaling.autoscaler import ChangeRole, Resize
 from baton.autoscaling.cluster_figures import ClusterFigures
+from baton.autoscaling.needs import Reason
 from baton.config.cluster import AutoscalerConfig, Config, PoolConfig, Role
 from baton.errors import WorkerFailed
 from baton.host.background import end_tasks

@@ -26,14 +26,14 @@ class Listener:
         self.lost: list[Sequence] = []
         self.errors: list[BatonError] = []
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         self.updates += updates
 
-    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         self.lost += sequences
         self.errors.append(error)
 
-    def on_expired(self, sequences: list[Sequence]) -> None:
+    def on_expire(self, sequences: list[Sequence]) -> None:
         self.expired += sequences
 
 
@@ -43,14 +43,15 @@ class World(ManualWorker):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **fields: object) -> None:
         super().__init__(monkeypatch, **fields)  # type: ignore[arg-type]
         self.listener = Listener()
-        self.control.start(self.listener)
+        self.core.subscribe(self.listener)
+        self.core.start()
 
     def make(self, spec: SequenceSpec, deadline: float = math.inf) -> Sequence:
         return self.context.make_sequence(spec, arrived=self.now, deadline=deadline)
 
     def add(self, spec: SequenceSpec, deadline: float = math.inf) -> Sequence:
         sequence = self.make(spec, deadline)
-        self.control.add(sequence)
+        self.core.add(sequence)
         return sequence
 
     async def hand_in(self, spec: SequenceSpec, deadline: float = math.inf) -> Sequence:
@@ -60,7 +61,7 @@ class World(ManualWorker):
         blocks = self.pool.allocate(-(-len(tokens) // SIZE))
         self.model.write(blocks, 0, kv_of(tokens))
         sequence.token_ids.append(next_token(tokens, len(tokens), 0, ()))
-        self.control.add_computed(sequence, blocks, len(tokens))
+        self.core.add_computed(sequence, blocks, len(tokens))
         await settle()
         return sequence
 
@@ -105,18 +106,18 @@ async def test_one_that_decodes_stops_and_the_others_go_on(world: World) -> None
     for _ in range(3):
         plan = await world.step()
         assert [row.sequence_id for row in plan.rows] == [stays.sequence_id]
-    world.control.remove(stays)
+    world.core.remove(stays)
     await world.drain()
     world.check_nothing_is_held()
 
 
-async def test_without_steps_the_next_pump_ends_what_has_expired(world: World) -> None:
+async def test_without_steps_the_next_schedule_ends_what_has_expired(world: World) -> None:
     """The heartbeat's, for one that nobody computes: here there are no blocks for it."""
     taken = world.pool.allocate(world.pool.available)
     sequence = world.add(spec_of(), deadline=101.0)
     assert not world.thread.plans
     world.now = 101.0
-    world.control.pump()
+    world.core.schedule_steps()
     assert world.listener.expired == [sequence]
     world.pool.release(taken)
     world.check_nothing_is_held()
@@ -130,16 +131,16 @@ async def test_a_prompt_that_has_expired_before_it_came(world: World) -> None:
 
 async def test_reports_of_decode_steps(world: World) -> None:
     first = await world.hand_in(spec_of("one", length=6, max_tokens=20))
-    assert world.control.load().step_ms == 0
+    assert world.core.load().step_ms == 0
     await world.step(0.02)
-    load = world.control.load()
+    load = world.core.load()
     assert load.step_ms == pytest.approx(20)
     assert (load.step_batch, load.step_context_tokens) == (1, 7)
     assert load.context_tokens == first.computed == 7
     # The engine waited before it began: its pause counts, as clients wait for it too.
     world.now += 0.01
     await world.step(0.02)
-    assert world.control.load().step_ms == pytest.approx((20 + 30) / 2)
+    assert world.core.load().step_ms == pytest.approx((20 + 30) / 2)
 
 
 async def test_queue_time_and_compute_time(world: World) -> None:
@@ -176,12 +177,12 @@ async def test_a_prompt_is_chunked_by_what_the_others_can_bear(
     # The steps took as long as was predicted for less: the bound may grow a little.
     assert max(chunks) <= 30, chunks
     assert min(chunks[:-1]) >= MIN_TOKENS, chunks
-    world.control.remove(running)
+    world.core.remove(running)
     await world.drain()
     alone = world.add(spec_of("alone", length=45, first=7, max_tokens=2))
     plan = await world.step()
     assert [row.count for row in plan.rows] == [45]
-    world.control.remove(alone)
+    world.core.remove(alone)
     await world.drain()
     world.check_nothing_is_held()
 
@@ -191,24 +192,24 @@ async def test_an_engine_that_ends_no_step_ends_the_worker(world: World) -> None
     world.add(spec_of(length=40))
     for _ in range(60):
         world.now += 1.0
-        world.control.beat(world.now)
-    assert world.control.load().steps_in_flight
+        world.core.beat(world.now)
+    assert world.core.load().steps_in_flight
     await world.step()
-    assert world.control.load().engine_steps == 1
+    assert world.core.load().engine_steps == 1
     world.now += 3600.0
     for _ in range(61):
-        world.control.beat(world.now)
+        world.core.beat(world.now)
         world.now += 1.0
     with pytest.raises(WorkerFailed, match="engine"):
-        world.control.beat(world.now)
+        world.core.beat(world.now)
 
 
 async def test_failed_steps_are_no_progress(world: World) -> None:
     world.add(spec_of("one", length=8))
     await world.step()
-    assert world.control.load().engine_steps == 1
+    assert world.core.load().engine_steps == 1
     await world.fail()
-    assert world.control.load().engine_steps == 1
+    assert world.core.load().engine_steps == 1
     (error,) = world.listener.errors
     assert (error.code, error.message) == (
         StepFailed.code,
@@ -254,7 +255,7 @@ async def test_a_step_that_ends_well_begins_another_row(world: World) -> None:
         else:
             await world.fail()
     assert not world.reasons
-    assert world.control.load().engine_steps == 3
+    assert world.core.load().engine_steps == 3
 
 
 async def test_one_request_that_fails_its_steps_ends_no_worker(world: World) -> None:
@@ -273,7 +274,7 @@ async def test_an_engine_whose_steps_all_fail_makes_no_progress(world: World) ->
     async def one_second() -> None:
         world.now += 1.0
         world.add(spec_of("bad", length=8))
-        world.control.beat(world.now)
+        world.core.beat(world.now)
         world.thread.end(LookupError("a bug"))
         await settle()
 
@@ -286,9 +287,9 @@ async def test_an_engine_whose_steps_all_fail_makes_no_progress(world: World) ->
 async def test_gauges_that_cannot_be_refreshed_end_no_worker(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(world.control._gauges, "refresh", lambda *_: 1 / 0)
+    monkeypatch.setattr(world.core._gauges, "refresh", lambda *_: 1 / 0)
     for _ in range(5):
-        world.control.beat(world.now)
+        world.core.beat(world.now)
     assert world.reasons == []
     assert caplog.text.count("Traceback") == 1, "the first of a row is logged"
     sequence = world.add(spec_of(length=8))
