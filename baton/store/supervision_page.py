@@ -1,4 +1,4 @@
-"""Where the supervisor's /metrics page is; `deploy.supervisor.slot_board` writes what is read
+"""Where the supervisor's /metrics page is; `deploy.supervisor.status_store` writes what is read
 here."""
 
 from __future__ import annotations
