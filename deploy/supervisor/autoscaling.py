@@ -23,15 +23,15 @@ import redis
 from baton.autoscaling.autoscaler import Action, Autoscaler, Bounds, ChangeRole, Resize
 from baton.autoscaling.cluster_figures import ROLES, ClusterFigures, WorkerFigures, WorkerState
 from baton.autoscaling.demand import DemandReader
-from baton.autoscaling.traffic_board import TrafficBoard
-from baton.autoscaling.traffic_flow import TrafficFlow
+from baton.autoscaling.traffic import TrafficTracker
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config, Role
 from baton.errors import BatonError, Unavailable, WorkerFailed
 from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import error_from_rpc
 from baton.security.tls import TlsFiles
-from baton.store.pool_sizes import PoolSizes
 from baton.store.registry import DRAINING, Registry, WorkerRecord
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.v1 import control_pb2, control_pb2_grpc
 from deploy.supervisor.reconciler import Phase, split
@@ -52,7 +52,7 @@ class ClusterObserver:
     """Three sources: the supervisor's slots, the workers' registry, what routers have counted."""
 
     def __init__(
-        self, config: Config, registry: Registry, board: TrafficBoard, phases: Phases
+        self, config: Config, registry: Registry, board: TrafficStore, phases: Phases
     ) -> None:
         self.records: Mapping[str, WorkerRecord] = {}
         """By slot, of the workers that serve, as of the last look."""
@@ -60,7 +60,7 @@ class ClusterObserver:
         self._registry = registry
         self._board = board
         self._phases = phases
-        self._flow = TrafficFlow()
+        self._flow = TrafficTracker()
         self._demand = DemandReader(config.slo_tpot_s)
 
     async def look(self, now: float) -> ClusterFigures:

@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, Sequence
 
 import redis
 
-from baton.autoscaling.traffic_board import TrafficBoard
+from baton.autoscaling.traffic import TrafficCounts
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.errors import BatonError, WorkerFailed
-from baton.host.background import end_tasks, spawn
-from baton.host.loop_lag import watch_loop
+from baton.host.background import end_tasks, spawn, watch_loop
 from baton.liveness.silence import SilenceWatch
 from baton.request import TokenOutput
 from baton.rpc.grpc_errors import error_from_code
@@ -41,7 +41,7 @@ from router.routing.policies import make_policy
 from router.routing.policy import route_settings
 from router.routing.prefix_lookup import PrefixLookup
 from router.routing.routes import Routes
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 from router.text.tokenizer import Tokenizer
 from router.workers.model_commit import CommitCheck
 from router.workers.worker_links import WorkerLink, WorkerLinks
@@ -69,11 +69,12 @@ class ClusterDispatcher:
         config: Config,
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
+        traffic: TrafficCounts,
         registry: Registry,
         index: PrefixIndex,
-        board: TrafficBoard | None = None,
+        board: TrafficStore | None = None,
     ) -> None:
-        """``board``: where an autoscaler looks what has come; None where there is none."""
+        """``board`` reports ``traffic`` to an autoscaler; None without one."""
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -92,7 +93,7 @@ class ClusterDispatcher:
             tls=config.tls.of("router"),
         )
         policy = make_policy(config.policy, route_settings(config))
-        planner = Planner(policy, config.block_size, metrics.traffic.counts)
+        planner = Planner(policy, config.block_size, traffic)
         self._planner = planner
         self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._running: set[RunningRequest] = set()
@@ -105,9 +106,7 @@ class ClusterDispatcher:
             metrics,
             self._links,
         )
-        self._report = (
-            None if board is None else TrafficReport(board, self.router_id, metrics.traffic.counts)
-        )
+        self._report = None if board is None else TrafficReport(board, self.router_id, traffic)
         self._draining = False
         self._told_health = ("down", "")
         self._dead = SilenceWatch[str](COLLECT_AFTER_S)
@@ -344,10 +343,10 @@ class ClusterDispatcher:
         for attempt in list(running.attempts):
             self._attempts.end(attempt)
 
-    def _assembler(self, request: GenerationRequest) -> OutputAssembler:
+    def _assembler(self, request: GenerationRequest) -> OutputProcessor:
         sampling = request.sampling
         eos = self._tokenizer.eos_ids if sampling.ends_at_eos else frozenset()
-        return OutputAssembler(
+        return OutputProcessor(
             self._tokenizer.detokenizer(
                 request.prompt_ids,
                 request.shown_ids,

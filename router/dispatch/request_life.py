@@ -22,7 +22,7 @@ from baton.logprobs import TokenLogprobs
 from baton.request import TokenOutput
 from baton.rpc.grpc_errors import error_from_code
 from router.core.request import OutputDelta
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 
 _PART = 64
 
@@ -34,7 +34,7 @@ class RequestLife:
         self,
         request_id: str,
         attempt: int,
-        *assemblers: OutputAssembler,
+        *assemblers: OutputProcessor,
         awaits_prompt: bool = False,
     ) -> None:
         """An assembler for each choice. ``awaits_prompt``: nothing is given before the prompt's log
@@ -144,7 +144,7 @@ class RequestLife:
 class ChoiceLife:
     """One answer of a request."""
 
-    def __init__(self, number: int, assembler: OutputAssembler, attempt: int = 0) -> None:
+    def __init__(self, number: int, assembler: OutputProcessor, attempt: int = 0) -> None:
         self.number = number
         self.assembler = assembler
         self.attempt = attempt

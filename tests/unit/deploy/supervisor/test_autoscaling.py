@@ -14,16 +14,15 @@ from prometheus_client import CollectorRegistry
 
 from baton.autoscaling.autoscaler import ChangeRole, Reason, Resize
 from baton.autoscaling.cluster_figures import ClusterFigures, WorkerState
-from baton.autoscaling.traffic_board import TrafficBoard
-from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
-from baton.autoscaling.traffic_flow import GONE_S
+from baton.autoscaling.traffic import GONE_S, RouterTraffic, TrafficCounts
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import AutoscalerConfig, Config, PoolConfig, Role
 from baton.errors import BatonError, InvalidRequest, WorkerFailed
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import make_server
 from baton.rpc.grpc_errors import guarded
-from baton.store.pool_sizes import PoolSizes
 from baton.store.registry import DRAINING, Registry, WorkerRecord
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.v1 import control_pb2, control_pb2_grpc
 from deploy.supervisor import autoscaling as autoscaling_module
@@ -234,11 +233,11 @@ class FakeRegistry:
 
 class FakeBoard:
     def __init__(self) -> None:
-        self.told: dict[str, ToldTraffic] = {}
+        self.told: dict[str, RouterTraffic] = {}
         self.removed: list[str] = []
         self.failure: OSError | None = None
 
-    async def read(self) -> dict[str, ToldTraffic]:
+    async def read(self) -> dict[str, RouterTraffic]:
         return dict(self.told)
 
     async def remove(self, routers: list[str]) -> None:
@@ -251,7 +250,7 @@ def look_at(
     registry: FakeRegistry, board: FakeBoard, phases: Mapping[str, Phase]
 ) -> ClusterObserver:
     return ClusterObserver(
-        Config(), cast(Registry, registry), cast(TrafficBoard, board), lambda: phases
+        Config(), cast(Registry, registry), cast(TrafficStore, board), lambda: phases
     )
 
 
@@ -287,15 +286,15 @@ async def test_figures_come_with_the_second_look_and_not_while_one_is_unlisted()
     board = FakeBoard()
     look = look_at(registry, board, phases)
     for beat in range(4):
-        board.told["r"] = ToldTraffic(beat, TrafficCounts(requests=10.0 * beat))
+        board.told["r"] = RouterTraffic(beat, TrafficCounts(requests=10.0 * beat))
         seen = await look.look(float(beat))
         assert (seen.demand is None) == (beat == 0)
     assert set(look.records) == {"prefill-0", "decode-0"}
     del registry.records["decode-0:1"]
-    board.told["r"] = ToldTraffic(9, TrafficCounts(requests=100))
+    board.told["r"] = RouterTraffic(9, TrafficCounts(requests=100))
     assert (await look.look(9.0)).demand is None
     registry.records["decode-0:2"] = record("decode-0", "decode", DRAINING)
-    board.told["r"] = ToldTraffic(10, TrafficCounts(requests=110))
+    board.told["r"] = RouterTraffic(10, TrafficCounts(requests=110))
     seen = await look.look(10.0)
     assert seen.demand is not None, "one that drains is known"
     assert set(look.records) == {"prefill-0"}
@@ -303,7 +302,7 @@ async def test_figures_come_with_the_second_look_and_not_while_one_is_unlisted()
 
 async def test_routers_that_are_gone_are_struck_off() -> None:
     board = FakeBoard()
-    board.told["r"] = ToldTraffic(1, TrafficCounts())
+    board.told["r"] = RouterTraffic(1, TrafficCounts())
     look = look_at(FakeRegistry(), board, {})
     await look.look(0.0)
     await look.look(GONE_S)
@@ -319,7 +318,7 @@ async def test_without_workers_or_routers_nothing_is_known(routers: int) -> None
     look = look_at(FakeRegistry(), board, {})
     for beat in range(3):
         for number in range(routers):
-            board.told[f"r{number}"] = ToldTraffic(beat, TrafficCounts())
+            board.told[f"r{number}"] = RouterTraffic(beat, TrafficCounts())
         assert (await look.look(float(beat))).demand is None
 
 

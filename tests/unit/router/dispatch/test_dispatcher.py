@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.autoscaling.traffic import TrafficCounts
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded
 from baton.request import (
@@ -36,7 +37,7 @@ from router.dispatch.request_life import RequestLife
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.routes import Stage
 from router.text.detokenizer import ByteDetokenizer
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 from router.workers.worker_links import WorkerLink
 from tests.support.router.front_fakes import tiny_tokenizer
 
@@ -68,6 +69,7 @@ async def unreached(revision: str = "") -> AsyncIterator[ClusterDispatcher]:
         Config(revision=revision),
         tiny_tokenizer(),
         RouterMetrics(CollectorRegistry()),
+        TrafficCounts(),
         Registry(redis, "c"),
         PrefixIndex(redis, "c"),
     )
@@ -176,7 +178,7 @@ async def test_whatever_goes_wrong_a_request_that_has_gone_is_counted_out(
 
 
 async def test_an_output_that_is_lost_ends_its_request(dispatcher: ClusterDispatcher) -> None:
-    life = RequestLife("r", 0, OutputAssembler(ByteDetokenizer(lambda token: b"x")))
+    life = RequestLife("r", 0, OutputProcessor(ByteDetokenizer(lambda token: b"x")))
     attempt = SimpleNamespace(owner=SimpleNamespace(life=life))
     dispatcher._attempts._by_name["r", 0] = cast(Attempt, attempt)
     dispatcher._on_unheard("another", 0, MemoryError())

@@ -43,7 +43,7 @@ from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.policy import Decision, RouteRequest
 from router.routing.routes import Route, Routes, Stage
 from router.text.detokenizer import ByteDetokenizer
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 from router.workers import breaker as breaker_module
 from router.workers.breaker import Breaker
 from router.workers.worker_links import WorkerLinks
@@ -177,7 +177,7 @@ class World:
             "r", PROMPT, SamplingParams(max_tokens=50), Principal(), 60.0, choices=choices, **fields
         )
         assemblers = (
-            OutputAssembler(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(choices)
+            OutputProcessor(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(choices)
         )
         running = RunningRequest(
             request, RequestLife("r", 0, *assemblers), time.monotonic() + request.deadline_s

@@ -16,14 +16,14 @@ from baton.request import FinishReason, TokenOutput
 from router.core.request import OutputDelta
 from router.dispatch.request_life import RequestLife
 from router.text.detokenizer import ByteDetokenizer
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 
 STOP = FinishReason.STOP
 
 
 def make_life(stop: tuple[str, ...] = (), attempt: int = 0) -> RequestLife:
     detokenizer = ByteDetokenizer(lambda token: bytes([token]))
-    return RequestLife("r", attempt, OutputAssembler(detokenizer, stop))
+    return RequestLife("r", attempt, OutputProcessor(detokenizer, stop))
 
 
 def output(
@@ -168,8 +168,8 @@ def choice_output(choice: int, index: int, text: str, *, ends: bool = False) -> 
 
 
 def make_choices(count: int, stop: tuple[str, ...] = (), *, scores: bool = False) -> RequestLife:
-    def assembler() -> OutputAssembler:
-        return OutputAssembler(ByteDetokenizer(lambda token: bytes([token])), stop)
+    def assembler() -> OutputProcessor:
+        return OutputProcessor(ByteDetokenizer(lambda token: bytes([token])), stop)
 
     return RequestLife("r", 0, *(assembler() for _ in range(count)), awaits_prompt=scores)
 
