@@ -16,7 +16,7 @@ from typing import Protocol
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.request import Geometry
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.share_layout import ShareLayout, shares_to

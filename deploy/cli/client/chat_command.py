@@ -99,7 +99,7 @@ def chat(
         clear_errors(),
         Client(address, api_key, tls=files) as client,
     ):
-        model = client.list_models()[0]
+        model = client.models()[0]
         most = max_tokens or max(1, min(MAX_TOKENS, model.context_length // 2))
         sampling = SamplingParameters(max_tokens=most, temperature=temperature, seed=seed)
         conversation = Chat(client, sampling)

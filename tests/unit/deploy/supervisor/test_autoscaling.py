@@ -12,8 +12,9 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaling.autoscaler import ChangeRole, Reason, Resize
+from baton.autoscaling.autoscaler import ChangeRole, Resize
 from baton.autoscaling.cluster_figures import ClusterFigures, WorkerState
+from baton.autoscaling.needs import Reason
 from baton.autoscaling.traffic import GONE_S, RouterTraffic, TrafficCounts
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import AutoscalerConfig, Config, PoolConfig, Role

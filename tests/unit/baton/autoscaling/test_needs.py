@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.autoscaling.rate_forecast import RateForecast
+from baton.autoscaling.needs import RateForecast
 
 rates = st.floats(0, 1e6)
 
