@@ -15,7 +15,7 @@ from baton.config.choices import MIB, TransportName
 from baton.config.cluster import Config
 from baton.config.tls import TlsConfig
 from baton.host.background import end_tasks
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.pair import Identity, PairLimits
