@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from router.console.percentiles import Percentiles
+from router.console.rates import Percentiles
 from router.console.snapshot import ClassView, Snapshot, WorkerView
 
 WIDE, MIDDLE, NARROW = 110, 72, 56
