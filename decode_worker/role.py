@@ -81,7 +81,7 @@ class DecodeRole:
         self._deadlines: dict[Attempt, float] = {}
         """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
         self.beats = Beats.of(context.settings.config)
-        self._prefills = PrefillServicer(self.local.run, context.control.load, self.beats)
+        self._prefills = PrefillServicer(self.local.run, context.core.load, self.beats)
         self._streams: set[HandoffStream] = set()
         self.reserves = Reserves(self.receiver, context.intake, self.reserve)
         # Blocks of tickets that end may be what a reserve waits for.
@@ -140,7 +140,7 @@ class DecodeRole:
             # From now on it is to say more often that it lives.
             self.outbox(offer.spec.router_id).hurry()
         self._deadlines[ticket.attempt] = offer.deadline
-        self.context.control.pump_soon()
+        self.context.core.schedule_soon()
         return ticket
 
     def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
@@ -218,7 +218,7 @@ class DecodeRole:
             self.context.engine.pool.release(receipt.blocks + receipt.spare)
             raise HandoffError(f"{1 + len(others)} first tokens for {spec.choices} choices")
         self._keep(sequence)
-        self.context.control.add_computed(sequence, receipt.blocks, len(spec.token_ids))
+        self.context.core.add_computed(sequence, receipt.blocks, len(spec.token_ids))
         forks = self._fork(sequence, others)
         # Told again: a prefill worker that dies before its answer loses nothing.
         firsts = (FirstToken(first_token, logprobs=logprobs), *others)
@@ -235,7 +235,7 @@ class DecodeRole:
         forks = scheduler.fork(sequence, (other.token_id for other in others))
         sequence.finish_reason = scheduler.finish_reason(sequence, sequence.token_ids[-1])
         if sequence.finish_reason:
-            self.context.control.remove(sequence)
+            self.context.core.remove(sequence)
         return forks
 
     def _tell_first(self, sequence: Sequence, first: FirstToken) -> None:
@@ -262,8 +262,8 @@ class DecodeRole:
             self.reserves.end(attempt, _aborted())
             self.local.ended(attempt, _aborted())
         for sequence in self._forget(attempt, choice):
-            self.context.control.remove(sequence)
-        self.context.control.pump()
+            self.context.core.remove(sequence)
+        self.context.core.schedule_steps()
 
     def abort_handoff(self, attempt: Attempt) -> None:
         """A writer gives up: its ticket ends, idempotent.
@@ -274,7 +274,7 @@ class DecodeRole:
         self.receiver.blocks.abort(attempt, self.clock())
         self.reserves.end(attempt, _aborted())
         self._deadlines.pop(attempt, None)
-        self.context.control.pump()
+        self.context.core.schedule_steps()
 
     def _forget(self, attempt: Attempt, choice: int | None = None) -> list[Sequence]:
         """A request, or one of its choices, is over. Returns what was kept of it."""
@@ -292,7 +292,7 @@ class DecodeRole:
             self._sequences.pop(attempt, None)
         return gone
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         """Pass a step's tokens on."""
         for update in updates:
             if update.token_ids:
@@ -323,13 +323,13 @@ class DecodeRole:
             )
             self.outbox(spec.router_id).put(output)
 
-    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         """The step of these sequences failed: they end with an error."""
         for sequence in sequences:
             self._fail(sequence, error)
         self._flush()
 
-    def on_expired(self, sequences: list[Sequence]) -> None:
+    def on_expire(self, sequences: list[Sequence]) -> None:
         """These sequences end with an error."""
         for sequence in sequences:
             self._fail(sequence, DeadlineExceeded("the request's deadline has passed"))
@@ -385,7 +385,7 @@ class DecodeRole:
         self._drop_lost_routers(self.clock())
         self._hand_back()
         self._flush()
-        self.context.control.beat(now)
+        self.context.core.beat(now)
         self.reserves.heartbeat()
 
     def _drop_lost_routers(self, now: float) -> None:
@@ -409,7 +409,7 @@ class DecodeRole:
         for choices in list(self._sequences.values()):
             for sequence in list(choices.values()):
                 self._fail(sequence, stopping)
-                self.context.control.remove(sequence)
+                self.context.core.remove(sequence)
         self.local.close(stopping)
         self._prefills.close()
         self._flush()

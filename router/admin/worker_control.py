@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import grpc.aio
 import redis
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import InvalidRequest, LastWorker, NotFound, Unavailable, WorkerFailed
 from baton.rpc.grpc_errors import CODE_KEY, call_errors
 from baton.store.registry import DRAINING
