@@ -11,7 +11,7 @@ import pytest
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.local import generate
+from engine.offline import generate
 from router.core.served_model import ServedModel
 from router.http_app import create_app
 from tests.integration.test_handoff import BLOCK, prompt_of, reference
