@@ -30,7 +30,7 @@ from worker.core.control_loop import ControlLoop
 from worker.core.gauges import WorkerGauges
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
-from worker.fetch import fetch
+from worker.prefill import fetch
 from worker.role import WorkerContext
 
 SIZE = 4

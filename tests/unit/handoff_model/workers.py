@@ -357,12 +357,12 @@ class Worker(Process):
 
 TIMED_MODULES = (
     "decode_worker.local_prefill",
-    "decode_worker.reserves",
     "decode_worker.role",
     "kvtransfer.pairs.outbound",
     "prefill_worker.handoff",
     "prefill_worker.role",
     "worker.core.control_loop",
-    "worker.fetch.fetch",
+    "worker.prefill.fetch",
+    "worker.prefill.flow",
 )
 """All that read the clock."""

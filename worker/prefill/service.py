@@ -1,4 +1,4 @@
-"""The gRPC face of whatever computes prompts: one stream a router, with all its prefills.
+"""PrefillService: one stream for each router, with all its prefills.
 
 A stream's states:
 
@@ -7,8 +7,8 @@ A stream's states:
 
 A prefill's, within it:
 
-    started ─events→ started ─end→ ended (told with its last event)
-    started ─cancel→ aborted (nothing more is told)
+    started ─responses→ started ─end→ ended (its last event says how)
+    started ─cancel→ aborted (nothing more is sent)
 
 Runs on the control loop, which owns all of it.
 """
@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 
@@ -37,8 +36,9 @@ log = logging.getLogger(__name__)
 CLOSE_S = 1.0
 """How long a stream of a worker that stops waits for what its prefills end with."""
 
-Runner = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
-"""Computes a prompt, and says what comes of it. Raises BatonError; closing it aborts."""
+Send = Callable[[prefill_pb2.PrefillResponse], None]
+Run = Callable[[prefill_pb2.PrefillRequest, Send], Awaitable[None]]
+"""Computes a prompt and sends its responses. Raises BatonError; cancelling it aborts."""
 Load = Callable[[], LoadSnapshot]
 PrefillName = tuple[str, int]
 """Request id and attempt."""
@@ -48,8 +48,8 @@ PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_p
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves each router's stream."""
 
-    def __init__(self, run: Runner, load: Load, beats: Beats = DEFAULT_BEATS) -> None:
-        """``load`` says what the worker does: each message carries it."""
+    def __init__(self, run: Run, load: Load, beats: Beats = DEFAULT_BEATS) -> None:
+        """``load`` returns the worker's load: each message carries it."""
         self._run = run
         self._load = load
         self._beats = beats
@@ -82,7 +82,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 class _Prefills:
     """What one stream has started."""
 
-    def __init__(self, run: Runner, load: Load, beats: Beats) -> None:
+    def __init__(self, run: Run, load: Load, beats: Beats) -> None:
         self.running: dict[PrefillName, asyncio.Task[None]] = {}
         self._run = run
         self._load = load
@@ -139,9 +139,7 @@ class _Prefills:
     async def _follow(self, name: PrefillName, request: prefill_pb2.PrefillRequest) -> None:
         end = prefill_pb2.PrefillEnd()
         try:
-            async with aclosing(self._run(request)) as responses:
-                async for response in responses:
-                    self._say(name, response=response)
+            await self._run(request, lambda response: self._say(name, response=response))
         except Exception as error:
             end = _end(as_baton_error(error))
         self._say(name, end=end)
