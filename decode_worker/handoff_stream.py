@@ -4,7 +4,7 @@
 
 A commit waits for bytes and for its grammar. A reserve waits for room and for the other ranks of
 this worker. Other calls go on meanwhile. What waits when the stream ends is given up: it has done
-nothing yet. Owned by the control loop.
+nothing yet. Owned by the event loop.
 """
 
 from __future__ import annotations

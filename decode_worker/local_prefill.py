@@ -136,7 +136,7 @@ class LocalSink:
             if update is not None and update.token_ids:
                 return [first_of(update)]
         # Ends what has expired, this sequence included.
-        self._context.control.pump()
+        self._context.core.schedule_steps()
         self._updates.check()
         raise deadline_passed()
 
@@ -162,7 +162,7 @@ class LocalSink:
         self._queued = sequence
         sequence.spare = self._pool.allocate(sequence.spec.choices - 1)
         blocks = leading + self._pool.allocate(missing - len(sequence.spare))
-        self._context.control.add_computed(sequence, blocks, sequence.cached_tokens)
+        self._context.core.add_computed(sequence, blocks, sequence.cached_tokens)
 
     async def commit(self, firsts: list[FirstToken]) -> None:
         """Let the sequence run on until it ends or is aborted."""

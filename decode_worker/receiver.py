@@ -1,6 +1,6 @@
 """The receiving end of handoffs: judges offers, reserves blocks, commits sequences.
 
-The states are those of ``kvtransfer.tickets.ticket``. Owned by the control loop; ``now`` is
+The states are those of ``kvtransfer.tickets.ticket``. Owned by the event loop; ``now`` is
 passed in.
 """
 

@@ -84,7 +84,7 @@ class DecodeRole:
         )
         self.flow = PrefillFlow(context, prompts.open, prefill_only=False, estimates=estimates)
         self.beats = Beats.of(context.settings.config)
-        self._prefills = PrefillServicer(self.flow.run, context.control.load, self.beats)
+        self._prefills = PrefillServicer(self.flow.run, context.core.load, self.beats)
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add DecodeService, and PrefillService for prompts that are computed here."""
@@ -148,7 +148,7 @@ class DecodeRole:
             # From now on its stream has keepalives more often.
             self.sequences.outbox(offer.spec.router_id).hurry()
         self._deadlines[ticket.attempt] = offer.deadline
-        self.context.control.pump_soon()
+        self.context.core.schedule_soon()
         return ticket
 
     def must_wait(self, ticket_id: str) -> bool:
@@ -214,7 +214,7 @@ class DecodeRole:
             self.context.engine.pool.release(receipt.blocks + receipt.spare)
             raise HandoffError(f"{1 + len(others)} first tokens for {spec.choices} choices")
         self.sequences.keep(sequence)
-        self.context.control.add_computed(sequence, receipt.blocks, len(spec.token_ids))
+        self.context.core.add_computed(sequence, receipt.blocks, len(spec.token_ids))
         forks = self._fork(sequence, others)
         # Sent again: a prefill worker that dies before its answer loses nothing.
         firsts = (FirstToken(first_token, logprobs=logprobs), *others)
@@ -235,7 +235,7 @@ class DecodeRole:
         forks = scheduler.fork(sequence, (other.token_id for other in others))
         sequence.finish_reason = scheduler.finish_reason(sequence, sequence.token_ids[-1])
         if sequence.finish_reason:
-            self.context.control.remove(sequence)
+            self.context.core.remove(sequence)
         return forks
 
     def _end_local(self, sequence: Sequence) -> None:
@@ -250,8 +250,8 @@ class DecodeRole:
             self.reserves.end(attempt, _aborted())
             self.flow.end(attempt, _aborted())
         for sequence in self._forget(attempt, choice):
-            self.context.control.remove(sequence)
-        self.context.control.pump()
+            self.context.core.remove(sequence)
+        self.context.core.schedule_steps()
 
     def abort_handoff(self, attempt: Attempt) -> None:
         """A writer gives up: its ticket ends, idempotent.
@@ -262,7 +262,7 @@ class DecodeRole:
         self.receiver.blocks.abort(attempt, self.clock())
         self.reserves.end(attempt, _aborted())
         self._deadlines.pop(attempt, None)
-        self.context.control.pump()
+        self.context.core.schedule_steps()
 
     def _forget(self, attempt: Attempt, choice: int | None = None) -> list[Sequence]:
         """Remove a request, or one of its choices. Returns the sequences that were kept of it."""
@@ -274,7 +274,7 @@ class DecodeRole:
 
     # Steps
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         """Send a step's tokens to the routers."""
         for update in updates:
             if update.token_ids:
@@ -282,7 +282,7 @@ class DecodeRole:
                 self.sequences.send(sequence, update.token_ids, update.logprobs)
                 if sequence.finish_reason:
                     self._forget(attempt_of(sequence), sequence.choice)
-        self.flow.on_step(updates)
+        self.flow.on_emit(updates)
         self._hand_back()
         self.sequences.flush()
         self.reserves.serve_soon()
@@ -294,15 +294,15 @@ class DecodeRole:
                 self._forget(attempt_of(sequence), sequence.choice)
                 self.sequences.send_end(sequence)
 
-    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         """The step of these sequences failed: they end with an error."""
         for sequence in sequences:
             self._fail(sequence, error)
         self.sequences.flush()
 
-    def on_expired(self, sequences: list[Sequence]) -> None:
+    def on_expire(self, sequences: list[Sequence]) -> None:
         """These sequences end with an error."""
-        self.on_lost(sequences, DeadlineExceeded("the request's deadline has passed"))
+        self.on_fail(sequences, DeadlineExceeded("the request's deadline has passed"))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
         """End a sequence that has left the scheduler, and its siblings, with an error."""
@@ -324,7 +324,7 @@ class DecodeRole:
                 self.abort(attempt)
         self._hand_back()
         self.sequences.flush()
-        self.context.control.beat(now)
+        self.context.core.beat(now)
         try:
             self.context.intake.check()
         except Unavailable as draining:
@@ -342,7 +342,7 @@ class DecodeRole:
         stopping = WorkerFailed("the decode worker is stopping")
         for sequence in self.sequences.each():
             self._fail(sequence, stopping)
-            self.context.control.remove(sequence)
+            self.context.core.remove(sequence)
         self.flow.close(stopping)
         self._prefills.close()
         self.sequences.flush()

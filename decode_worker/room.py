@@ -1,7 +1,7 @@
 """Whether a decode worker has room for one more sequence.
 
 One rule for tickets and for prompts that the worker computes itself. Plain Python, ``now`` in
-seconds of any one clock; owned by the control loop.
+seconds of any one clock; owned by the event loop.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     (no ticket) ─reserve→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED
     RESERVED, RECEIVING ─abort→ RELEASED
 
-Owned by the prefill worker's control loop.
+Owned by the worker's event loop.
 """
 
 from __future__ import annotations

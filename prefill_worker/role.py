@@ -43,7 +43,7 @@ class PrefillRole:
         self.context = context
         self.flow = PrefillFlow(context, self._open, prefill_only=True, estimates=estimates)
         self._service = PrefillServicer(
-            self.flow.run, context.control.load, Beats.of(context.settings.config)
+            self.flow.run, context.core.load, Beats.of(context.settings.config)
         )
         self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
@@ -82,16 +82,16 @@ class PrefillRole:
             self._handoffs[peer] = bound
         return bound
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         """Pass a step's results to the prompts that wait for them."""
-        self.flow.on_step(updates)
+        self.flow.on_emit(updates)
 
-    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         """The step of these sequences failed: their prompts end with an error."""
         for sequence in sequences:
             self.flow.end(attempt_of(sequence), error)
 
-    def on_expired(self, sequences: list[Sequence]) -> None:
+    def on_expire(self, sequences: list[Sequence]) -> None:
         """Their prompts end with an error."""
         for sequence in sequences:
             self.flow.end(attempt_of(sequence), deadline_passed())
@@ -101,7 +101,7 @@ class PrefillRole:
 
         Raises WorkerFailed where the engine hangs.
         """
-        self.context.control.beat(time.monotonic())
+        self.context.core.beat(time.monotonic())
 
     async def close(self) -> None:
         """End prefills in flight with an error, then the routers' streams."""
@@ -162,7 +162,7 @@ class RemoteSink:
         Returns the first token of each choice.
         """
         handoff, firsts = self._handoff, list[FirstToken]()
-        self._context.control.add(sequence, blocks)
+        self._context.core.add(sequence, blocks)
         while len(firsts) <= len(sequence.siblings):
             update = await self._next_update(sequence)
             # With its first token all that it came with is computed.
@@ -200,7 +200,7 @@ class RemoteSink:
 
     def _push_layers(self, sequence: Sequence, handoff: Handoff) -> None:
         """Send what the running step has stored of the sequence so far, where that pays."""
-        progress = self._context.control.progress(sequence)
+        progress = self._context.core.progress(sequence)
         if progress is not None and progress.layers:
             size = self._context.engine.cache.block_size
             blocks = -(-progress.tokens // size) if progress.is_last else progress.tokens // size
@@ -228,5 +228,5 @@ class RemoteSink:
         if self._handoff is not None:
             await self._handoff.close()
         if self._sequence is not None:
-            self._context.control.remove(self._sequence)
+            self._context.core.remove(self._sequence)
         self._taken.close()

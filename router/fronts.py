@@ -12,9 +12,8 @@ import redis.asyncio
 
 from baton.config.cluster import Config
 from baton.rpc.grpc_channel import make_server
-from baton.store.pool_sizes import PoolSizes
 from baton.store.prefix_index import PrefixIndex
-from baton.store.supervision_page import supervision_page
+from baton.store.supervision import PoolSizes, supervision_page
 from router.access.access import Access
 from router.admin.cache_control import CacheControl
 from router.admin.cluster_view import ClusterApi

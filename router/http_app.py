@@ -25,8 +25,6 @@ from router.admin.cluster_metrics import cluster_page
 from router.core.request import Dispatcher
 from router.core.request_recorder import RequestStats
 from router.core.served_model import ServedModel
-from router.http.direct_routes import DirectRoutes
-from router.http.edge import HttpEdge
 from router.http.errors import add_error_handlers
 from router.http.gate import gated
 from router.http.openapi import ERRORS, describe, json_body, streamed
@@ -128,7 +126,6 @@ def create_apps(
     app = FastAPIOffline(
         title="Baton", version=baton_version(), description=_DESCRIPTION, redirect_slashes=False
     )
-    app.add_middleware(HttpEdge)
     add_error_handlers(app)
     _add_openai(app, api, model.id)
     _add_operations(app, dispatcher, metrics, number, supervisor, config)
@@ -137,11 +134,10 @@ def create_apps(
         endpoints.mount(app)
     describe(app)
     direct |= {_CHAT: api.chat_completions, _PLAIN: api.completions}
-    routed = DirectRoutes(app, direct)
     if not config.admin_http:
-        return Apps(gated(routed, access, config, metrics, counted=direct), None, _paths(app))
+        return Apps(gated(app, access, config, metrics, direct=direct), None, _paths(app))
     return Apps(
-        gated(routed, access, config, metrics, part="clients", counted=direct),
+        gated(app, access, config, metrics, part="clients", direct=direct),
         gated(app, access, config, metrics, part="operators"),
         _paths(app),
     )

@@ -18,7 +18,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
-from baton.autoscaling.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import listen
@@ -89,7 +89,7 @@ async def serve(settings: RouterSettings) -> None:
         stats.traffic.counts,
         Registry(client, settings.cluster_id),
         PrefixIndex(client, settings.cluster_id),
-        TrafficBoard(client, settings.cluster_id) if config.autoscaler.enabled else None,
+        TrafficStore(client, settings.cluster_id) if config.autoscaler.enabled else None,
     )
     limits = RateLimits(client, settings.cluster_id, metrics)
     access = Access(config, metrics, limits)

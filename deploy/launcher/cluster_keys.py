@@ -7,11 +7,11 @@ import logging
 
 import redis
 
-from baton.autoscaling.traffic_board import TrafficBoard
-from baton.store.pool_sizes import PoolSizes
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
+from baton.store.supervision import PoolSizes
 from deploy.launcher.launcher_claim import told_key
 from deploy.supervisor.slot_board import SlotBoard
 
@@ -32,7 +32,7 @@ async def forget_cluster(url: str, cluster_id: str) -> None:
             await client.delete(told_key(cluster_id))
             await SlotBoard(client, cluster_id).clear()
             await PoolSizes(client, cluster_id).clear()
-            await TrafficBoard(client, cluster_id).clear()
+            await TrafficStore(client, cluster_id).clear()
             for incarnation in await registry.dead():
                 await index.collect(incarnation)
                 await registry.forget(incarnation)

@@ -22,8 +22,8 @@ from baton.autoscaling.autoscaler import Action, Autoscaler, Bounds, ChangeRole,
 from baton.autoscaling.cluster_figures import ROLES
 from baton.config.cluster import Config, Role
 from baton.errors import BatonError, Unavailable
-from baton.store.pool_sizes import PoolSizes
 from baton.store.registry import WorkerRecord
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor.cluster_look import ClusterLook, Phases
 from deploy.supervisor.pool_keeper import Phase

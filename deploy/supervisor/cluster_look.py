@@ -8,8 +8,8 @@ import redis
 
 from baton.autoscaling.cluster_figures import ClusterFigures, WorkerFigures, WorkerState
 from baton.autoscaling.demand import DemandReader
-from baton.autoscaling.traffic_board import TrafficBoard
-from baton.autoscaling.traffic_flow import TrafficFlow
+from baton.autoscaling.traffic import TrafficTracker
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config, Role
 from baton.store.registry import DRAINING, Registry, WorkerRecord
 from deploy.supervisor.pool_keeper import Phase
@@ -23,7 +23,7 @@ class ClusterLook:
     """Three sources: the supervisor's slots, the workers' registry, what routers have counted."""
 
     def __init__(
-        self, config: Config, registry: Registry, board: TrafficBoard, phases: Phases
+        self, config: Config, registry: Registry, board: TrafficStore, phases: Phases
     ) -> None:
         self.records: Mapping[str, WorkerRecord] = {}
         """By slot, of the workers that serve, as of the last look."""
@@ -31,7 +31,7 @@ class ClusterLook:
         self._registry = registry
         self._board = board
         self._phases = phases
-        self._flow = TrafficFlow()
+        self._flow = TrafficTracker()
         self._demand = DemandReader(config.slo_tpot_s)
 
     async def look(self, now: float) -> ClusterFigures:

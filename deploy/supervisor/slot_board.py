@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import redis.asyncio
 
-from baton.store.supervision_page import supervision_key
+from baton.store.supervision import supervision_key
 from deploy.supervisor.pool_keeper import Phase, SlotState
 
 TTL_S = 15

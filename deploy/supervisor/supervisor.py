@@ -21,7 +21,7 @@ from typing import Protocol
 import redis
 
 from baton.host.background import end_tasks
-from baton.store.pool_sizes import PoolSizes
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor.fleet import Seen
 from deploy.supervisor.pool_keeper import Order, Phase, PoolKeeper, SlotState

@@ -18,12 +18,12 @@ import redis
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
-from baton.autoscaling.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.host.process_end import end_process
-from baton.store.pool_sizes import PoolSizes
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.telemetry.metrics_server import MetricsServer
 from deploy.processes.ports import join_host_port
@@ -134,7 +134,7 @@ class SupervisorActor:
                 look = ClusterLook(
                     config,
                     Registry(client, settings.cluster_id),
-                    TrafficBoard(client, settings.cluster_id),
+                    TrafficStore(client, settings.cluster_id),
                     supervisor.phases,
                 )
                 autoscaling = Autoscaling(

@@ -1,14 +1,14 @@
-"""Counts each request once, whatever becomes of it."""
+"""Counts each request once, whatever becomes of it, and keeps figures of the latest ones."""
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass
 
-from baton.autoscaling.traffic_meter import FIRST_ANSWER_TOKENS, TrafficMeter
+from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS, TrafficMeter
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
 from baton.telemetry.metrics import RouterMetrics
-from baton.telemetry.recent_requests import RecentRequest, RecentRequests
 from router.core.request import OutputDelta
 from router.core.request_span import RequestSpan
 
@@ -188,3 +188,38 @@ class RequestRecorder:
             self._span.end(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self._class, outcome, code).inc()
+
+
+MAX_RECENT_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRequest:
+    """A request that has ended, however it did."""
+
+    received_at: float
+    """Seconds, of the clock of whoever adds it."""
+    prompt_tokens: int
+    output_tokens: int | None
+    """None where nobody knows how long its answer would have been."""
+    cached_tokens: int
+    """Of the prompt, that were found in a cache."""
+
+
+class RecentRequests:
+    """The last ``MAX_RECENT_REQUESTS`` that have ended."""
+
+    def __init__(self) -> None:
+        self._requests: deque[RecentRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
+        self.ended = 0
+        """All that ever were added."""
+
+    def add(self, request: RecentRequest) -> None:
+        """One has ended."""
+        self._requests.append(request)
+        self.ended += 1
+
+    def since(self, start: float) -> list[RecentRequest]:
+        """Those that came at ``start`` or later, in the order in which they came."""
+        found = [one for one in self._requests if one.received_at >= start]
+        return sorted(found, key=lambda one: one.received_at)

@@ -13,12 +13,11 @@ from collections.abc import AsyncGenerator, Sequence
 
 import redis
 
-from baton.autoscaling.traffic_board import TrafficBoard
-from baton.autoscaling.traffic_counts import TrafficCounts
+from baton.autoscaling.traffic import TrafficCounts
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.errors import BatonError, WorkerFailed
-from baton.host.background import end_tasks, spawn
-from baton.host.loop_lag import watch_loop
+from baton.host.background import end_tasks, spawn, watch_loop
 from baton.liveness.silence import SilenceWatch
 from baton.request import TokenOutput
 from baton.rpc.grpc_errors import error_from_code
@@ -73,7 +72,7 @@ class ClusterDispatcher:
         traffic: TrafficCounts,
         registry: Registry,
         index: PrefixIndex,
-        board: TrafficBoard | None = None,
+        board: TrafficStore | None = None,
     ) -> None:
         """``board`` reports ``traffic`` to an autoscaler; None without one."""
         self.router_id = f"router-{secrets.token_hex(6)}"

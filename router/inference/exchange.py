@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from router.core.request_recorder import RequestStats, count_refusal
 from router.core.served_model import ServedModel
 from router.http.body import read_object
 from router.http.disconnect import unless_disconnected
-from router.http.errors import error_response
 from router.http.sse import EventStream, EventStreamResponse, encode_named
 from router.inference.delivery import Delivery, Sink
 from router.inference.request_builder import Arrival, RequestBuilder
@@ -110,12 +109,8 @@ class Exchange:
         arrival: Arrival,
         *,
         stream: bool,
-        refusal: Callable[[BatonError], Response] = error_response,
     ) -> Response:
-        """Generate and answer, in one piece or as it comes.
-
-        ``refusal`` answers an error before the first event of a stream.
-        """
+        """Generate and answer, in one piece or as it comes."""
         (choice,) = choices_for([built])
         if stream:
 
@@ -131,9 +126,7 @@ class Exchange:
                     await self._delivery.deliver_all([built], arrival.at, show)
                     await events.write(encode_named(answer.last_events(choice)), more=False)
 
-            return EventStreamResponse(
-                work, lambda error: encode_named(answer.failure(error)), refusal
-            )
+            return EventStreamResponse(work, lambda error: encode_named(answer.failure(error)))
 
         async def keep(_: int, delta: OutputDelta) -> None:
             choice.add(delta, keep_text=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from baton.autoscaling.traffic_counts import TrafficCounts
+from baton.autoscaling.traffic import TrafficCounts
 from router.routing.cost_model import mean_context
 from router.routing.expected_blocks import ExpectedBlocks
 from router.routing.policy import Decision, Policy, RouteRequest

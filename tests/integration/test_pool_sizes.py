@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from baton.store.pool_sizes import TTL_S, PoolSizes
 from baton.store.redis_client import redis_client
-from baton.store.supervision_page import supervision_key, supervision_page
+from baton.store.supervision import TTL_S, PoolSizes, supervision_key, supervision_page
 from deploy.supervisor.slot_board import SlotBoard, Supervision
 
 KEY = "baton:{sizes-test}:pool-sizes"

@@ -1,6 +1,6 @@
 """The receiving side of every transfer to this worker: promises blocks, lets copies in, ends them.
 
-Owned by the control loop. The states are those of ``kvtransfer.tickets.ticket``; ``now`` is
+Owned by the event loop. The states are those of ``kvtransfer.tickets.ticket``; ``now`` is
 passed in.
 """
 

@@ -1,6 +1,6 @@
 """All pairs of this worker with others: what it sends, and what it receives.
 
-Owned by the control loop.
+Owned by the event loop.
 """
 
 from __future__ import annotations

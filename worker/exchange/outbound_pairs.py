@@ -1,7 +1,7 @@
 """The pairs by which one rank of this worker sends, and the channels to its peers.
 
 A pair that has broken is forgotten, and an unused channel is closed with the next heartbeat: a peer
-that comes back does so on another port. Owned by the control loop of the rank.
+that comes back does so on another port. Owned by the rank's event loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OutboundPairs:
     ) -> None:
         """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels.
 
-        ``clock`` is that of peers' silence, in seconds; see ``baton.liveness.listening_clock``.
+        ``clock`` is that of peers' silence, in seconds; see ``baton.liveness.listening``.
         """
         self._clock = clock
         self._identity = identity

@@ -5,7 +5,7 @@
 
 A broken link stays broken, and its worker ends with it: without one rank nothing can be computed.
 What is being pushed by the rank fails at once, and so do the tickets into which it receives. Owned
-by the control loop.
+by the event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one rank of a writer sends to the ranks of its receivers, all of them at once.
 
 Rank 0 has one for itself, and tells the other ranks what theirs are to do
-(``worker.exchange.rank_link``). Owned by the control loop of the rank.
+(``worker.exchange.rank_link``). Owned by the rank's event loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What rank 0 and the other ranks of a worker have in common where they receive: a book of tickets,
 
-whose writers alone bring bytes and are heard of. Owned by the control loop; ``now`` is passed in,
+whose writers alone bring bytes and are heard of. Owned by the event loop; ``now`` is passed in,
 as ``clock`` has it.
 """
 
@@ -17,7 +17,7 @@ class TicketReceiver:
     """The shared part of ``kvtransfer.pairs.inbound.TicketKeeper``."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` is that of leases, in seconds; see ``baton.liveness.listening_clock``."""
+        """``clock`` is that of leases, in seconds; see ``baton.liveness.listening``."""
         self.clock = clock
         self.book = TicketBook()
         self._transports: dict[str, str] = {}

@@ -147,10 +147,10 @@ class PrefillFlow:
                 firsts = await sink.compute(sequence, blocks)
                 _note(span, sequence)
                 for choice, first in zip((sequence, *sequence.siblings), firsts, strict=False):
-                    send(first_token(choice, first, self._context.control.load()))
+                    send(first_token(choice, first, self._context.core.load()))
                 handoff = await sink.commit(firsts)
                 if handoff is not None:
-                    load = convert.load_to_proto(self._context.control.load())
+                    load = convert.load_to_proto(self._context.core.load())
                     send(prefill_pb2.PrefillResponse(handoff=handoff, load=load))
             finally:
                 del self._updates[attempt]
@@ -186,7 +186,7 @@ class PrefillFlow:
             raise
         return blocks
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         """Pass a step's results to the prompts that wait for them."""
         if not self._updates:
             return

@@ -10,7 +10,7 @@ A prefill's, within it:
     started ─responses→ started ─end→ ended (its last event says how)
     started ─cancel→ aborted (nothing more is sent)
 
-Runs on the control loop, which owns all of it.
+Runs on the event loop, which owns all of it.
 """
 
 from __future__ import annotations

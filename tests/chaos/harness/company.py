@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaling.traffic_counts import TrafficCounts
+from baton.autoscaling.traffic import TrafficCounts
 from baton.config.cluster import Config, PoolConfig, Role
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ from pathlib import Path
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaling.traffic_counts import TrafficCounts
+from baton.autoscaling.traffic import TrafficCounts
 from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.request import Principal

@@ -25,7 +25,7 @@ class Role:
         self.clock = time.monotonic
         self.closing = False
         self.beats = DEFAULT_BEATS
-        self.context = SimpleNamespace(control=SimpleNamespace(load=LoadSnapshot))
+        self.context = SimpleNamespace(core=SimpleNamespace(load=LoadSnapshot))
         self.sequences = SimpleNamespace(outbox=lambda _: self.box)
 
     def has_work_of(self, router_id: str) -> bool:

@@ -26,7 +26,8 @@ class World(ManualWorker):
         for module in (role_module, flow):
             monkeypatch.setattr(module, "time", self.clock)
         self.role = PrefillRole(self.context)
-        self.control.start(self.role)
+        self.core.subscribe(self.role)
+        self.core.start()
 
     async def call(
         self, spec: SequenceSpec, receiver: str = ""

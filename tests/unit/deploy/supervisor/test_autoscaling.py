@@ -16,8 +16,8 @@ from baton.autoscaling.cluster_figures import ClusterFigures
 from baton.config.cluster import AutoscalerConfig, Config, PoolConfig, Role
 from baton.errors import WorkerFailed
 from baton.host.background import end_tasks
-from baton.store.pool_sizes import PoolSizes
 from baton.store.registry import WorkerRecord
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor import autoscaling as autoscaling_module
 from deploy.supervisor.autoscaling import Autoscaling, words

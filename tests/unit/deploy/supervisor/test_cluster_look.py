@@ -9,9 +9,8 @@ from typing import cast
 import pytest
 
 from baton.autoscaling.cluster_figures import WorkerState
-from baton.autoscaling.traffic_board import TrafficBoard
-from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
-from baton.autoscaling.traffic_flow import GONE_S
+from baton.autoscaling.traffic import GONE_S, RouterTraffic, TrafficCounts
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config, Role
 from baton.store.registry import DRAINING, Registry, WorkerRecord
 from deploy.supervisor.cluster_look import ClusterLook, workers_of
@@ -36,11 +35,11 @@ class FakeRegistry:
 
 class FakeBoard:
     def __init__(self) -> None:
-        self.told: dict[str, ToldTraffic] = {}
+        self.told: dict[str, RouterTraffic] = {}
         self.removed: list[str] = []
         self.failure: OSError | None = None
 
-    async def read(self) -> dict[str, ToldTraffic]:
+    async def read(self) -> dict[str, RouterTraffic]:
         return dict(self.told)
 
     async def remove(self, routers: list[str]) -> None:
@@ -51,7 +50,7 @@ class FakeBoard:
 
 def look_at(registry: FakeRegistry, board: FakeBoard, phases: Mapping[str, Phase]) -> ClusterLook:
     return ClusterLook(
-        Config(), cast(Registry, registry), cast(TrafficBoard, board), lambda: phases
+        Config(), cast(Registry, registry), cast(TrafficStore, board), lambda: phases
     )
 
 
@@ -87,15 +86,15 @@ async def test_figures_come_with_the_second_look_and_not_while_one_is_unlisted()
     board = FakeBoard()
     look = look_at(registry, board, phases)
     for beat in range(4):
-        board.told["r"] = ToldTraffic(beat, TrafficCounts(requests=10.0 * beat))
+        board.told["r"] = RouterTraffic(beat, TrafficCounts(requests=10.0 * beat))
         seen = await look.look(float(beat))
         assert (seen.demand is None) == (beat == 0)
     assert set(look.records) == {"prefill-0", "decode-0"}
     del registry.records["decode-0:1"]
-    board.told["r"] = ToldTraffic(9, TrafficCounts(requests=100))
+    board.told["r"] = RouterTraffic(9, TrafficCounts(requests=100))
     assert (await look.look(9.0)).demand is None
     registry.records["decode-0:2"] = record("decode-0", "decode", DRAINING)
-    board.told["r"] = ToldTraffic(10, TrafficCounts(requests=110))
+    board.told["r"] = RouterTraffic(10, TrafficCounts(requests=110))
     seen = await look.look(10.0)
     assert seen.demand is not None, "one that drains is known"
     assert set(look.records) == {"prefill-0"}
@@ -103,7 +102,7 @@ async def test_figures_come_with_the_second_look_and_not_while_one_is_unlisted()
 
 async def test_routers_that_are_gone_are_struck_off() -> None:
     board = FakeBoard()
-    board.told["r"] = ToldTraffic(1, TrafficCounts())
+    board.told["r"] = RouterTraffic(1, TrafficCounts())
     look = look_at(FakeRegistry(), board, {})
     await look.look(0.0)
     await look.look(GONE_S)
@@ -119,5 +118,5 @@ async def test_without_workers_or_routers_nothing_is_known(routers: int) -> None
     look = look_at(FakeRegistry(), board, {})
     for beat in range(3):
         for number in range(routers):
-            board.told[f"r{number}"] = ToldTraffic(beat, TrafficCounts())
+            board.told[f"r{number}"] = RouterTraffic(beat, TrafficCounts())
         assert (await look.look(float(beat))).demand is None

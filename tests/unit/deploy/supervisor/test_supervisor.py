@@ -11,7 +11,7 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from baton.host.background import end_tasks
-from baton.store.pool_sizes import PoolSizes
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor import supervisor as supervisor_module
 from deploy.supervisor.fleet import Seen

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaling.traffic_counts import TrafficCounts
+from baton.autoscaling.traffic import TrafficCounts
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded
 from baton.request import (

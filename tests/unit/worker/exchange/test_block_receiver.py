@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.telemetry.metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from kvtransfer.tickets.ticket import Ticket, TicketState

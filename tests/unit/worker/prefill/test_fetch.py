@@ -70,7 +70,7 @@ class World:
             engine=SimpleNamespace(
                 pool=self.pool, scheduler=self.scheduler, cache=SimpleNamespace(block_size=SIZE)
             ),
-            control=SimpleNamespace(prompt_pace=Pace(self.token_s, 1)),
+            core=SimpleNamespace(prompt_pace=Pace(self.token_s, 1)),
             metrics=self.metrics,
             incarnation="prefill-0:1",
         )
