@@ -42,7 +42,7 @@ from worker.prefill.fetch_estimates import FetchEstimates
 from worker.prefill.flow import PrefillFlow, attempt_of
 from worker.prefill.service import PrefillServicer
 from worker.role import WorkerContext
-from worker.services.beats import Beats
+from worker.services import Keepalive
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ class DecodeRole:
             turn=lambda: self.reserves.answered if self.reserves else None,
         )
         self.flow = PrefillFlow(context, prompts.open, prefill_only=False, estimates=estimates)
-        self.beats = Beats.of(context.settings.config)
-        self._prefills = PrefillServicer(self.flow.run, context.core.load, self.beats)
+        self.keepalive = Keepalive.of(context.settings.config)
+        self._prefills = PrefillServicer(self.flow.run, context.core.load, self.keepalive)
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add DecodeService, and PrefillService for prompts that are computed here."""

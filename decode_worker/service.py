@@ -122,7 +122,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             yield self._message()
             while not role.closing:
                 busy = role.has_work_of(request.router_id)
-                await outbox.wait(role.beats.next_s(busy=busy))
+                await outbox.wait(role.keepalive.next_s(busy=busy))
                 if not outbox.is_current(reader):
                     return
                 for message in self._messages(outbox.take()):

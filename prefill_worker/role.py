@@ -29,7 +29,7 @@ from worker.prefill.flow import (
 )
 from worker.prefill.service import PrefillServicer
 from worker.role import WorkerContext
-from worker.services.beats import Beats
+from worker.services import Keepalive
 
 LAYER_POLL_S = 0.01
 """How often a running step is checked for the layers that it has stored, where that pays."""
@@ -43,7 +43,7 @@ class PrefillRole:
         self.context = context
         self.flow = PrefillFlow(context, self._open, prefill_only=True, estimates=estimates)
         self._service = PrefillServicer(
-            self.flow.run, context.core.load, Beats.of(context.settings.config)
+            self.flow.run, context.core.load, Keepalive.of(context.settings.config)
         )
         self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)

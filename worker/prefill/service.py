@@ -29,7 +29,7 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import as_baton_error
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from worker.services.beats import DEFAULT_BEATS, Beats
+from worker.services import DEFAULT_KEEPALIVE, Keepalive
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_p
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves each router's stream."""
 
-    def __init__(self, run: Run, load: Load, beats: Beats = DEFAULT_BEATS) -> None:
+    def __init__(self, run: Run, load: Load, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> None:
         """``load`` returns the worker's load: each message carries it."""
         self._run = run
         self._load = load
-        self._beats = beats
+        self._keepalive = keepalive
         self._closing = asyncio.Event()
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: PrefillContext
     ) -> None:
         """See prefill.proto."""
-        prefills = _Prefills(self._run, self._load, self._beats)
+        prefills = _Prefills(self._run, self._load, self._keepalive)
         reading = asyncio.create_task(prefills.obey(request_iterator), name="prefill commands")
         telling = asyncio.create_task(prefills.tell(context), name="prefill events")
         closing = asyncio.create_task(self._closing.wait(), name="prefills' close")
@@ -82,11 +82,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 class _Prefills:
     """What one stream has started."""
 
-    def __init__(self, run: Run, load: Load, beats: Beats) -> None:
+    def __init__(self, run: Run, load: Load, keepalive: Keepalive) -> None:
         self.running: dict[PrefillName, asyncio.Task[None]] = {}
         self._run = run
         self._load = load
-        self._beats = beats
+        self._keepalive = keepalive
         self._events: list[prefill_pb2.PrefillEvent] = []
         self._happened = asyncio.Event()
         self._is_over = False
@@ -107,7 +107,7 @@ class _Prefills:
         """
         while not self._is_over or self._events:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._beats.next_s(busy=bool(self.running))):
+                async with asyncio.timeout(self._keepalive.next_s(busy=bool(self.running))):
                     await self._happened.wait()
             self._happened.clear()
             events, self._events = self._events, []

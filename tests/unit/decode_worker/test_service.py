@@ -14,7 +14,7 @@ from baton.rpc.grpc_channel import MESSAGE_LIMIT
 from baton.v1 import decode_pb2
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeServicer, Outbox
-from worker.services.beats import DEFAULT_BEATS
+from worker.services import DEFAULT_KEEPALIVE
 
 
 class Role:
@@ -24,7 +24,7 @@ class Role:
         self.box = Outbox(0.0)
         self.clock = time.monotonic
         self.closing = False
-        self.beats = DEFAULT_BEATS
+        self.keepalive = DEFAULT_KEEPALIVE
         self.context = SimpleNamespace(core=SimpleNamespace(load=LoadSnapshot))
         self.sequences = SimpleNamespace(outbox=lambda _: self.box)
 

@@ -39,7 +39,7 @@ from worker.core.gauges import WorkerGauges
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.role import Role, WorkerContext
-from worker.services.transfer_service import TransferServicer
+from worker.services import TransferServicer
 
 FINGERPRINT = "model"
 GEOMETRY = Geometry(BLOCK_SIZE, 2, 1, 4, "float16")

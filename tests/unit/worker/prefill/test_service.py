@@ -17,7 +17,7 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.workers.prefill_stream import PrefillStream
 from worker.prefill import service
 from worker.prefill.service import PrefillServicer, Send
-from worker.services.beats import Beats
+from worker.services import Keepalive
 
 DEADLINE_S = 20.0
 
@@ -27,7 +27,7 @@ class Prompts:
 
     def __init__(self) -> None:
         self.servicer = PrefillServicer(
-            self.run, lambda: LoadSnapshot("p", running=3), Beats(busy_s=0.01, idle_s=5.0)
+            self.run, lambda: LoadSnapshot("p", running=3), Keepalive(busy_s=0.01, idle_s=5.0)
         )
         self.going_on = asyncio.Event()
         self.begun: list[str] = []
