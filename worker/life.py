@@ -26,7 +26,7 @@ from baton.rpc.grpc_channel import listen, make_server
 from baton.security.peer_roles import PeerRoles
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import WorkerRecord
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S

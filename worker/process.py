@@ -40,8 +40,8 @@ from baton.host.process_end import Fail, fail
 from baton.liveness.listening import ListeningClock
 from baton.store.redis_client import redis_client
 from baton.store.registry import DRAINING, Registry, WorkerRecord
-from baton.telemetry.metrics import WorkerMetrics
 from baton.telemetry.metrics_server import MetricsServer
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
 from engine.roofline import Ceilings

@@ -12,7 +12,7 @@ import grpc.aio
 from baton.errors import InvalidRequest
 from baton.grammars.grammar_gate import GrammarGate
 from baton.request import SequenceSpec
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
 from engine.local import make_sequence
 from engine.scheduling.sequence import Sequence

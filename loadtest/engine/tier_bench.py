@@ -30,7 +30,7 @@ from rich.table import Table
 from baton.errors import BatonError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import make_sequence
 from loadtest.common.bench_app import Figures, ModelFolder, bench_app, say

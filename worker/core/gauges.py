@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping
 
 from baton.store.redis_client import RedisCalls
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.checkpoint.model_config import ModelConfig
 from engine.roofline import Ceilings, Roof, Storage, Work, step_work
 from engine.scheduling.block_pool import BlockPool

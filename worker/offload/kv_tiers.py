@@ -16,7 +16,7 @@ from pathlib import Path
 from baton.config.cluster import MIB, Config
 from baton.host.background import end_tasks
 from baton.host.cache import cache_dir
-from baton.telemetry.metrics import TierSeries, WorkerMetrics
+from baton.telemetry.worker_metrics import TierSeries, WorkerMetrics
 from engine.engine import Engine
 from engine.scheduling.block_tier import BlockTier
 from engine.scheduling.block_tiers import BlockTiers

@@ -15,7 +15,7 @@ from baton.errors import BatonError
 from baton.host.background import end_tasks
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate, make_sequence
 from engine.scheduling.sequence import Sequence

@@ -15,7 +15,7 @@ from baton.errors import ChecksumMismatch, HandoffError, TicketEnded, WorkerFail
 from baton.hashing import hash_key
 from baton.request import FinishReason, Geometry, LoadSnapshot, SequenceSpec, TokenOutput
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import ROUTER_GRACE_S, DecodeRole

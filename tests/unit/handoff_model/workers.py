@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from baton.hashing import block_hashes, hash_key
 from baton.liveness.listening import ListeningClock
 from baton.request import Geometry
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
 from engine.scheduling.block_pool import BlockPool

@@ -9,7 +9,8 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from baton.store.redis_client import RedisCalls
-from baton.telemetry.metrics import RouterMetrics, WorkerMetrics
+from baton.telemetry.metrics import RouterMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 
 LABELS = {"role": "router", "call": "x"}
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.checkpoint.model_config import ModelConfig, load_model_config
 from engine.roofline import Ceilings, Storage, step_work, total
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.liveness.listening import ListeningClock
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from kvtransfer.tickets.ticket import Ticket, TicketState
 from kvtransfer.tickets.ticket_book import TOMBSTONE_S

@@ -15,7 +15,7 @@ from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.hashing import block_hashes, hash_key
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
