@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import grpc.aio
 
-from baton.config.cluster import MIB
+from baton.config.choices import MIB
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.request import FinishReason, FirstToken, SequenceSpec
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
@@ -45,7 +45,7 @@ class PrefillRole:
         self._service = PrefillServicer(
             self.flow.run, context.core.load, Keepalive.of(context.settings.config)
         )
-        self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
+        self._staging = Staging(context.settings.config.advanced.transfer_window_mib * MIB)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
         self._handoffs: WeakValueDictionary[Peer, asyncio.Semaphore] = WeakValueDictionary()
         """Bounds of handoffs by receiver, while any handoff to it is in flight."""

@@ -162,7 +162,8 @@ class Keepalive:
     @classmethod
     def of(cls, config: Config) -> Keepalive:
         """The intervals that ``config`` asks for."""
-        return cls(min(config.heartbeat_s, config.hang_s / _PER_HANG), config.heartbeat_s)
+        heartbeat_s, hang_s = config.advanced.heartbeat_s, config.advanced.hang_s
+        return cls(min(heartbeat_s, hang_s / _PER_HANG), heartbeat_s)
 
     def next_s(self, *, busy: bool) -> float:
         """Seconds until the next keepalive."""
