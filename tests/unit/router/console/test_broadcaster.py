@@ -8,10 +8,10 @@ import json
 import pytest
 
 from baton.errors import Overloaded, Unavailable
-from router.console import watch as watching
+from router.console import broadcaster
+from router.console.broadcaster import SnapshotBroadcaster
+from router.console.rates import CounterWindow
 from router.console.snapshot import Snapshot, snapshot_of
-from router.console.watch import Watch
-from router.console.window import Window
 from tests.support.router.looks import CONFIG, look
 
 DEADLINE_S = 20.0
@@ -29,7 +29,7 @@ class Looks:
         self.made += 1
         if self.fails:
             raise ValueError("planted")
-        return snapshot_of(look(), Window(60), CONFIG)
+        return snapshot_of(look(), CounterWindow(60), CONFIG)
 
     async def clear(self) -> None:
         self.cleared += 1
@@ -37,7 +37,7 @@ class Looks:
 
 async def test_many_viewers_share_one_task() -> None:
     looks = Looks()
-    watch = Watch(looks.look, looks.clear, look_s=0.01)
+    watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=0.01)
     assert looks.made == 0
     async with asyncio.timeout(DEADLINE_S), watch.viewer():
         first, body = await watch.after(0)
@@ -55,7 +55,7 @@ async def test_many_viewers_share_one_task() -> None:
 
 async def test_who_comes_later_is_shown_nothing_old() -> None:
     looks = Looks()
-    watch = Watch(looks.look, looks.clear, look_s=60.0)
+    watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=60.0)
     async with asyncio.timeout(DEADLINE_S):
         for visit in (1, 2):
             async with watch.viewer():
@@ -66,7 +66,7 @@ async def test_who_comes_later_is_shown_nothing_old() -> None:
 async def test_a_look_that_fails_is_followed_by_others() -> None:
     looks = Looks()
     looks.fails = True
-    watch = Watch(looks.look, looks.clear, look_s=0.01)
+    watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=0.01)
     async with asyncio.timeout(DEADLINE_S), watch.viewer():
         while looks.made < 3:
             await asyncio.sleep(0.01)
@@ -75,9 +75,9 @@ async def test_a_look_that_fails_is_followed_by_others() -> None:
 
 
 async def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(broadcaster, "MAX_VIEWERS", 1)
     looks = Looks()
-    watch = Watch(looks.look, looks.clear)
+    watch = SnapshotBroadcaster(looks.look, looks.clear)
     async with watch.viewer():
         with pytest.raises(Overloaded):
             async with watch.viewer():
@@ -89,7 +89,7 @@ async def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_closing_wakes_who_waits() -> None:
     looks = Looks()
-    watch = Watch(looks.look, looks.clear, look_s=60.0)
+    watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=60.0)
     async with asyncio.timeout(DEADLINE_S), watch.viewer():
         version, _ = await watch.after(0)
         waiting = asyncio.create_task(watch.after(version))

@@ -1,6 +1,6 @@
-"""Operators' endpoints for workers: draining them, changing their roles, choosing how many there
+"""Operators' endpoints for workers and pools: the cluster's state, drains, roles and pool sizes.
 
-are. HTTP and gRPC.
+Over HTTP and gRPC.
 """
 
 from __future__ import annotations
@@ -15,50 +15,47 @@ from baton.config.cluster import Config
 from baton.rpc.grpc_errors import guarded
 from baton.store.supervision import MAX_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
-from router.admin.operator_api import Operators
-from router.admin.pool_scaling import PoolScaling
-from router.admin.worker_control import WorkerControl
+from router.access.access import Access
+from router.admin.worker_control import PoolScaling, WorkerControl, WorkerStatus
 from router.core.fields import Int
-from router.grpc.call import metadata_of
-
-Context = grpc.aio.ServicerContext[object, object]
+from router.grpc.call import Context, metadata_of
 
 MAX_DEADLINE_S = 3600.0
 
 
 class DrainRequest(BaseModel):
-    """What may be said of a drain."""
+    """Options of a drain."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     deadline_s: float | None = Field(None, ge=0, le=MAX_DEADLINE_S)
-    """What is left after so many seconds is placed elsewhere; absent: ``drain_deadline_s``."""
+    """Seconds after which the remaining requests migrate; absent: ``drain_deadline_s``."""
     force: bool = False
-    """Act on the last ready worker of a role, too. Otherwise that is a 409, ``last_worker``."""
+    """Act even on the last ready worker of a role, which is otherwise a 409, ``last_worker``."""
 
 
 class RoleRequest(DrainRequest):
-    """What a worker is to be."""
+    """The new role of a worker."""
 
     role: Literal["prefill", "decode"]
 
 
 class ScaleRequest(BaseModel):
-    """How many workers a pool is to have."""
+    """The new size of a pool."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     count: Int = Field(ge=0, le=MAX_WORKERS)
     force: bool = False
-    """Leave no prefill worker for a class with ``local_prefill`` never, too. Otherwise that is a
-    409, ``last_worker``."""
+    """Act even if no prefill worker is left for a class with ``local_prefill`` never, which is
+    otherwise a 409, ``last_worker``."""
 
 
 class Drained(BaseModel):
     object: str = "worker.drained"
     slot: str
     empty: bool
-    """Whether nothing was left before the deadline."""
+    """Whether nothing was left at the deadline."""
 
 
 class RoleChanged(BaseModel):
@@ -66,27 +63,43 @@ class RoleChanged(BaseModel):
     slot: str
     role: str
     took_s: float
-    """From taking no more work to serving again."""
+    """Seconds in which the worker took no work."""
 
 
 class PoolScaled(BaseModel):
     object: str = "pool.scaled"
     pool: str
     count: int
-    """How many workers it is to have."""
+    """Workers that it should have."""
     previous: int
-    """How many it was to have until now."""
+    """Workers that it should have had before."""
 
 
-class WorkerOperations:
-    """HTTP."""
+class PoolObject(BaseModel):
+    name: str
+    role: str
+    count: int
+    """Workers that it should have."""
+
+
+class ClusterObject(BaseModel):
+    object: str = "cluster"
+    id: str
+    model: str
+    workers: tuple[WorkerStatus, ...]
+    """Workers that this router knows."""
+    pools: list[PoolObject]
+
+
+class WorkerApi:
+    """Drains, role changes and pool sizes over HTTP."""
 
     def __init__(
-        self, control: WorkerControl, scaling: PoolScaling, operators: Operators, config: Config
+        self, control: WorkerControl, scaling: PoolScaling, access: Access, config: Config
     ) -> None:
         self._control = control
         self._scaling = scaling
-        self._operators = operators
+        self._access = access
         self._deadline_s = config.drain_deadline_s
 
     def mount(self, app: FastAPI) -> None:
@@ -98,26 +111,26 @@ class WorkerOperations:
         app.add_api_route("/v1/pools/{pool}/scale", self.scale, methods=["POST"], tags=tags)  # type: ignore[arg-type]
 
     async def drain(self, slot: str, request: Request, body: DrainRequest | None = None) -> Drained:
-        """Drain a worker: it gets no new work, and what runs there ends or moves to another one.
+        """Drain a worker: it gets no new work, and its requests end or migrate.
 
-        Needs an admin's key.
+        Requires a key with scope admin.
         """
-        self._operators.check(request.headers)
+        self._access.check(request.headers, "admin")
         body = body or DrainRequest()
         empty = await self._control.drain(slot, self._deadline(body), force=body.force)
         return Drained(slot=slot, empty=empty)
 
     async def change_role(self, slot: str, request: Request, body: RoleRequest) -> RoleChanged:
-        """Have a worker come back in the other role. Needs an admin's key."""
-        self._operators.check(request.headers)
+        """Restart a worker in the other role. Requires a key with scope admin."""
+        self._access.check(request.headers, "admin")
         took_s = await self._control.change_role(
             slot, body.role, self._deadline(body), force=body.force
         )
         return RoleChanged(slot=slot, role=body.role, took_s=took_s)
 
     async def scale(self, pool: str, request: Request, body: ScaleRequest) -> PoolScaled:
-        """Choose how many workers a pool is to have. Needs an admin's key."""
-        self._operators.check(request.headers)
+        """Choose the number of workers of a pool. Requires a key with scope admin."""
+        self._access.check(request.headers, "admin")
         previous = await self._scaling.scale(pool, body.count, force=body.force)
         return PoolScaled(pool=pool, count=body.count, previous=previous)
 
@@ -125,15 +138,52 @@ class WorkerOperations:
         return self._deadline_s if body.deadline_s is None else body.deadline_s
 
 
-class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
-    """gRPC."""
+class ClusterApi:
+    """``GET /v1/cluster``: what operators see before they act."""
 
     def __init__(
-        self, control: WorkerControl, scaling: PoolScaling, operators: Operators, config: Config
+        self,
+        cluster_id: str,
+        model: str,
+        control: WorkerControl,
+        scaling: PoolScaling,
+        access: Access,
+    ) -> None:
+        """``model``: its served name."""
+        self._cluster_id = cluster_id
+        self._model = model
+        self._control = control
+        self._scaling = scaling
+        self._access = access
+
+    def mount(self, app: FastAPI) -> None:
+        """Add the endpoint to the app."""
+        app.add_api_route("/v1/cluster", self.show, tags=["operations"])
+
+    async def show(self, request: Request) -> ClusterObject:
+        """The cluster's id, model, workers and pools. Requires a key with scope admin."""
+        self._access.check(request.headers, "admin")
+        sizes = await self._scaling.sizes()
+        return ClusterObject(
+            id=self._cluster_id,
+            model=self._model,
+            workers=self._control.workers(),
+            pools=[
+                PoolObject(name=pool.name, role=pool.role, count=sizes[pool.name])
+                for pool in self._scaling.pools
+            ],
+        )
+
+
+class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
+    """Drains, role changes and pool sizes over gRPC."""
+
+    def __init__(
+        self, control: WorkerControl, scaling: PoolScaling, access: Access, config: Config
     ) -> None:
         self._control = control
         self._scaling = scaling
-        self._operators = operators
+        self._access = access
         self._deadline_s = config.drain_deadline_s
 
     def add_to(self, server: grpc.aio.Server) -> str:
@@ -146,7 +196,7 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         self, request: control_pb2.DrainWorkerRequest, context: Context
     ) -> control_pb2.DrainWorkerResponse:
         """See control.proto."""
-        self._operators.check(metadata_of(context))
+        self._access.check(metadata_of(context), "admin")
         deadline_s = self._deadline(request)
         empty = await self._control.drain(request.slot, deadline_s, force=request.force)
         return control_pb2.DrainWorkerResponse(empty=empty)
@@ -156,7 +206,7 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         self, request: control_pb2.ChangeWorkerRoleRequest, context: Context
     ) -> control_pb2.ChangeWorkerRoleResponse:
         """See control.proto."""
-        self._operators.check(metadata_of(context))
+        self._access.check(metadata_of(context), "admin")
         deadline_s = self._deadline(request)
         took_s = await self._control.change_role(
             request.slot, request.role, deadline_s, force=request.force
@@ -168,7 +218,7 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         self, request: control_pb2.ScalePoolRequest, context: Context
     ) -> control_pb2.ScalePoolResponse:
         """See control.proto."""
-        self._operators.check(metadata_of(context))
+        self._access.check(metadata_of(context), "admin")
         previous = await self._scaling.scale(request.pool, request.count, force=request.force)
         return control_pb2.ScalePoolResponse(previous=previous)
 

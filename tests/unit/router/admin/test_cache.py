@@ -1,4 +1,4 @@
-"""The operators' endpoints, over both fronts: who may use them, and what they tell."""
+"""Statistics and drops of caches, over HTTP and gRPC: access and results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ from baton.rpc.grpc_channel import make_server, open_channel
 from baton.store.prefix_index import IndexSize
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.access.access import Access
-from router.admin.cache_control import CacheControl, CacheStats, Dropped, WorkerCache
-from router.admin.operator_api import OperatorApi, Operators, OperatorServicer
+from router.admin.cache import (
+    CacheApi,
+    CacheControl,
+    CacheStats,
+    Dropped,
+    OperatorServicer,
+    WorkerCache,
+)
 from router.grpc.inference import add_grpc_front
 from router.http_app import create_app
 from tests.support.router.front_fakes import MODEL, check_schema, make_front, plain_client, serve
@@ -35,7 +41,7 @@ def key(name: str, *, admin: bool = False) -> KeyConfig:
 
 
 class FakeControl:
-    """Stands for ``router.admin.cache_control.CacheControl``."""
+    """Stands for ``router.admin.cache.CacheControl``."""
 
     def __init__(self) -> None:
         self.index: IndexSize | None = IndexSize(7, 400)
@@ -61,16 +67,15 @@ class Fronts:
 async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     front = make_front(**config)
     access, control = Access(front.config, front.metrics), FakeControl()
-    operators = Operators(access)
     real = cast(CacheControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     server = make_server()
-    add_grpc_front(server, *parts, more=(OperatorServicer(real, operators),))
+    add_grpc_front(server, *parts, more=(OperatorServicer(real, access),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with (
-            serve(create_app(*parts, more=(OperatorApi(real, operators),))) as address,
+            serve(create_app(*parts, more=(CacheApi(real, access),))) as address,
             plain_client(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
             open_channel(f"127.0.0.1:{port}") as channel,
         ):
@@ -156,14 +161,14 @@ def test_without_keys_loopback_is_needed(
     addresses: dict[str, str], refused: type[Exception] | None
 ) -> None:
     config = Config(**addresses)  # type: ignore[arg-type]
-    operators = Operators(Access(config, make_front().metrics))
+    access = Access(config, make_front().metrics)
     if refused is None:
-        operators.check({})
+        access.check({}, "admin")
         return
     with pytest.raises(refused):
-        operators.check({})
+        access.check({}, "admin")
     with pytest.raises(Forbidden):
-        operators.check({"authorization": "Bearer guess"})
+        access.check({"authorization": "Bearer guess"}, "admin")
 
 
 def test_nobody_without_a_key_is_an_admin() -> None:

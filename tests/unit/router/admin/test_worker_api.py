@@ -20,17 +20,14 @@ from baton.rpc.grpc_channel import make_server, open_channel
 from baton.store.supervision import PoolSizes
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.access.access import Access
-from router.admin.cluster_view import ClusterApi
-from router.admin.operator_api import Operators
-from router.admin.pool_scaling import PoolScaling
-from router.admin.worker_control import WorkerControl, WorkerView
-from router.admin.worker_operations import WorkerOperations, WorkerOperatorServicer
+from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
+from router.admin.worker_control import PoolScaling, WorkerControl, WorkerStatus
 from router.grpc.inference import add_grpc_front
 from router.http_app import create_app
 from router.workers.worker_links import WorkerLink
 from tests.support.mini_cluster import free_port
 from tests.support.router.front_fakes import MODEL, check_schema, make_front, serve
-from tests.unit.router.admin.test_operator_api import key
+from tests.unit.router.admin.test_cache import key
 
 DEADLINE_S = 20.0
 
@@ -55,10 +52,10 @@ class FakeControl:
         self.told.append((slot, role, deadline_s))
         return 0.25
 
-    def workers(self) -> tuple[WorkerView, ...]:
+    def workers(self) -> tuple[WorkerStatus, ...]:
         return (
-            WorkerView("decode-0", "decode", "ready", 3, 1, is_last=True),
-            WorkerView("prefill-0", "prefill", "draining", 0, 0, is_last=False),
+            WorkerStatus("decode-0", "decode", "ready", 3, 1, is_last=True),
+            WorkerStatus("prefill-0", "prefill", "draining", 0, 0, is_last=False),
         )
 
 
@@ -91,15 +88,15 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     front, control, sizes = make_front(**config), FakeControl(), FakeSizes()
     scaling = PoolScaling(front.config, cast(PoolSizes, sizes))
     access = Access(front.config, front.metrics)
-    operators, real = Operators(access), cast(WorkerControl, control)
+    real = cast(WorkerControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     server = make_server()
-    servicer = WorkerOperatorServicer(real, scaling, operators, front.config)
+    servicer = WorkerOperatorServicer(real, scaling, access, front.config)
     add_grpc_front(server, *parts, more=(servicer,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    api = WorkerOperations(real, scaling, operators, front.config)
-    view = ClusterApi("1f2e3d", MODEL.id, real, scaling, operators)
+    api = WorkerApi(real, scaling, access, front.config)
+    view = ClusterApi("1f2e3d", MODEL.id, real, scaling, access)
     try:
         async with (
             serve(create_app(*parts, more=(api, view))) as address,

@@ -1,8 +1,8 @@
-"""One task looks at the cluster for all viewers. Owned by the router's event loop.
+"""Broadcasts snapshots: one task collects them for all viewers. Owned by the router's event loop.
 
-    idle ─the first viewer comes→ looking ─the last one leaves→ idle;  any ─close()→ closed
+    idle ─the first viewer comes→ collecting ─the last one leaves→ idle;  any ─close()→ closed
 
-Every viewer gets the latest snapshot; one that reads slowly misses those between.
+Every viewer gets the latest snapshot; a slow viewer misses those between.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from router.http.sse import to_json
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+INTERVAL_S = 1.0
 MAX_VIEWERS = 64
 
 
-class Watch:
-    """Snapshots as JSON. ``look`` makes one; ``clear`` ends a time of looking."""
+class SnapshotBroadcaster:
+    """Sends snapshots as JSON. ``collect`` makes one; ``clear`` is called after the last viewer."""
 
     def __init__(
         self,
-        look: Callable[[], Awaitable[Snapshot]],
+        collect: Callable[[], Awaitable[Snapshot]],
         clear: Callable[[], Awaitable[None]],
-        look_s: float = LOOK_S,
+        interval_s: float = INTERVAL_S,
     ) -> None:
-        self._look = look
+        self._collect = collect
         self._clear = clear
-        self._look_s = look_s
+        self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
-        """Of those who start and end the task."""
-        self._told = asyncio.Condition()
+        """Held while the task is started or ended."""
+        self._changed = asyncio.Condition()
         self._version = 0
         self._latest = ""
-        """Empty: nobody has looked yet."""
+        """Empty before the first snapshot."""
         self._closed = False
         self.viewers = 0
 
     @asynccontextmanager
     async def viewer(self) -> AsyncIterator[None]:
-        """While it is entered the cluster is looked at. Raises Overloaded, Unavailable."""
+        """Within the context, snapshots are collected. Raises Overloaded, Unavailable."""
         if self.viewers >= MAX_VIEWERS:
             raise Overloaded(f"{MAX_VIEWERS} viewers watch already", retry_after=10.0)
         self.viewers += 1
@@ -66,12 +66,12 @@ class Watch:
                 await self._rest()
 
     async def after(self, version: int) -> tuple[int, str]:
-        """The first snapshot newer than ``version`` (0: any), once it is there.
+        """Wait for a snapshot newer than ``version`` (0: any). Returns its version and JSON.
 
         Raises Unavailable when the router stops.
         """
-        async with self._told:
-            await self._told.wait_for(lambda: self._closed or self._has_newer(version))
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or self._has_newer(version))
             if self._closed:
                 raise Unavailable("the router is stopping")
             return self._version, self._latest
@@ -80,16 +80,16 @@ class Watch:
         return bool(self._latest) and self._version > version
 
     async def close(self) -> None:
-        """No viewer is told anything more; idempotent."""
+        """End the waits of all viewers; idempotent."""
         self._closed = True
-        async with self._told:
-            self._told.notify_all()
+        async with self._changed:
+            self._changed.notify_all()
         async with self._turn:
             await self._stop()
 
     async def _rest(self) -> None:
         async with self._turn:
-            # Another one may have come meanwhile.
+            # Another viewer may have come.
             if not self.viewers:
                 await self._stop()
 
@@ -97,7 +97,7 @@ class Watch:
         task, self._task = self._task, None
         if task is not None:
             await end_tasks([task])
-            # The next viewer is not shown what was long ago.
+            # The next viewer must not get an old snapshot.
             self._latest = ""
             await self._clear()
 
@@ -105,13 +105,13 @@ class Watch:
         while True:
             begun = time.monotonic()
             try:
-                snapshot = await self._look()
+                snapshot = await self._collect()
             except Exception:
-                # The next look may do better, and viewers see that this one is missing.
-                log.exception("the cluster could not be looked at")
+                # The next snapshot may succeed, and viewers see that this one is missing.
+                log.exception("the console's snapshot could not be made")
             else:
-                async with self._told:
+                async with self._changed:
                     self._version += 1
                     self._latest = to_json(asdict(snapshot))
-                    self._told.notify_all()
-            await asyncio.sleep(max(0.0, begun + self._look_s - time.monotonic()))
+                    self._changed.notify_all()
+            await asyncio.sleep(max(0.0, begun + self._interval_s - time.monotonic()))

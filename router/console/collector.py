@@ -1,4 +1,4 @@
-"""Looks at the cluster for the console: links, workers' pages, the router's own metrics.
+"""Collects snapshots for the console: from links, workers' pages and the router's own metrics.
 
 Owned by the router's event loop.
 """
@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
 from baton.config.cluster import Config
 from baton.request import LoadSnapshot
 from baton.rpc import convert
 from baton.telemetry.metrics import RouterMetrics
+from router.console.rates import CounterWindow, Key
 from router.console.snapshot import (
     WINDOW_S,
-    Look,
-    SeenWorker,
+    Observation,
+    ObservedWorker,
     Snapshot,
     page_counts,
     snapshot_of,
 )
-from router.console.window import Key, Window
 from router.console.worker_page import WorkerPages
-from router.workers.worker_links import WorkerLink, WorkerLinks
+from router.dispatch.dispatcher import ClusterDispatcher
+from router.workers.worker_links import WorkerLink
 
 MAX_PAGES = 64
-"""More workers' pages are not asked for: the first by name are."""
+"""Maximum workers whose pages are fetched: the first by name."""
 _COUNTS = {
     "baton_requests_total": ("requests", "class", "outcome", "code"),
     "baton_goodput_requests_total": ("goodput_requests", "class"),
@@ -38,55 +38,49 @@ _COUNTS = {
     "baton_inter_token_latency_seconds_bucket": ("itl", "class", "le"),
     "baton_request_latency_seconds_bucket": ("e2el", "class", "le"),
 }
-"""What the console calls a series, and by which labels it tells its samples apart."""
+"""The console's name of a series, and the labels that it keeps."""
 _GAUGES = {
     "baton_active_requests": ("active",),
     "baton_waiting_requests": ("waiting", "tenant"),
 }
 
 
-class Cluster(Protocol):
-    """What is asked of ``router.dispatch.dispatcher.ClusterDispatcher``."""
-
-    @property
-    def workers(self) -> WorkerLinks: ...
-
-    @property
-    def transfer_line(self) -> tuple[float, float]: ...
-
-    def health(self) -> tuple[str, str]: ...
-
-
-class ConsoleLook:
-    """See the module's text. Counts of earlier looks are kept until ``clear``."""
+class SnapshotCollector:
+    """Makes snapshots. It keeps earlier counts until ``clear``."""
 
     def __init__(
-        self, cluster: Cluster, metrics: RouterMetrics, config: Config, model: str, *, what_if: bool
+        self,
+        cluster: ClusterDispatcher,
+        metrics: RouterMetrics,
+        config: Config,
+        model: str,
+        *,
+        what_if: bool,
     ) -> None:
-        """``model``: its name. ``what_if``: whether such questions are answered."""
+        """``model``: its name. ``what_if``: whether what-if questions are answered."""
         self._cluster = cluster
         self._metrics = metrics
         self._config = config
         self._model = model
         self._what_if = what_if
         self._pages = WorkerPages()
-        self._window = Window(WINDOW_S)
+        self._window = CounterWindow(WINDOW_S)
         self._page_counts: dict[Key, float] = {}
 
     async def snapshot(self) -> Snapshot:
-        """Look now. Never raises for what a worker does."""
+        """Make a snapshot. No failure of a worker raises."""
         links = self._cluster.workers
-        seen = [SeenWorker(link.record, _load(link), links.is_up(link)) for link in links.all()]
+        seen = [ObservedWorker(link.record, _load(link), links.is_up(link)) for link in links.all()]
         slots = {one.record.slot: one.record.metrics_address for one in seen}
         pages = await self._pages.read({slot: slots[slot] for slot in sorted(slots)[:MAX_PAGES]})
         # Files of other processes may have to be read.
         counts, gauges = await asyncio.to_thread(read_router, self._metrics)
-        # A page that did not answer this time has what it had: it does not begin anew.
+        # A page that does not answer this time keeps its counts: its process did not restart.
         known = {key: value for key, value in self._page_counts.items() if key[1] in slots}
         self._page_counts = known | page_counts(pages)
         self._window.add(time.monotonic(), counts | self._page_counts)
         status, reason = self._cluster.health()
-        look = Look(
+        look = Observation(
             at=time.time(),
             model=self._model,
             health=status,
@@ -102,14 +96,14 @@ class ConsoleLook:
         return snapshot_of(look, self._window, self._config)
 
     async def clear(self) -> None:
-        """Nobody watches any more."""
+        """Forget earlier counts and close connections, after the last viewer."""
         self._window.clear()
         self._page_counts = {}
         await self._pages.close()
 
 
 def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, float]]:
-    """The counts and the gauges that are shown, summed over the processes that share a port."""
+    """The counters and gauges shown, summed over the processes that share a port."""
     counts: dict[Key, float] = {}
     gauges: dict[Key, float] = {}
     for family in metrics.shown().collect():
@@ -122,6 +116,6 @@ def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, flo
 
 
 def _load(link: WorkerLink) -> LoadSnapshot:
-    """Of a prefill worker its stream's, where there is one: the registry's is a heartbeat old."""
+    """The load of a worker, preferably its stream's: the registry's is a heartbeat old."""
     load = link.engine_load
     return load if isinstance(load, LoadSnapshot) else convert.load_from_proto(load)
