@@ -35,8 +35,7 @@ from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.reserve_queue import ReserveQueue
 from decode_worker.sequences import RunningSequences
 from decode_worker.service import DecodeServicer
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.tickets.ticket import Attempt, Ticket
 from worker.prefill.fetch_estimates import FetchEstimates
 from worker.prefill.flow import PrefillFlow, attempt_of

@@ -25,8 +25,7 @@ from baton.request import FirstToken, LoadSnapshot, SequenceSpec, TokenOutput
 from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.tickets.ticket import Attempt
 from worker.prefill.fetch import Fetcher, PrefixSource, source_of
 from worker.prefill.fetch_estimates import FetchEstimates
