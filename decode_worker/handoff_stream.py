@@ -4,7 +4,7 @@
 
 A commit waits for bytes and for its grammar. A reserve waits for room and for the other ranks of
 this worker. Other calls go on meanwhile. What waits when the stream ends is given up: it has done
-nothing yet. Owned by the control loop.
+nothing yet. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from baton.errors import BatonError, DeadlineExceeded, HandoffError, Unavailable
+from baton.errors import BatonError, DeadlineExceeded, HandoffError
 from baton.host.background import end_tasks
 from baton.rpc import convert
 from baton.rpc.grpc_errors import as_baton_error
@@ -80,7 +80,8 @@ class HandoffStream:
             _refuse(response, failure)
             await self._write(response)
             return
-        if asked.done() and self._role.opened(asked.result().ticket_id) is None:
+        opened = self._role.receiver.blocks.opened
+        if asked.done() and opened(asked.result().ticket_id) is None:
             self._promise(asked.result(), response.reserve)
             await self._write(response)
             return
@@ -94,7 +95,7 @@ class HandoffStream:
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
                 ticket = await asked
-                opened = self._role.opened(ticket.ticket_id)
+                opened = self._role.receiver.blocks.opened(ticket.ticket_id)
                 if opened is not None:
                     # Another call may wait for the same ticket.
                     await asyncio.shield(opened)
@@ -149,9 +150,7 @@ class HandoffStream:
         await self._write(response)
 
     def _ask(self, request: decode_pb2.ReserveRequest) -> asyncio.Future[Ticket]:
-        if self._role.closing:
-            raise Unavailable("this decode worker is stopping")
-        return self._role.reserves.ask(
+        return self._role.ask(
             Offer(
                 fingerprint=request.fingerprint,
                 geometry=convert.geometry_from_proto(request.geometry),

@@ -3,7 +3,7 @@
     (no ticket) ─reserve→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED
     RESERVED, RECEIVING ─abort→ RELEASED
 
-Owned by the prefill worker's control loop.
+Owned by the worker's event loop.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -54,10 +55,12 @@ class Handoff:
         staging: Staging,
         *,
         deadline: float,
+        on_broken: Callable[[Exception], None],
     ) -> None:
-        """``staging`` is for blocks that must be converted; ``deadline`` is the request's, on this
+        """``staging`` is for blocks that must be converted.
 
-        worker's monotonic clock.
+        ``deadline`` is the request's, in seconds of this worker's monotonic clock. ``on_broken``
+        gets the error of a transfer that fails.
         """
         self.peer = peer
         self.ticket_id = ""
@@ -67,6 +70,7 @@ class Handoff:
         self._context = context
         self._spec = spec
         self._deadline = deadline
+        self._on_broken = on_broken
         self._span: Span = INVALID_SPAN
         """From ``reserve`` to the commit, or to the end without one."""
         self._puts: PutPlan
@@ -110,6 +114,7 @@ class Handoff:
         self.without_drafter = response.without_drafter
         self._puts = PutPlan(self._pair.geometry.layers, response.missing_blocks)
         self._push = self._context.exchange.push(self._pair, self.ticket_id, self._converted)
+        self._push.done.add_done_callback(self._pushed)
         self._span.add_event("reserved")
         self._span.set_attributes(
             {
@@ -182,15 +187,10 @@ class Handoff:
             source = block_table[block] if self._converted is None else block
             self._push.put_layers(target, source, first, last)
 
-    def check(self) -> None:
-        """Raise what has broken the transfer, if anything has."""
-        if self._push is not None and self._push.done.done():
-            self._push.done.result()
-
-    @property
-    def sending(self) -> asyncio.Future[int] | None:
-        """The transfer under way; done early only when it has failed."""
-        return None if self._push is None else self._push.done
+    def _pushed(self, done: asyncio.Future[int]) -> None:
+        error = done.exception()
+        if isinstance(error, Exception):
+            self._on_broken(error)
 
     async def commit(
         self,

@@ -28,7 +28,7 @@ from prefill_worker.role import PrefillRole
 from router.workers.prefill_stream import PrefillStream
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
-from worker.fetch.fetch_estimates import FetchEstimates
+from worker.prefill.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True)

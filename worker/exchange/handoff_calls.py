@@ -4,7 +4,7 @@
     idle, open ─end→ ended
 
 Whatever ends a stream fails the calls that wait on it, and the next call opens another one. Owned
-by the control loop.
+by the event loop.
 """
 
 from __future__ import annotations

@@ -32,9 +32,8 @@ from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.pairs.push_fan import PushFan
 from kvtransfer.tickets.ticket import Ticket
 from kvtransfer.transports.transport import Transport
-from worker.exchange.outbound_pairs import OutboundPairs
 from worker.exchange.rank_receiver import RankReceiver
-from worker.exchange.rank_sender import RankedPeer, RankSender
+from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
 
 log = logging.getLogger(__name__)
 

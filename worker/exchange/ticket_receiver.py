@@ -1,6 +1,6 @@
 """What rank 0 and the other ranks of a worker have in common where they receive: a book of tickets,
 
-whose writers alone bring bytes and are heard of. Owned by the control loop; ``now`` is passed in,
+whose writers alone bring bytes and are heard of. Owned by the event loop; ``now`` is passed in,
 as ``clock`` has it.
 """
 

@@ -7,7 +7,7 @@
                              read that is under way has ended
 
 Whatever goes wrong costs time, never the request: the blocks are computed then. Owned by the
-control loop; the bytes are copied by a thread of its own.
+event loop; the bytes are copied by a thread of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ComputeSeconds = Callable[[int, int], float]
 
 @dataclass(slots=True)
 class _Job:
-    """What the thread does, and how far it came. Read by the control loop once it has ended."""
+    """What the thread does, and how far it came. Read by the event loop once it has ended."""
 
     missing: list[Found]
     targets: list[int]
@@ -61,7 +61,7 @@ class _Job:
     """By tier."""
     bytes: Counter[str] = field(default_factory=Counter)
     given_up: bool = False
-    """Set by the control loop: nobody waits for the rest."""
+    """Set by the event loop: nobody waits for the rest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Each slot's checksum (``kvtransfer.memory.checksum``) is kept beside it, in memory, from the
 moment the
 block is stored, and verified whenever its bytes are read. Used by one thread that stores and one
-that loads; the control loop sees to it that they never use one slot at a time.
+that loads; the event loop sees to it that they never use one slot at a time.
 """
 
 from __future__ import annotations

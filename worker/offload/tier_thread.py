@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class TierThread:
-    """Made and used on the control loop, except for what it runs."""
+    """Made and used on the event loop, except for what it runs."""
 
     def __init__(self, name: str, device: torch.device, *, gives_way: bool) -> None:
         """``device`` is that of the blocks. ``gives_way``: whether it has less weight than others

@@ -47,7 +47,7 @@ from prefill_worker.handoff import Handoff
 from prefill_worker.role import PrefillRole
 from worker.exchange.block_receiver import BlockReceiver
 from worker.process import WorkerProcess
-from worker.services.transfer_service import PairContext, TransferServicer
+from worker.services import PairContext, TransferServicer
 from worker.settings import WorkerSettings
 
 _PATIENCE_S = 100.0

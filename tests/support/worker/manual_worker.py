@@ -31,7 +31,7 @@ from worker.core.gauges import WorkerGauges
 from worker.core.prefill_budget import PrefillBudget
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
-from worker.fetch import fetch
+from worker.prefill import fetch
 from worker.role import WorkerContext
 
 SIZE = 4

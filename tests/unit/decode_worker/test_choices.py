@@ -56,7 +56,7 @@ class ChoiceWorld(World):
         )
 
     def told(self) -> list[TokenOutput]:
-        return self.role.outbox(ROUTER).take()
+        return self.role.sequences.outbox(ROUTER).take()
 
     def run_step(self, *tokens: int) -> StepPlan:
         plan = self.core.plan()
@@ -139,7 +139,7 @@ def test_one_choice_is_ended_and_the_others_go_on(world: ChoiceWorld) -> None:
     assert {output.choice for output in world.told()} == {0, 2}
     for choice in (0, 2):
         world.role.abort(ATTEMPT, choice)
-    assert not world.role._sequences
+    assert not world.role.sequences.each()
 
 
 def test_a_failure_of_one_ends_all(world: ChoiceWorld) -> None:

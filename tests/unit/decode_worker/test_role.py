@@ -16,7 +16,6 @@ from baton.hashing import hash_key
 from baton.request import FinishReason, Geometry, LoadSnapshot, SequenceSpec, TokenOutput
 from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
-from decode_worker import reserves as reserves_module
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import ROUTER_GRACE_S, DecodeRole
@@ -82,8 +81,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (role_module, reserves_module):
-            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(role_module, "time", clock)
         self.pool = BlockPool(32)
         scheduler = Scheduler(self.pool, SchedulerLimits(4, 64, 8, 64))
         self.core = Control(scheduler, clock.monotonic)
@@ -159,7 +157,7 @@ class World:
         assert blocks is not None
 
     def told(self) -> list[TokenOutput]:
-        return self.role.outbox(ROUTER).take()
+        return self.role.sequences.outbox(ROUTER).take()
 
     def check_nothing_is_held(self) -> None:
         assert self.core.scheduler.is_idle()
@@ -171,7 +169,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world in which a router reads."""
     world = World(monkeypatch)
-    world.role.outbox(ROUTER).open()
+    world.role.sequences.outbox(ROUTER).open()
     return world
 
 
@@ -227,7 +225,7 @@ async def test_a_deadline_ends_a_ticket_too(world: World) -> None:
 
 async def test_a_router_is_told_soon_that_its_ticket_is_in_good_hands(world: World) -> None:
     """It waits for the first token of this worker from now on, and takes silence for a hang."""
-    outbox = world.role.outbox(ROUTER)
+    outbox = world.role.sequences.outbox(ROUTER)
     assert not world.role.has_work_of(ROUTER)
     outbox.take()
     waiting = asyncio.create_task(outbox.wait(30.0))
@@ -288,7 +286,7 @@ async def test_an_abort_ends_a_sequence_in_every_state(world: World) -> None:
 
 
 async def test_sequences_of_a_router_that_has_gone_end(world: World) -> None:
-    outbox = world.role.outbox(ROUTER)
+    outbox = world.role.sequences.outbox(ROUTER)
     reader = outbox.open()
     world.commit()
     outbox.close(reader, world.now)
@@ -298,11 +296,11 @@ async def test_sequences_of_a_router_that_has_gone_end(world: World) -> None:
     world.now += 0.2
     await world.role.heartbeat()
     world.check_nothing_is_held()
-    assert world.role.outbox(ROUTER) is not outbox
+    assert world.role.sequences.outbox(ROUTER) is not outbox
 
 
 async def test_a_router_that_reconnects_in_time_keeps_its_sequences(world: World) -> None:
-    outbox = world.role.outbox(ROUTER)
+    outbox = world.role.sequences.outbox(ROUTER)
     reader = outbox.open()
     world.commit()
     outbox.close(reader, world.now)

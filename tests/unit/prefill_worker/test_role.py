@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from types import SimpleNamespace
 
 import pytest
 
 from baton.errors import DeadlineExceeded
 from baton.request import SequenceSpec
+from baton.rpc import convert
 from baton.v1 import prefill_pb2
 from kvtransfer.transports.transport import Peer
 from prefill_worker import role as role_module
 from prefill_worker.role import PrefillRole
 from tests.support.worker.manual_worker import ManualWorker, settle, spec_of
+from worker.prefill import flow
 
 
 class World(ManualWorker):
@@ -22,7 +23,8 @@ class World(ManualWorker):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_sequences: int = 8) -> None:
         super().__init__(monkeypatch, max_sequences=max_sequences)
-        monkeypatch.setattr(role_module, "time", self.clock)
+        for module in (role_module, flow):
+            monkeypatch.setattr(module, "time", self.clock)
         self.role = PrefillRole(self.context)
         self.core.subscribe(self.role)
         self.core.start()
@@ -31,8 +33,12 @@ class World(ManualWorker):
         self, spec: SequenceSpec, receiver: str = ""
     ) -> asyncio.Task[list[prefill_pb2.PrefillResponse]]:
         async def responses() -> list[prefill_pb2.PrefillResponse]:
-            async with aclosing(self.role.prefill(spec, "", receiver)) as found:
-                return [response async for response in found]
+            found: list[prefill_pb2.PrefillResponse] = []
+            request = prefill_pb2.PrefillRequest(
+                sequence=convert.sequence_to_proto(spec), decode_incarnation=receiver
+            )
+            await self.role.flow.run(request, found.append)
+            return found
 
         task = asyncio.create_task(responses())
         await settle()
@@ -94,7 +100,7 @@ class Handoffs:
         self.reserving: list[str] = []
 
     def make(
-        self, context: object, spec: SequenceSpec, peer: Peer, staging: object, *, deadline: float
+        self, context: object, spec: SequenceSpec, peer: Peer, staging: object, **_: object
     ) -> SimpleNamespace:
         async def reserve() -> None:
             self.reserving.append(peer.incarnation)
@@ -110,10 +116,8 @@ class Handoffs:
             reserve=reserve,
             commit=commit,
             close=close,
-            check=lambda: None,
             computed=lambda *_: None,
             sends_layers=lambda _: False,
-            sending=None,
             without_drafter=True,
             pinned_blocks=0,
             transport="shm",

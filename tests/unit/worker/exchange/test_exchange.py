@@ -36,7 +36,7 @@ from kvtransfer.transports.shm_transport import ShmTransport
 from kvtransfer.transports.transport import Peer, Transport
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
-from worker.services.transfer_service import TransferServicer
+from worker.services import TransferServicer
 
 DEADLINE_S = 20.0
 GEOMETRY = Geometry(2, 1, 1, 8192, "float32")

@@ -23,8 +23,8 @@ from engine.scheduling.scheduler import Scheduler
 from kvtransfer.transports.transport import Peer
 from worker.costs.unit_cost import UnitCost
 from worker.exchange.block_receiver import BlockReceiver
-from worker.fetch.fetch import Fetcher, PrefixSource
-from worker.fetch.fetch_estimates import FetchEstimates
+from worker.prefill.fetch import Fetcher, PrefixSource
+from worker.prefill.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 SIZE = 4

@@ -23,7 +23,7 @@ from engine.scheduling.sequence import Sequence
 from kvtransfer.tickets.ticket import Purpose, Ticket
 from kvtransfer.transports.transport import Peer
 from worker.exchange.block_receiver import NO_TRANSPORT
-from worker.fetch.fetch_estimates import FetchEstimates
+from worker.prefill.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
