@@ -1,4 +1,4 @@
-"""A real engine with a small pool, a control loop and KV tiers, without a network."""
+"""A real engine with a small pool, an engine core and KV tiers, without a network."""
 
 from __future__ import annotations
 
