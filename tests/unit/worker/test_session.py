@@ -39,7 +39,10 @@ def test_a_worker_publishes_the_commit_of_its_model() -> None:
     runtime = SimpleNamespace(
         core=SimpleNamespace(engine=engine), costs=costs, metrics_server=SimpleNamespace(port=2)
     )
-    assert _record(settings, cast(WorkerRuntime, runtime), "prefill-0:1", 1).revision == "a" * 40
+    assert (
+        _record(settings, cast(WorkerRuntime, runtime), "prefill-0:1", "127.0.0.1:1").revision
+        == "a" * 40
+    )
 
 
 def session_of(pool: BlockPool, **busy: bool) -> WorkerSession:
