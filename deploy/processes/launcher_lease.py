@@ -156,7 +156,8 @@ class LauncherClaim:
 
 def what_workers_are_told(config: Config) -> str:
     """Two configurations that make the same workers have the same one."""
-    left_out = {**dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True), "advanced": set(_ADVANCED)}
+    left_out: dict[str, Any] = dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True)
+    left_out["advanced"] = set(_ADVANCED)
     said = config.model_dump(mode="json", exclude=left_out)
     text = json.dumps([version("baton"), said], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
