@@ -13,7 +13,7 @@ from engine.parallel.ranks import LeadRank
 from loadtest.research.timed.engine import build_timed_engine
 from loadtest.research.timed.model_folder import read_step_costs
 from loadtest.research.timed.step_model import TimedStepModel
-from planning.simulator.costs.fitted_costs import FittedCosts
+from planning.simulator.costs.step_model import FittedCosts
 from prefill_worker.role import PrefillRole
 from worker.cores.cores import CoreBoard
 from worker.costs.step_costs import StepCosts
