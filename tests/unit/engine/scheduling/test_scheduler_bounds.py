@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from tests.unit.engine.scheduling.test_scheduler import World, make_spec
 

@@ -1,4 +1,4 @@
-"""How long a unit of some work takes: learned from what was done, the latest counting most.
+"""Seconds for a unit of some work, learned from what was done; the latest counts most.
 
 Plain Python.
 """
@@ -9,21 +9,21 @@ KEPT = 0.8
 """The share of its weight that an observation keeps when the next one comes."""
 
 
-class Pace:
-    """Seconds a unit. Large observations count more than small ones."""
+class UnitCost:
+    """Seconds for a unit. Large observations count more than small ones."""
 
     def __init__(self, unit_s: float, units: float) -> None:
-        """Starts as if ``units`` had been seen at ``unit_s`` seconds each. Both are positive."""
+        """Start as if ``units`` had taken ``unit_s`` seconds each. Both are positive."""
         self._units = units
         self._seconds = units * unit_s
 
     @property
     def unit_s(self) -> float:
-        """Seconds a unit, positive."""
+        """Seconds for a unit, positive."""
         return self._seconds / self._units
 
     def observe(self, units: float, seconds: float) -> None:
-        """So many units took so long. What took no measurable time teaches nothing."""
+        """``units`` took ``seconds``. An observation of zero is ignored."""
         if units > 0 and seconds > 0:
             self._units = KEPT * self._units + units
             self._seconds = KEPT * self._seconds + seconds

@@ -10,8 +10,9 @@ import torch
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.step.step import CoreShare
 from worker.core.engine_thread import EngineThread
-from worker.cores import cores
-from worker.cores.cores import PAUSE, CoreBoard, pause_after, threads_for
+from worker.cores import core_board
+from worker.cores.core_board import CoreBoard
+from worker.cores.core_sharing import PAUSE, pause_after, threads_for
 
 
 def test_a_lone_step_takes_every_core() -> None:
@@ -54,7 +55,7 @@ def test_decode_pauses_for_prompts_that_have_waited(
     decode.begin()
     time.sleep(0.05)
     decode.end()
-    monkeypatch.setattr(cores, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(core_board, "PATIENCE_S", 0.0)
     ended = time.monotonic()
     decode.begin()
     assert time.monotonic() - ended >= PAUSE * 0.05
@@ -66,7 +67,7 @@ def test_a_short_prompt_is_no_reason_to_pause(
     path = tmp_path / "cores"
     prefill = CoreBoard(path, 0, 2, 2, yields=True)
     decode = CoreBoard(path, 1, 2, 2, yields=False)
-    monkeypatch.setattr(cores, "PATIENCE_S", 3600.0)
+    monkeypatch.setattr(core_board, "PATIENCE_S", 3600.0)
     monkeypatch.setattr(decode, "_sleep_until", pytest.fail)
     prefill.begin()
     decode.begin()
@@ -78,13 +79,13 @@ def test_a_break_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Steps close to one another are one stretch of work; after a break another begins."""
     path = tmp_path / "cores"
     prefill = CoreBoard(path, 0, 2, 2, yields=True)
-    monkeypatch.setattr(cores, "BREAK_S", 3600.0)
+    monkeypatch.setattr(core_board, "BREAK_S", 3600.0)
     prefill._ended = time.monotonic()
     prefill._busy_since = 5.0
     prefill.begin()
     prefill.end()
     assert prefill._busy_since == 5.0
-    monkeypatch.setattr(cores, "BREAK_S", 0.0)
+    monkeypatch.setattr(core_board, "BREAK_S", 0.0)
     prefill.begin()
     assert prefill._busy_since > 5.0
 
@@ -96,7 +97,7 @@ def test_what_a_dead_worker_left_does_not_count_for_long(
     CoreBoard(path, 0, 2, 2, yields=True).begin()
     board = CoreBoard(path, 1, 2, 2, yields=False)
     assert board.begin() == 1
-    monkeypatch.setattr(cores, "_STALE_NS", 0)
+    monkeypatch.setattr(core_board, "_STALE_NS", 0)
     assert board.begin() == 2
 
 

@@ -1,7 +1,8 @@
-"""How many prompt tokens a step may compute beside sequences that decode: what their SLO leaves.
+"""The prefill token budget: prompt tokens that a step may compute while other sequences decode.
 
-Predicted by the calibrated costs, each times how much longer steps have taken than predicted: a
-step shares its host with others. Plain Python; owned by the engine core.
+The calibrated costs predict it from the SLO of those sequences. Each prediction is multiplied by
+how much longer steps have taken than predicted: a step shares its host with others. Plain Python;
+owned by the engine core.
 """
 
 from __future__ import annotations
@@ -9,31 +10,31 @@ from __future__ import annotations
 import math
 
 from engine.scheduling.plan import StepPlan
-from worker.costs.pace import Pace
 from worker.costs.step_costs import StepCosts
+from worker.costs.unit_cost import UnitCost
 
 MIN_TOKENS = 16
 """A prompt makes at least this progress in each step, whatever it costs the others."""
 PRIOR_MS = 50.0
-"""How much of predicted time the prediction counts for beside the first steps."""
-_MOST = 8.0
-"""A step that took more than this many times what was expected was held up once: it counts so."""
+"""Weight of the prediction against the first steps, in milliseconds."""
+_MAX_RATIO = 8.0
+"""Maximum of measured over expected time: a step that took longer was held up once."""
 
 
-class ChunkSlack:
+class PrefillBudget:
     """See the module's text."""
 
     def __init__(self, costs: StepCosts, slo_s: float) -> None:
-        """``slo_s`` is the longest that a step with both may take, in seconds."""
+        """``slo_s``: maximum seconds of a step with prompts and sequences that decode."""
         self._costs = costs
         self._slo_ms = slo_s * 1e3
-        self._step = Pace(1.0, PRIOR_MS)
-        self._chunk = Pace(1.0, PRIOR_MS)
+        self._step = UnitCost(1.0, PRIOR_MS)
+        self._chunk = UnitCost(1.0, PRIOR_MS)
 
     def max_tokens(self, batch: int, context_tokens: int, start: int) -> int:
-        """Prompt tokens behind ``start`` others, beside ``batch`` sequences that decode and attend
+        """Maximum tokens of a prompt of which ``start`` are computed, in a step of the others.
 
-        to ``context_tokens`` in all.
+        These are ``batch`` sequences that decode, and attend to ``context_tokens`` in all.
         """
         left = self._slo_ms - self._step.unit_s * self._costs.step_ms(batch, context_tokens)
         left /= self._chunk.unit_s
@@ -46,7 +47,7 @@ class ChunkSlack:
         return max(MIN_TOKENS, int(2 * left / divisor))
 
     def observe(self, plan: StepPlan, ms: float) -> None:
-        """A step took so long."""
+        """A step took ``ms`` milliseconds."""
         decoding = [row for row in plan.rows if row.count == 1]
         context_tokens = sum(row.start + 1 for row in decoding)
         step_ms = self._costs.step_ms(len(decoding), context_tokens)
@@ -58,5 +59,5 @@ class ChunkSlack:
             _learn(self._chunk, chunk_ms, ms - self._step.unit_s * step_ms)
 
 
-def _learn(pace: Pace, predicted_ms: float, ms: float) -> None:
-    pace.observe(predicted_ms, min(ms, _MOST * pace.unit_s * predicted_ms))
+def _learn(pace: UnitCost, predicted_ms: float, ms: float) -> None:
+    pace.observe(predicted_ms, min(ms, _MAX_RATIO * pace.unit_s * predicted_ms))

@@ -18,10 +18,9 @@ from baton.hashing import last_hashes
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
-from engine.scheduling.scheduler_limits import SchedulerLimits
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from tests.support.engine.fake_engine import VOCAB, FakeEngine, kv_of
 from tests.unit.engine.scheduling.test_scheduler import (
     KEY,

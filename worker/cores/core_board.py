@@ -1,25 +1,8 @@
-"""A host's cores, shared among its workers step by step: decode first.
+"""The board by which the workers of a host share its cores.
 
-Decode keeps clients waiting at every token, and a few of the cores give it all the memory bandwidth
-there is; prefill can use whatever is left, and all of it. So decode is urgent and prefill yields:
-
-- A prefill step runs on every core that no urgent thread has. Its helpers look before each piece of
-  their work, some tens of microseconds long, and leave when they are in the way. Without that they
-  would be put aside by the kernel with a piece in hand, and hold up their whole step.
-- A decode step says that it comes, waits until helpers that are in the way have handed their piece
-  in, and computes. It takes all cores while it is alone; while others compute it divides them.
-- While prompts have been computed without a break for a while, decode pauses after each step for as
-  long as the step took: tokens come slower, and prompts that are long or wait in line come much
-  sooner. Without it, two or three sequences would hold a core that reads all weights for each of
-  their tokens, and the more prompts waited, the fewer sequences would share that.
-
-Whatever is short goes before all of these: the event loop, gRPC's threads, those that copy blocks.
-Threads that compute have a nice value of their own for that; without it the kernel leaves them on
-their core until its next tick, 4 ms later, once the event loop has used what it was owed.
-
-The board is a file that the workers of a host have mapped, with a line for each, which only its
-owner writes; engine/cpu/board.h reads it between pieces. What a dead worker left there counts for
-five seconds.
+``worker/cores/core_sharing.py`` has the rules. The board is a file that the workers of a host have
+mapped, with a line for each, which only its owner writes; engine/cpu/board.h reads it between
+pieces. What a dead worker left there counts for five seconds.
 """
 
 from __future__ import annotations
@@ -34,10 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.step.step import CoreShare
-from worker.cores.patience import BREAK_S, PATIENCE_S
-
-PAUSE = 1.0
-"""Of a decode step's time, for the prefill beside it."""
+from worker.cores.core_sharing import BREAK_S, PATIENCE_S, pause_after, threads_for
 
 NICENESS = 10
 """Of threads that compute; about a tenth of the weight of others (sched(7)). engine/cpu/board.h has
@@ -50,18 +30,7 @@ when there was no break."""
 _TIME, _THREADS = struct.Struct("=q"), struct.Struct("=i")
 _URGENT_AT, _BUSY_SINCE_AT = 8, 16
 _STALE_NS = 5 * 10**9
-_LONGEST_PAUSE_S = 0.1
 _HAND_IN_S, _LOOK_AGAIN_S = 0.001, 0.00002
-
-
-def threads_for(cores: int, yields: bool, others: int) -> int:
-    """Threads of a step, while ``others`` workers of the host compute too; pure."""
-    return cores if yields else max(1, cores // (1 + others))
-
-
-def pause_after(step_s: float) -> float:
-    """Seconds from the end of a decode step to the next one's start, beside a prefill; pure."""
-    return min(_LONGEST_PAUSE_S, PAUSE * step_s)
 
 
 def give_way() -> None:

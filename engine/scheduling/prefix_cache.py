@@ -1,14 +1,14 @@
-"""A sequence's full blocks, by the hashes under which others find them. Plain Python."""
+"""The prefix cache: full blocks of sequences, found by the hashes of their tokens. Plain Python."""
 
 from __future__ import annotations
 
 from baton.hashing import last_hashes
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 
 
-class FindableBlocks:
+class PrefixCache:
     """Finds, registers and exchanges blocks of a pool for a scheduler's sequences."""
 
     __slots__ = ("_limits", "_pool")
