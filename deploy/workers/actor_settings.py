@@ -6,14 +6,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from deploy.processes.process_identity import ProcessIdentity
 
 
 class ActorSettings(BaseModel):
     """What the launcher tells an actor; it travels as JSON and holds the store's password.
 
-    What differs from node to node is not in it: see ``deploy.workers.node_share``.
+    What differs from node to node is not in it: see ``deploy.workers.node``.
     """
 
     model_config = ConfigDict(frozen=True)

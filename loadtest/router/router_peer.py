@@ -22,7 +22,9 @@ from loadtest.common.peer_servers import LOOPBACK, SERVED_NAME, free_port
 from loadtest.common.pinning import pinned
 from loadtest.common.process_group import last_lines, process_group
 
+_READY_S = 60.0
 _PEER_POLL_S = 0.1
+_END_S = 10.0
 
 
 def check_command(command: str) -> None:

@@ -17,7 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from baton.autoscaling.traffic import RouterTraffic, TrafficCounts
 from baton.autoscaling.traffic_store import TrafficStore
-from baton.config.cluster import Config, KeyConfig, TlsConfig
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config
+from baton.config.tls import TlsConfig
 from baton.security.tls import TlsFiles
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
@@ -25,11 +27,10 @@ from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes, supervision_page
 from baton.telemetry.metrics import RouterMetrics
 from deploy.launcher.cluster_keys import forget_cluster
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
-from deploy.store.redis_users import STORE_USERS, StoreUser, store_url, url_with_user
+from deploy.processes.run_directory import ClusterMark, RunDirectory
+from deploy.store.redis_access import STORE_USERS, StoreUser, store_url, url_with_user
 from deploy.store.valkey import EmbeddedValkey
-from deploy.supervisor.slot_board import SlotBoard, Supervision
+from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 from router.access.rate_limits import RateLimits
 from tests.integration.test_redis import record_of
 from tests.support.certificates import Authority
@@ -64,8 +65,8 @@ async def work_as_a_cluster(url_of: Callable[[StoreUser], str]) -> None:
     ):
         await _work(worker)
         await _route(router)
-        board = SlotBoard(supervisor, ID)
-        await board.write(Supervision(1, "127.0.0.1:1"))
+        board = StatusStore(supervisor, ID)
+        await board.write(SupervisionStatus(1, "127.0.0.1:1"))
         assert await supervision_page(router, ID) == "127.0.0.1:1"
         assert await board.read() is not None
         assert await PoolSizes(supervisor, ID).read() == {"decode": 3}

@@ -1,7 +1,7 @@
 """From a worker's death to its next life in the registry, of the demo model, under `baton serve`.
 
     python -m tests.support.e2e.restart_times --times 10
-    BATON_STANDBY=false python -m tests.support.e2e.restart_times --times 10
+    BATON_ADVANCED__STANDBY=false python -m tests.support.e2e.restart_times --times 10
 
 The registry is read every 5 ms, as routers do: a worker that is listed gets requests.
 """
@@ -24,7 +24,7 @@ from tests.support.e2e.cluster import UpProcess
 SLOT = "decode-0"
 REST_S = 35.0
 """Between two deaths: the slot has no past ones any more (``HEALTHY_S``), which would delay its
-next life, the machine is idle again, and a process stands by (deploy/standby/standby.py)."""
+next life, the machine is idle again, and a process stands by (deploy/workers/standby.py)."""
 _MAX_S = 60.0
 
 

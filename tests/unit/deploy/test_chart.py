@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from baton.config.cluster import load_config
 from baton.valkey_binary import valkey_binary
 from deploy.cli.main import app
-from deploy.node.node_leave import ENDING_S as LEAVING_S
+from deploy.launcher.node_agent import ENDING_S as LEAVING_S
 from deploy.processes.ports import free_port
-from deploy.workers.rank_group_places import WORKER_RESOURCE
+from deploy.workers.ranks import WORKER_RESOURCE
 from tests.support.deploy.baton_commands import parse, unknown_variables
 from tests.support.deploy.chart import (
     VALUE_SETS,
@@ -147,7 +147,7 @@ def test_the_configuration_is_one_that_baton_takes(
     assert config.routers == 2
     if value_set == "production-values.yaml":
         assert config.require_key
-        assert config.file_most_bytes == 100 << 20
+        assert config.max_file_bytes == 100 << 20
         assert [key.name for key in config.keys] == ["example", "operator"]
         assert config.tenant_weights["acme"] == 2
         assert [(pool.name, pool.count, pool.resources) for pool in config.pools] == [

@@ -22,7 +22,7 @@ from redis.retry import Retry
 
 from baton.config.cluster import load_config
 from baton.valkey_binary import valkey_binary
-from deploy.launcher.exposure import check_exposure
+from deploy.launcher.preflight import check_exposure
 from deploy.processes.ports import free_port
 from deploy.ray.ray_cluster import OBJECT_STORE_BYTES
 from tests.support.deploy.baton_commands import parse, unknown_variables
@@ -271,7 +271,7 @@ def test_a_stream_outlasts_a_request() -> None:
 
 def test_the_proxy_takes_the_largest_upload() -> None:
     (mib,) = re.findall(r"client_max_body_size (\d+)m;", nginx())
-    assert int(mib) << 20 > load_config(FOLDER / "baton.toml").file_most_bytes
+    assert int(mib) << 20 > load_config(FOLDER / "baton.toml").max_file_bytes
 
 
 def test_the_proxy_hides_metrics() -> None:

@@ -19,7 +19,7 @@ from deploy.cli.operate import worker_commands
 from deploy.cli.options.exit_codes import ExitCode
 from deploy.processes import process_identity
 from tests.support.deploy.machine import DEADLINE_S, Machine, machine
-from tests.unit.router.admin.test_worker_operations import Fronts, fronts
+from tests.unit.router.admin.test_worker_api import Fronts, fronts
 
 NAMED = "cluster 1f2e3d at {http} (model tiny)"
 NO_ROOT = "only root can give a run directory to another user"
@@ -27,8 +27,8 @@ SLEEPER = "import time; print(flush=True); time.sleep(600)"
 SIGNER = """
 import sys, time
 from pathlib import Path
-from deploy.workers.node_roll import NodeRoll
-NodeRoll(Path(sys.argv[1])).sign(sys.argv[2], 5.0, cluster="1f2e3d")
+from deploy.workers.node import NodeWorkers
+NodeWorkers(Path(sys.argv[1])).sign(sys.argv[2], 5.0, cluster="1f2e3d")
 print(flush=True)
 time.sleep(600)
 """
