@@ -27,9 +27,9 @@ from baton.rpc.grpc_errors import as_baton_error
 from baton.telemetry.tracing import begin_span, context_of
 from baton.v1 import prefill_pb2
 from router.dispatch.running_request import Attempt, RunningRequest
-from router.routing.planner import Planner
+from router.routing.ledger import Ledger
 from router.routing.policy import Decision
-from router.routing.routes import Route
+from router.routing.route_finder import Route
 from router.workers.worker_links import WorkerLink, WorkerLinks, error_from_gone
 
 log = logging.getLogger(__name__)
@@ -46,10 +46,10 @@ class Attempts:
     """See the module's text."""
 
     def __init__(
-        self, links: WorkerLinks, planner: Planner, on_prefill_failed: PrefillFailed
+        self, links: WorkerLinks, ledger: Ledger, on_prefill_failed: PrefillFailed
     ) -> None:
         self._links = links
-        self._planner = planner
+        self._ledger = ledger
         self._on_prefill_failed = on_prefill_failed
         self._by_name: dict[tuple[str, int], Attempt] = {}
         self._by_target: defaultdict[str, set[Attempt]] = defaultdict(set)
@@ -61,7 +61,7 @@ class Attempts:
         source, target = self._links.get(decision.prefill), self._links.get(decision.decode)
         if source is None or target is None:
             raise error_from_gone(decision.prefill if source is None else decision.decode)
-        promise = self._planner.promise(decision, route.request, route.hashes, time.monotonic())
+        promise = self._ledger.promise(decision, route.request, route.hashes, time.monotonic())
         span = _span(owner, spec, source, target)
         spec = replace(spec, trace=context_of(span, owner.request.trace))
         choices = set(range(spec.choice, spec.choice + spec.choices))

@@ -36,11 +36,11 @@ from router.dispatch.request_life import RequestLife
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.dispatch.traffic_report import TrafficReport
 from router.routing.cost_model import Coefficients
-from router.routing.planner import Planner
+from router.routing.ledger import Ledger
 from router.routing.policies import make_policy
 from router.routing.policy import route_settings
 from router.routing.prefix_lookup import PrefixLookup
-from router.routing.routes import Routes
+from router.routing.route_finder import RouteFinder
 from router.text.output_assembler import OutputAssembler
 from router.text.tokenizer import Tokenizer
 from router.workers.model_commit import CommitCheck
@@ -92,15 +92,15 @@ class ClusterDispatcher:
             tls=config.tls.of("router"),
         )
         policy = make_policy(config.policy, route_settings(config))
-        planner = Planner(policy, config.block_size, metrics.traffic.counts)
-        self._planner = planner
+        ledger = Ledger(policy, config.block_size, metrics.traffic.counts)
+        self._ledger = ledger
         self._waiting_room = WaitingRoom(config, metrics, self._capacity)
         self._running: set[RunningRequest] = set()
-        self._attempts = Attempts(self._links, planner, self._on_prefill_failed)
+        self._attempts = Attempts(self._links, ledger, self._on_prefill_failed)
         self._moves = Moves(
             self.router_id,
             config,
-            Routes(config, self._links, planner, self._prefixes, metrics),
+            RouteFinder(config, self._links, ledger, self._prefixes, metrics),
             self._attempts,
             metrics,
             self._links,
@@ -232,8 +232,8 @@ class ClusterDispatcher:
 
     @property
     def transfer_line(self) -> tuple[float, float]:
-        """Of a usual pair of workers: see ``router.routing.transfer_costs``."""
-        return self._planner.transfers.usual
+        """Of a usual pair of workers: see ``router.routing.cost_model``."""
+        return self._ledger.transfers.usual
 
     def health(self) -> tuple[str, str]:
         """``ok``, or ``down`` and why."""
@@ -308,7 +308,7 @@ class ClusterDispatcher:
             prefill = prefill or decode
         if not prefill or not decode:
             return None
-        cost = self._planner.table.prefill_cost(prefill[0].record.role)
+        cost = self._ledger.table.prefill_cost(prefill[0].record.role)
         return _capacity(self._config.block_size, prefill, decode, cost)
 
     # A request's life

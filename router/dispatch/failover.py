@@ -38,7 +38,7 @@ from router.dispatch.attempts import Attempts
 from router.dispatch.poison import Quarantine, prompt_hash
 from router.dispatch.retry_budget import RetryBudget
 from router.dispatch.running_request import Attempt, RunningRequest
-from router.routing.routes import Route, Routes
+from router.routing.route_finder import Route, RouteFinder
 from router.workers.worker_links import WorkerLink, WorkerLinks
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Moves:
         self,
         router_id: str,
         config: Config,
-        routes: Routes,
+        routes: RouteFinder,
         attempts: Attempts,
         metrics: RouterMetrics,
         links: WorkerLinks,

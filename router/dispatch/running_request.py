@@ -19,8 +19,8 @@ from baton.request import LOWEST_PRIORITY, SequenceSpec
 from router.core.request import GenerationRequest
 from router.dispatch.poison import FailedWorkers
 from router.dispatch.request_life import RequestLife
-from router.routing.planner import Promise
-from router.routing.routes import Stage
+from router.routing.ledger import Promise
+from router.routing.route_finder import Stage
 from router.workers.worker_links import WorkerLink
 
 

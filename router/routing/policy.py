@@ -1,4 +1,4 @@
-"""Where a request goes: what every policy is asked, and what it answers.
+"""Where a request goes: the input and the output of every policy.
 
 A policy is pure: a request's tags, what its workers hold of it, the table of workers with their
 learned costs, and the time, in; a decision out. ``router.routing.policies`` knows the policies by
@@ -13,8 +13,8 @@ from typing import Protocol
 
 from baton.config.cluster import Config, LocalPrefill
 from baton.errors import Unavailable
-from router.routing.transfer_costs import TransferCosts
-from router.routing.worker_table import EVERY_POOL, PoolFilter, WorkerTable
+from router.routing.cost_model import TransferCosts
+from router.routing.worker_table import EVERY_POOL, Group, PoolFilter, WorkerTable
 
 RETRY_AFTER_S = 2.0
 """When a client may come back after it met a pool without workers: a worker starts in seconds."""
@@ -49,6 +49,18 @@ class ClassRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class Eligible:
+    """The workers that may serve one request."""
+
+    route: ClassRoute
+    prefill: Group
+    decode: Group
+    """At least one worker."""
+    remote: bool
+    """Whether a prefill worker may compute the prompt; else a decode worker does."""
+
+
+@dataclass(frozen=True, slots=True)
 class RouteSettings:
     """What of the configuration policies need."""
 
@@ -60,8 +72,20 @@ class RouteSettings:
     pulls: bool = True
     """Whether prefill workers fetch cached blocks from others."""
 
+    def eligible(self, request: RouteRequest, table: WorkerTable) -> Eligible:
+        """The workers that may serve a request. Raises Unavailable where a needed role has none."""
+        route = self.of(request)
+        decode = table.group("decode", route.decode)
+        if not len(decode):
+            raise no_worker("decode")
+        prefill = table.group("prefill", route.prefill)
+        remote = route.local_prefill != "always" and len(prefill) > 0
+        if not remote and route.local_prefill == "never":
+            raise no_worker("prefill")
+        return Eligible(route, prefill, decode, remote)
+
     def of(self, request: RouteRequest) -> ClassRoute:
-        """What a request may use: what its class may, but for whom it may not go to."""
+        """What a request's class may use, without the workers that the request excludes."""
         route = self.classes.get(request.context_class, self.default)
         if not request.excluded:
             return route

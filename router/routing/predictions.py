@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from router.routing.cost_model import TransferCosts
 from router.routing.policy import ClassRoute, Decision, RouteRequest
-from router.routing.transfer_costs import TransferCosts
 from router.routing.worker_table import Floats, WorkerTable
 
 MIN_CHUNK_TOKENS = 16

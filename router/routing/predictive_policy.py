@@ -31,9 +31,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings, no_worker
+from router.routing.cost_model import TransferCosts
+from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings
 from router.routing.predictions import Predictions, local, predict, remote
-from router.routing.transfer_costs import TransferCosts
 from router.routing.worker_table import Floats, Group, Rows, WorkerTable
 
 MIN_TTFT = "least_ttft"
@@ -86,20 +86,14 @@ class PredictivePolicy:
         now_ms: float,
     ) -> Decision:
         """See ``router.routing.policy.Policy``."""
-        route = self._settings.of(request)
-        decode = table.group("decode", route.decode)
-        prefill = table.group("prefill", route.prefill)
-        if not len(decode):
-            raise no_worker("decode")
-        remotely = route.local_prefill != "always" and len(prefill) > 0
-        if not remotely and route.local_prefill == "never":
-            raise no_worker("prefill")
+        eligible = self._settings.eligible(request, table)
+        route, prefill, decode = eligible.route, eligible.prefill, eligible.decode
         seen = predict(request, table, held, now_ms, self._settings.hash_block)
         work = table.recent_work(now_ms)
         full = seen.prefill_from(0.0)
         found: list[_Candidates] = []
         sources = _Sources(seen, prefill, work, full, transfers, pulls=self._settings.pulls)
-        if remotely:
+        if eligible.remote:
             found.append(_pairs(seen, sources, decode, route, transfers))
         if route.local_prefill != "never":
             found.append(_alone(seen, decode, work, full, route))

@@ -8,6 +8,7 @@ event loop.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,6 @@ from router.routing.cost_model import (
     prefill_model,
     step_model,
 )
-from router.routing.rendezvous import hash_of
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
@@ -37,6 +37,12 @@ a worker that hangs must not look idle."""
 _STEP_EVERY_MS = 200.0
 """Steps of one worker are learned from this often: snapshots come with every step."""
 _FIRST_CAPACITY = 8
+
+
+def hash_of(name: str) -> int:
+    """64 bits of a name, the same in every process."""
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)

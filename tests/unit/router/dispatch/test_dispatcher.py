@@ -34,7 +34,7 @@ from router.dispatch import dispatcher as dispatcher_module
 from router.dispatch.dispatcher import ClusterDispatcher, _capacity
 from router.dispatch.request_life import RequestLife
 from router.dispatch.running_request import Attempt, RunningRequest
-from router.routing.routes import Stage
+from router.routing.route_finder import Stage
 from router.text.detokenizer import ByteDetokenizer
 from router.text.output_assembler import OutputAssembler
 from router.workers.worker_links import WorkerLink

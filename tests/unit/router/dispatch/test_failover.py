@@ -41,7 +41,7 @@ from router.dispatch.failover import MAX_FAILURES, Moves
 from router.dispatch.request_life import RequestLife
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.policy import Decision, RouteRequest
-from router.routing.routes import Route, Routes, Stage
+from router.routing.route_finder import Route, RouteFinder, Stage
 from router.text.detokenizer import ByteDetokenizer
 from router.text.output_assembler import OutputAssembler
 from router.workers import breaker as breaker_module
@@ -114,12 +114,12 @@ class World:
         self.cut_off = False
         self.stages: list[Stage] = []
         self.metrics = RouterMetrics(CollectorRegistry())
-        planner = SimpleNamespace(promise=lambda *_: SimpleNamespace(ended=lambda now: None))
-        self.attempts = Attempts(cast(WorkerLinks, self), cast(Any, planner), self.prefill_failed)
+        ledger = SimpleNamespace(promise=lambda *_: SimpleNamespace(ended=lambda now: None))
+        self.attempts = Attempts(cast(WorkerLinks, self), cast(Any, ledger), self.prefill_failed)
         self.moves = Moves(
             "router",
             Config(**changes),
-            cast(Routes, self),
+            cast(RouteFinder, self),
             self.attempts,
             self.metrics,
             cast(WorkerLinks, self),
