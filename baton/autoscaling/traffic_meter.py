@@ -11,7 +11,7 @@ from baton.autoscaling.traffic_counts import TrafficCounts
 
 FIRST_ANSWER_TOKENS = 256
 """The expected length of an answer before one of its class was seen, as
-``router.admission.decode_room`` has it."""
+``router.admission.capacity`` has it."""
 _WEIGHT = 0.1
 """Of the latest answer in the mean."""
 

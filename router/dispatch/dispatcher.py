@@ -25,9 +25,8 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry
 from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
-from baton.telemetry.tracing import begin_span, fail_span
+from router.admission.admission_queue import AdmissionQueue
 from router.admission.capacity import Capacity
-from router.admission.waiting_room import WaitingRoom
 from router.core.request import GenerationRequest, OutputDelta, without_answer
 from router.dispatch.attempts import Attempts
 from router.dispatch.failover import Moves, poison_error
@@ -94,7 +93,7 @@ class ClusterDispatcher:
         policy = make_policy(config.policy, route_settings(config))
         ledger = Ledger(policy, config.block_size, metrics.traffic.counts)
         self._ledger = ledger
-        self._waiting_room = WaitingRoom(config, metrics, self._capacity)
+        self._queue = AdmissionQueue(config, metrics, self._capacity)
         self._running: set[RunningRequest] = set()
         self._attempts = Attempts(self._links, ledger, self._on_prefill_failed)
         self._moves = Moves(
@@ -164,7 +163,7 @@ class ClusterDispatcher:
         self._draining = True
         for running in list(self._running):
             running.life.fail(WorkerFailed("the router is stopping", retry_after=1.0))
-        self._waiting_room.close()
+        self._queue.close()
         await end_tasks(self._tasks)
         if self._report is not None:
             await self._report.close()
@@ -262,16 +261,16 @@ class ClusterDispatcher:
         self._active += 1
         begun, ended, held_s = False, 0, 0.0
         try:
-            await self._turn(request)
+            await self._queue.acquire(request)
             if request.background:
                 deadline = time.monotonic() + request.deadline_s
             self._moves.budget.admitted()
             async for delta in self._run(request, deadline):
                 if not begun:
                     begun = True
-                    self._waiting_room.first_token(request.request_id)
+                    self._queue.first_token(request.request_id)
                 if delta.choice == 0:
-                    self._waiting_room.generated(request.request_id, len(delta.token_ids))
+                    self._queue.generated(request.request_id, len(delta.token_ids))
                 ended += delta.finish_reason is not None
                 given_at = time.monotonic()
                 yield delta
@@ -280,18 +279,7 @@ class ClusterDispatcher:
             self._metrics.active_requests.dec()
             self._active -= 1
             finished = ended == request.choices
-            self._waiting_room.left(request.request_id, finished=finished, held_s=held_s)
-
-    async def _turn(self, request: GenerationRequest) -> None:
-        """Wait for it. Raises BatonError."""
-        span = begin_span("admission", request.trace)
-        try:
-            await self._waiting_room.turn(request)
-        except BaseException as error:
-            fail_span(span, error)
-            raise
-        finally:
-            span.end()
+            self._queue.release(request.request_id, finished=finished, held_s=held_s)
 
     def _check_quarantine(self, request: GenerationRequest) -> None:
         """Raises PoisonRequest."""

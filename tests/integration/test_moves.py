@@ -240,7 +240,7 @@ async def test_ten_times_more_than_fits(
         model, redis_url, prefill=2, decode_pool={"kv_pool_mib": 1}, kv_pool_mib=8
     ) as cluster:
         # Admission would let in no more than fit.
-        monkeypatch.setattr(cluster.dispatcher._waiting_room, "turn", at_once)
+        monkeypatch.setattr(cluster.dispatcher._queue, "acquire", at_once)
         sent = [(prompt_of(30, n), replace(OVERSUBSCRIBED, seed=n)) for n in range(40)]
         answers = await asyncio.gather(*(cluster.answer(*each) for each in sent))
         await cluster.until_idle()

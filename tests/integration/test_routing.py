@@ -95,7 +95,7 @@ async def test_a_prompt_waits_for_room_where_it_is_to_be_computed(
         local_prefill="always",
         decode_pool={"max_sequences": 2},
     ) as cluster:
-        monkeypatch.setattr(cluster.dispatcher._waiting_room, "turn", pass_on)
+        monkeypatch.setattr(cluster.dispatcher._queue, "acquire", pass_on)
         prompts = [prompt_of(200, salt) for salt in range(8)]
         answers = await asyncio.gather(*(cluster.answer(prompt, GREEDY) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):

@@ -21,15 +21,15 @@ from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_request import SimulatedRequest
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from planning.simulator.cluster.workers_side import WorkersSide
-from router.admission.admission import Admission, Applicant, slo_of
 from router.admission.capacity import Capacity
+from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
 from router.routing.ledger import Ledger
 from router.routing.policy import Policy, RouteRequest
 
 TICK_S = 0.05
 CAPACITY_AGE_S = 0.02
-"""How often the waiting room is looked at while nothing happens, and how old its view of the
-workers may be, as ``router.admission.waiting_room`` has them."""
+"""How often the queue is looked at while nothing happens, and how old its view of the
+workers may be, as ``router.admission.admission_queue`` has them."""
 REFRESH_S = 0.05
 """How old the table of workers may be, as ``router.routing.route_finder`` has it."""
 GENERATED_EVERY_S = 0.25
@@ -60,7 +60,7 @@ class SimulatedRouter:
         self.traffic = TrafficMeter()
         """For the autoscaler."""
         self._ledger = Ledger(policy, block_tokens, self.traffic.counts)
-        self._admission = Admission(
+        self._admission = AdmissionController(
             config.tenant_weights,
             config,
             self._refused,
@@ -135,14 +135,14 @@ class SimulatedRouter:
         self.traffic.came(self._config.class_of(tokens), tokens, request.output_tokens)
         capacity = self._current_capacity(now)
         try:
-            self._admission.offer(self._applicant(request), capacity, now)
+            self._admission.offer(self._admission_request(request), capacity, now)
         except Overloaded as error:
             self._refused(request.name, error)
         self._pump()
 
-    def _applicant(self, request: SimulatedRequest) -> Applicant:
+    def _admission_request(self, request: SimulatedRequest) -> AdmissionRequest:
         config, tokens = self._config, request.traced.input_tokens
-        return Applicant(
+        return AdmissionRequest(
             request_id=request.name,
             tenant=DEFAULT_TENANT,
             priority=0,
@@ -160,7 +160,7 @@ class SimulatedRouter:
 
     def _pump(self) -> None:
         now = self._events.now
-        for name in self._admission.release(self._current_capacity(now), now):
+        for name in self._admission.admit(self._current_capacity(now), now):
             self._place(self._requests[name])
         if self._admission.waiting_requests and not self._ticks:
             self._ticks = True

@@ -101,7 +101,7 @@ async def test_workers_are_told_what_is_left_of_the_deadline(
         sent.append(spec.deadline_s)
         owner.life.accept(TokenOutput("r", 0, 0, (1,), FinishReason.STOP))
 
-    monkeypatch.setattr(dispatcher._waiting_room, "turn", turn)
+    monkeypatch.setattr(dispatcher._queue, "acquire", turn)
     monkeypatch.setattr(dispatcher._moves._routes, "find", find)
     monkeypatch.setattr(dispatcher._attempts, "begin", begin)
     for deadline_s in (5.0, 0.06):
@@ -166,7 +166,7 @@ async def test_whatever_goes_wrong_a_request_that_has_gone_is_counted_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A router that stops would wait for it for ever."""
-    monkeypatch.setattr(dispatcher._waiting_room, "left", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(dispatcher._queue, "release", lambda *_, **__: 1 / 0)
     request = GenerationRequest("r", (1,), SamplingParams(), Principal(), 5.0)
     with pytest.raises(ZeroDivisionError):
         async for _ in dispatcher.generate(request):

@@ -40,7 +40,7 @@ MIN_SPEED = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class Sample:
     """A prompt at the workers."""
 
     work_s: float
@@ -50,7 +50,7 @@ class Stay:
     """Saturated seconds of the router's life until then."""
 
 
-class DrainRate:
+class PrefillThroughput:
     """Work per second, cached tokens counted as if computed, of all prefill workers together.
 
     Only time in which requests waited counts: what an idle cluster finishes says nothing of what
@@ -117,14 +117,14 @@ class DrainRate:
         if self._estimate is None:
             self._judge()
 
-    def sent(self, work_s: float, now: float) -> Stay:
+    def sent(self, work_s: float, now: float) -> Sample:
         """A prompt goes to the workers. ``finished`` or ``left`` is to follow, once."""
         self._pass(now)
-        stay = Stay(work_s, now, self._saturated_s)
+        stay = Sample(work_s, now, self._saturated_s)
         self._stays(stay, 1)
         return stay
 
-    def finished(self, stay: Stay, now: float) -> None:
+    def finished(self, stay: Sample, now: float) -> None:
         """It has its first token."""
         self._pass(now)
         self._stays(stay, -1)
@@ -132,11 +132,11 @@ class DrainRate:
         self._work_s += self._credit(stay.work_s, overlap_s, now - stay.since)
         self._judge()
 
-    def left(self, stay: Stay) -> None:
+    def left(self, stay: Sample) -> None:
         """It has gone without one."""
         self._stays(stay, -1)
 
-    def _stays(self, stay: Stay, count: int) -> None:
+    def _stays(self, stay: Sample, count: int) -> None:
         work_s = count * stay.work_s
         self._stays_count += count
         if self._stays_count:

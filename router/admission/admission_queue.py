@@ -1,6 +1,9 @@
-"""Where requests wait until the admission lets them through to the workers.
+"""The queue in which requests wait until the admission controller admits them.
 
-States of a request: see ``router.admission.admission``. Owned by the router's event loop.
+    new ─acquire→ waiting → admitted ─release→ gone
+                  waiting → refused ─release→ gone
+
+Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -13,18 +16,19 @@ from collections.abc import Callable
 from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.telemetry.metrics import RouterMetrics
-from router.admission.admission import Admission, Applicant, slo_of
+from baton.telemetry.tracing import begin_span, fail_span
 from router.admission.capacity import Capacity
+from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
 from router.core.request import GenerationRequest
 
 TICK_S = 0.05
-"""How often the room is looked at while requests wait and nothing of ours happens."""
+"""How often the controller is asked while requests wait and none begins or ends."""
 CAPACITY_AGE_S = 0.02
 """For how long a view of the workers is used: our own requests are counted beside it."""
 
 
-class WaitingRoom:
-    """Turns of the admission's decisions into waiting."""
+class AdmissionQueue:
+    """Makes requests wait for the decisions of the admission controller."""
 
     def __init__(
         self,
@@ -33,13 +37,13 @@ class WaitingRoom:
         capacity: Callable[[], Capacity | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``capacity`` shows the workers; None while there are none of a role."""
+        """``capacity`` returns what the workers have; None while a role has none."""
         self._config = config
         self._metrics = metrics
         self._read_capacity = capacity
         self._clock = clock
         self._tenants = config.tenant_weights
-        self._admission = Admission(
+        self._controller = AdmissionController(
             self._tenants,
             config,
             self._refuse,
@@ -51,58 +55,62 @@ class WaitingRoom:
         for tenant in self._tenants:
             metrics.waiting_requests.labels(tenant=tenant).set(0)
 
-    async def turn(self, request: GenerationRequest) -> None:
-        """Wait until the request may go to the workers. Raises Overloaded where it may not.
+    async def acquire(self, request: GenerationRequest) -> None:
+        """Wait until the request may go to the workers. ``release`` must follow, in any case.
 
-        Whoever calls it calls ``left`` in the end, whatever happened.
+        Raises Overloaded where it may not go there.
         """
         now = self._clock()
-        capacity = self._current_capacity(now)
-        if capacity is None:
-            return
-        applicant = self._applicant(request)
-        self._admission.offer(applicant, capacity, now)
         turn = asyncio.get_running_loop().create_future()
-        self._turns[request.request_id] = turn
+        span = begin_span("admission", request.trace)
         try:
+            capacity = self._current_capacity(now)
+            if capacity is None:
+                return
+            self._controller.offer(self._admission_request(request), capacity, now)
+            self._turns[request.request_id] = turn
             self._pump()
             await turn
+        except BaseException as error:
+            fail_span(span, error)
+            raise
         finally:
-            del self._turns[request.request_id]
-            if turn.done() and not turn.cancelled():
-                turn.exception()  # looked at, so that asyncio does not log it
-            if not request.background:
-                self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
-            self._show(applicant.tenant)
+            span.end()
+            if self._turns.pop(request.request_id, None) is not None:
+                if turn.done() and not turn.cancelled():
+                    turn.exception()  # looked at, so that asyncio does not log it
+                if not request.background:
+                    self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
+                self._show(request.principal.tenant)
 
     def first_token(self, request_id: str) -> None:
-        """The request has its first token; idempotent."""
-        if self._admission.first_token(request_id, self._clock()):
+        """Note the request's first token; idempotent."""
+        if self._controller.first_token(request_id, self._clock()):
             self._pump()
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """So many more tokens of its answer came; of several, of the first."""
-        self._admission.generated(request_id, tokens)
+        """Count ``tokens`` more of its answer; of several answers, of the first."""
+        self._controller.generated(request_id, tokens)
 
-    def left(self, request_id: str, *, finished: bool = False, held_s: float = 0.0) -> None:
-        """The request has gone; idempotent. ``finished``: with its whole answer, of whose time the
+    def release(self, request_id: str, *, finished: bool = False, held_s: float = 0.0) -> None:
+        """Note that the request has gone; idempotent. ``finished``: with its whole answer.
 
-        client held it up for ``held_s`` seconds.
+        Its client held the answer up for ``held_s`` seconds.
         """
-        self._admission.left(request_id, self._clock(), finished=finished, held_s=held_s)
+        self._controller.left(request_id, self._clock(), finished=finished, held_s=held_s)
         self._pump()
 
     def close(self) -> None:
-        """Look at the room no more."""
+        """Stop looking for requests to admit."""
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
 
-    def _applicant(self, request: GenerationRequest) -> Applicant:
+    def _admission_request(self, request: GenerationRequest) -> AdmissionRequest:
         tenant = request.principal.tenant
         self._tenants.setdefault(tenant, 1.0)
         prompt_tokens = len(request.prompt_ids)
-        return Applicant(
+        return AdmissionRequest(
             request_id=request.request_id,
             tenant=tenant,
             priority=request.priority,
@@ -117,12 +125,12 @@ class WaitingRoom:
 
     def _pump(self) -> None:
         now = self._clock()
-        for request_id in self._admission.release(self._current_capacity(now), now):
+        for request_id in self._controller.admit(self._current_capacity(now), now):
             turn = self._turns[request_id]
             if not turn.done():
                 turn.set_result(None)
-        self._metrics.prefill_speed.set(self._admission.speed or 0.0)
-        if self._admission.waiting_requests and self._tick is None:
+        self._metrics.prefill_speed.set(self._controller.speed or 0.0)
+        if self._controller.waiting_requests and self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(TICK_S, self._on_tick)
 
     def _on_tick(self) -> None:
@@ -137,7 +145,7 @@ class WaitingRoom:
             turn.set_exception(error)
 
     def _show(self, tenant: str) -> None:
-        waiting = self._admission.waiting(tenant)
+        waiting = self._controller.waiting(tenant)
         self._metrics.waiting_requests.labels(tenant=tenant).set(waiting)
 
     def _current_capacity(self, now: float) -> Capacity | None:
