@@ -14,7 +14,7 @@ from baton.rpc.grpc_errors import call_errors
 from baton.store.prefix_index import IndexSize, PrefixIndex
 from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import cache_pb2, cache_pb2_grpc
-from router.workers.worker_links import WorkerLink
+from router.workers.worker_link import WorkerLink
 
 DROP_DEADLINE_S = 5.0
 

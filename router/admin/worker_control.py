@@ -13,7 +13,7 @@ from baton.errors import LastWorker, NotFound, WorkerFailed
 from baton.rpc.grpc_errors import CODE_KEY, call_errors
 from baton.store.registry import DRAINING
 from baton.v1 import control_pb2, control_pb2_grpc
-from router.workers.worker_links import WorkerLink
+from router.workers.worker_link import WorkerLink
 
 ANSWER_S = 10.0
 """How much later than the deadline of a drain its answer may come."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.config.cluster import Config
 from baton.errors import BatonError
@@ -20,6 +20,8 @@ from baton.telemetry.tracing import begin_span, fail_span
 from router.admission.capacity import Capacity
 from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
 from router.core.request import GenerationRequest
+from router.routing.cost_model import Coefficients
+from router.workers.worker_link import WorkerLink
 
 TICK_S = 0.05
 """How often the controller is asked while requests wait and none begins or ends."""
@@ -152,3 +154,29 @@ class AdmissionQueue:
         if self._capacity is None or now - self._capacity_at > CAPACITY_AGE_S:
             self._capacity, self._capacity_at = self._read_capacity(), now
         return self._capacity
+
+
+def capacity_of(
+    hash_block: int,
+    prefill: Sequence[WorkerLink],
+    decode: Sequence[WorkerLink],
+    prefill_cost: Coefficients,
+) -> Capacity:
+    """What the workers' snapshots show, in blocks of the prefix index of ``hash_block`` tokens."""
+    sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
+    loads = [link.load for link in decode]
+    return Capacity(
+        block_size=hash_block,
+        prefill_workers=len(prefill),
+        decode_sequences=sum(load.running + load.waiting for load in loads),
+        max_sequences=sum(link.record.max_sequences for link in decode),
+        available_blocks=tuple(
+            (load.free_blocks + load.cached_blocks) * size
+            for load, size in zip(loads, sizes, strict=True)
+        ),
+        total_blocks=tuple(
+            link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
+        ),
+        step_s=max(load.step_ms for load in loads) / 1e3,
+        prefill_cost=prefill_cost,
+    )

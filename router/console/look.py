@@ -23,7 +23,8 @@ from router.console.snapshot import (
 )
 from router.console.window import Key, Window
 from router.console.worker_page import WorkerPages
-from router.workers.worker_links import WorkerLink, WorkerLinks
+from router.workers.worker_link import WorkerLink
+from router.workers.worker_links import WorkerLinks
 
 MAX_PAGES = 64
 """More workers' pages are not asked for: the first by name are."""

@@ -1,13 +1,13 @@
-"""Where a request goes: the prompt's hashes, who holds them, and the policy's answer.
+"""Where a request goes: the prompt's hashes, the workers that hold them, the policy's answer.
 
 Owned by the router's event loop.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 from baton.config.cluster import Config
 from baton.errors import ContextLengthExceeded, Overloaded, Unavailable
@@ -15,11 +15,11 @@ from baton.hashing import HashChain, hash_key
 from baton.request import LoadSnapshot
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
-from router.core.request import GenerationRequest
 from router.routing.ledger import Ledger
 from router.routing.policy import Decision, RouteRequest
 from router.routing.prefix_lookup import PrefixLookup
-from router.workers.worker_links import WorkerLink, WorkerLinks
+from router.workers.worker_link import WorkerLink
+from router.workers.worker_links import WorkerLinks
 
 REFRESH_S = 0.05
 """How old the table may be: with a thousand workers reading all links takes about a millisecond.
@@ -28,37 +28,8 @@ NO_PREFILL_WORKER = "no_prefill_worker"
 """Why a prompt is computed by a decode worker, whatever the policy: as the metric calls it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A decision and what it was made of."""
-
-    decision: Decision
-    request: RouteRequest
-    hashes: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What of a request is to be placed: its prompt, or what it has become."""
-
-    request: GenerationRequest
-    token_ids: tuple[int, ...]
-    """The prompt, and the tokens that its answer has."""
-    choices: int
-    left_s: float
-    """Seconds until the request must have ended."""
-    is_scored: bool
-    """Whether the prompt's log probabilities are still wanted: no cached block has them."""
-    chain: HashChain
-    """The hashes of these tokens, as far as they are computed."""
-    is_moved: bool = False
-    """It was admitted: it is not refused because it will be late."""
-    holder: str = ""
-    """A worker that has all of its full blocks: the index may not know of the last ones yet."""
-
-
 class RouteFinder:
-    """Asks the prefix index and the policy."""
+    """Chooses workers by the prefix index's answer and the policy."""
 
     def __init__(
         self,
@@ -68,7 +39,7 @@ class RouteFinder:
         prefixes: PrefixLookup,
         metrics: RouterMetrics,
     ) -> None:
-        self._config = config
+        self._block_size = config.block_size
         self._links = links
         self._ledger = ledger
         self._sync = TableSync(ledger, links)
@@ -77,87 +48,81 @@ class RouteFinder:
         self._found = metrics.prefix_blocks.labels("found")
         self._missing = metrics.prefix_blocks.labels("missing")
 
-    async def find(self, stage: Stage, *excluded: frozenset[str]) -> Route:
-        """Where it goes: to none of the first of ``excluded``, or where that leaves nobody, of the
+    def hashes(
+        self, token_ids: Sequence[int], cache_salt: bytes, chain: HashChain
+    ) -> Sequence[bytes]:
+        """The block hashes of a sequence, as the workers that are up compute them; none without.
 
-        second, and so on.
+        ``chain`` keeps them while the sequence grows. Raises ContextLengthExceeded.
+        """
+        self._sync.refresh(time.monotonic())
+        longest = self._sync.context_length
+        if longest is None:
+            return ()
+        if len(token_ids) >= longest:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(token_ids)} tokens, and the workers' context is {longest}"
+            )
+        return chain.of(token_ids, self._block_size, hash_key(self._sync.fingerprint, cache_salt))
 
-        Raises Unavailable, ContextLengthExceeded, Overloaded.
+    async def find(
+        self,
+        request: RouteRequest,
+        hashes: Sequence[bytes],
+        avoid: Sequence[frozenset[str]] = (frozenset(),),
+        *,
+        reads_cache: bool = True,
+        source_worker: str = "",
+        is_moved: bool = False,
+    ) -> Decision:
+        """Choose workers, to none of the first set of ``avoid``; where that leaves none, of the
+
+        second, and so on. ``reads_cache``: cached blocks may be used. ``source_worker`` has all
+        blocks, including those that the index does not list yet. With ``is_moved`` a request is not
+        refused because it will be late.
+
+        Raises Unavailable, Overloaded.
         """
         asked_at = time.monotonic()
-        self._sync.refresh(asked_at)
-        hashes = self._hashes(stage)
         held: dict[str, int] = {}
-        if hashes and not stage.is_scored:
+        if hashes and reads_cache:
             held = await self._prefixes.ask(hashes)
             found = max(held.values(), default=0)
             self._found.inc(found)
             self._missing.inc(len(hashes) - found)
-            if stage.holder:
-                held = {**held, stage.holder: len(hashes)}
+            if source_worker:
+                held = {**held, source_worker: len(hashes)}
         now = time.monotonic()
-        left_ms = (stage.left_s - (now - asked_at)) * 1e3
-        asked = [self._asked(stage, left_ms, names) for names in (excluded or (frozenset[str](),))]
-        route = self._decided(asked, hashes, held, now)
-        decision = route.decision
-        if decision.shed and not stage.is_moved:
+        left_ms = request.deadline_ms - (now - asked_at) * 1e3
+        *others, last = (replace(request, deadline_ms=left_ms, excluded=names) for names in avoid)
+        for asked in others:
+            try:
+                decision = self._decide(asked, hashes, held, now)
+                break
+            except Unavailable:
+                continue
+        else:
+            decision = self._decide(last, hashes, held, now)
+        if decision.shed and not is_moved:
             raise Overloaded(
                 f"the first token would come after {decision.ttft_ms / 1e3:.1f} s, beyond the"
                 " request's deadline",
                 retry_after=max(1.0, decision.queue_ms / 1e3),
             )
-        self._count(decision)
-        return route
-
-    def _count(self, decision: Decision) -> None:
-        if not decision.local:
-            kind, reason = "remote", decision.reason
-        elif len(self._ledger.table.group("prefill")):
-            kind, reason = "local", decision.reason
-        else:
-            kind, reason = "local", NO_PREFILL_WORKER
-        self._metrics.route_decisions.labels(decision=kind, reason=reason).inc()
-
-    def _hashes(self, stage: Stage) -> list[bytes]:
-        longest = self._sync.context_length
-        if longest is None:
-            return []
-        if len(stage.token_ids) >= longest:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(stage.token_ids)} tokens, and the workers' context "
-                f"is {longest}"
-            )
-        key = hash_key(self._sync.fingerprint, stage.request.cache_salt)
-        return stage.chain.of(stage.token_ids, self._config.block_size, key)
-
-    def _asked(self, stage: Stage, left_ms: float, excluded: frozenset[str]) -> RouteRequest:
-        return RouteRequest(
-            len(stage.token_ids),
-            self._config.class_of(len(stage.request.prompt_ids)),
-            stage.request.session,
-            # The operator's bound is no reason to refuse: what is predicted may be wrong.
-            left_ms if stage.request.own_deadline else math.inf,
-            stage.choices,
-            excluded,
-        )
-
-    def _decided(
-        self, asked: list[RouteRequest], hashes: list[bytes], held: dict[str, int], now: float
-    ) -> Route:
-        *others, last = asked
-        for request in others:
-            try:
-                return Route(self._decide(request, hashes, held, now), request, hashes)
-            except Unavailable:
-                continue
-        return Route(self._decide(last, hashes, held, now), last, hashes)
+        is_forced = decision.local and not len(self._ledger.table.group("prefill"))
+        self._metrics.route_decisions.labels(
+            decision="local" if decision.local else "remote",
+            reason=NO_PREFILL_WORKER if is_forced else decision.reason,
+        ).inc()
+        return decision
 
     def _decide(
-        self, asked: RouteRequest, hashes: list[bytes], held: dict[str, int], now: float
+        self, asked: RouteRequest, hashes: Sequence[bytes], held: dict[str, int], now: float
     ) -> Decision:
-        """Among those that are up at this moment: the table may be a little older."""
-        # Nor is anything fetched from whoever is excluded.
-        held = {name: count for name, count in held.items() if name not in asked.excluded}
+        """Decide among the workers that are up at this moment: the table may be a little older."""
+        if asked.excluded:
+            # Nor is anything fetched from an excluded worker.
+            held = {name: count for name, count in held.items() if name not in asked.excluded}
         try:
             decision = self._ledger.decide(asked, hashes, held, now)
             chosen = {decision.prefill, decision.decode}

@@ -63,7 +63,7 @@ async def test_a_class_may_compute_elsewhere_than_the_others(
 
 async def test_reports_teach_and_every_promise_ends(tiny_model: Path, redis_url: str) -> None:
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
-        ledger = cluster.dispatcher._attempts._ledger
+        ledger = cluster.dispatcher._ledger
         for salt in range(3):
             await asyncio.gather(
                 *(cluster.answer(prompt_of(n, salt), GREEDY) for n in (40, 80, 160))

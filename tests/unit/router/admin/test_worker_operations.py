@@ -27,7 +27,7 @@ from router.admin.worker_control import WorkerControl, WorkerView
 from router.admin.worker_operations import WorkerOperations, WorkerOperatorServicer
 from router.grpc.inference import add_grpc_front
 from router.http_app import create_app
-from router.workers.worker_links import WorkerLink
+from router.workers.worker_link import WorkerLink
 from tests.support.mini_cluster import free_port
 from tests.support.router.front_fakes import MODEL, check_schema, make_front, serve
 from tests.unit.router.admin.test_operator_api import key

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.config.cluster import Config, KeyConfig, TenantConfig
 from baton.errors import DeadlineUnreachable, Overloaded
-from baton.request import Principal
+from baton.request import Geometry, LoadSnapshot, Principal
 from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import RouterMetrics
-from router.admission.admission_queue import AdmissionQueue
+from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
 from router.admission.inflight_prefills import MIN_WINDOW_TOKENS
 from router.core.request import GenerationRequest
+from router.workers.worker_link import WorkerLink
+from tests.support.router.workers import record
 
 DEADLINE_S = 20.0
 
@@ -183,3 +185,25 @@ def test_the_configuration_knows_whose_a_key_is() -> None:
         "default": 1.0,
         "a": 2.0,
     }
+
+
+async def test_capacity_counts_in_blocks_of_the_prefix_index() -> None:
+    load = LoadSnapshot(running=2, waiting=1, free_blocks=7, cached_blocks=3)
+    links = [
+        WorkerLink(
+            replace(
+                record(slot),
+                load=load,
+                geometry=Geometry(32, 2, 3, 64, "bfloat16"),
+                total_blocks=100,
+                max_sequences=8,
+            )
+        )
+        for slot in ("p-0", "d-0")
+    ]
+    try:
+        seen = capacity_of(16, links[:1], links[1:], (1.0, 2.0, 3.0))
+    finally:
+        for link in links:
+            await link.channel.close()
+    assert seen == Capacity(16, 1, 3, 8, (20,), (200,), prefill_cost=(1.0, 2.0, 3.0))

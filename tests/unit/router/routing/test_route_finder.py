@@ -19,7 +19,7 @@ from tests.support.router.workers import BLOCK, record
 @asynccontextmanager
 async def synced(*slots: str) -> AsyncIterator[tuple[TableSync, Ledger, WorkerLinks]]:
     """Links that nobody answers, said to be connected."""
-    links = WorkerLinks("r", lambda _: None, lambda *_: None, lambda *_: None, heartbeat_s=1.0)
+    links = WorkerLinks("r", heartbeat_s=1.0)
     ledger = Ledger(make_policy("predictive", RouteSettings()), BLOCK)
     try:
         links.update({slot: record(slot) for slot in slots})
