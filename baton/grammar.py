@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+_MAX_REASON_CHARACTERS = 300
+
 
 class GrammarKind(enum.StrEnum):
     """What a grammar's text is written in."""
@@ -58,3 +60,13 @@ class TokenMatcher(Protocol):
 
     def deep_copy(self) -> TokenMatcher:
         """A copy at the same place. Both share what they compute of the grammar."""
+
+
+def reason_in(error: str) -> str:
+    """Reduce an error of the grammar library to one line for a client."""
+    line = " ".join(error.partition("<non-verbose/>")[0].split())
+    if line.startswith("NoExtension"):
+        return "no text matches it"
+    if len(line) > _MAX_REASON_CHARACTERS:
+        line = f"{line[:_MAX_REASON_CHARACTERS]}…"
+    return line or "the library does not say why"

@@ -98,7 +98,7 @@ class LocalPrefill:
             del self._firsts[attempt]
             if not isinstance(token, FirstToken):
                 self._end(sequence)
-        yield first_token(sequence, token, self._context.control.load())
+        yield first_token(sequence, token, self._context.core.load())
 
     async def _answered(
         self, first: asyncio.Future[FirstToken | BatonError], deadline: float
@@ -107,7 +107,7 @@ class LocalPrefill:
         await asyncio.wait([first], timeout=max(0.0, deadline - time.monotonic()))
         if not first.done():
             # Ends what has expired, and tells of it.
-            self._context.control.pump()
+            self._context.core.schedule_steps()
         if not first.done():
             return DeadlineExceeded("the request's deadline passed during its prefill")
         return first.result()
@@ -214,7 +214,7 @@ class LocalPrefill:
         self._keep(sequence)
         sequence.spare = pool.allocate(sequence.spec.choices - 1)
         blocks = leading + pool.allocate(missing - len(sequence.spare))
-        self._context.control.add_computed(sequence, blocks, sequence.cached_tokens)
+        self._context.core.add_computed(sequence, blocks, sequence.cached_tokens)
 
     # What the role tells
 

@@ -88,7 +88,8 @@ class HandoffReceiver:
         self._spare = 0
         """Blocks, and as many places, promised to siblings."""
         self._room = Room(scheduler)
-        blocks.listeners.append(self)
+        self.close = blocks.subscribe(self._released)
+        """Ends its subscription to tickets that end; idempotent."""
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
         """Promise blocks. Raises HandoffError, NoRoom or ContextLengthExceeded.
@@ -188,13 +189,8 @@ class HandoffReceiver:
             promised.spec, promised.hashes, blocks, ticket.expected_bytes, promised.spare
         )
 
-    # What the blocks' receiver tells
-
-    def completed(self, ticket: Ticket) -> None:
-        """Its commit may come."""
-
-    def released(self, ticket: Ticket, error: BatonError) -> None:
-        """It has ended."""
+    def _released(self, ticket: Ticket, error: BatonError) -> None:
+        """A ticket has ended before its commit."""
         promised = self._promised.pop(ticket.ticket_id, None)
         if promised is not None:
             self._spare -= len(promised.spare)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -63,7 +62,6 @@ class DecodeRole:
             geometry=context.engine.cache.geometry(),
             incarnation=context.incarnation,
         )
-        context.exchange.receiver.listeners.append(self)
         self.clock = context.exchange.receiver.clock
         """The clock of peers' silence; deadlines are on the monotonic clock."""
         self.closing = False
@@ -83,10 +81,13 @@ class DecodeRole:
         self._deadlines: dict[Attempt, float] = {}
         """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
         self.beats = Beats.of(context.settings.config)
-        self._prefills = PrefillServicer(self.local.run, context.control.load, self.beats)
+        self._prefills = PrefillServicer(self.local.run, context.core.load, self.beats)
         self._streams: set[HandoffStream] = set()
         self.reserves = Reserves(self.receiver, context.intake, self.reserve)
-        self._commits: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
+        # Blocks of tickets that end may be what a reserve waits for.
+        self._unsubscribe = context.exchange.receiver.subscribe(
+            lambda _ticket, _error: self.reserves.serve_soon()
+        )
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add DecodeService, and PrefillService for prompts that are computed here."""
@@ -139,7 +140,7 @@ class DecodeRole:
             # From now on it is to say more often that it lives.
             self.outbox(offer.spec.router_id).hurry()
         self._deadlines[ticket.attempt] = offer.deadline
-        self.context.control.pump_soon()
+        self.context.core.schedule_soon()
         return ticket
 
     def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
@@ -175,7 +176,10 @@ class DecodeRole:
         Raises what has ended the ticket, or InvalidGrammar.
         """
         if self.awaits_bytes(ticket_id):
-            await self._settled(ticket_id)
+            whole = self.receiver.blocks.whole(ticket_id)
+            assert whole is not None, "bytes are still to come"
+            # Another commit may wait for the same ticket.
+            await asyncio.shield(whole)
         spec, matcher = self.receiver.promised(ticket_id), None
         if spec is not None and spec.sampling.grammar is not None:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
@@ -185,29 +189,6 @@ class DecodeRole:
         return self.commit(
             ticket_id, writer, first_token, logprobs=logprobs, others=others, matcher=matcher
         )
-
-    async def _settled(self, ticket_id: str) -> None:
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._commits[ticket_id].append(waiting)
-        try:
-            await waiting
-        finally:
-            self._commits[ticket_id].remove(waiting)
-            if not self._commits[ticket_id]:
-                del self._commits[ticket_id]
-
-    def completed(self, ticket: Ticket) -> None:
-        """Its commit need wait no longer."""
-        for waiting in self._commits.get(ticket.ticket_id, ()):
-            if not waiting.done():
-                waiting.set_result(None)
-
-    def released(self, ticket: Ticket, error: BatonError) -> None:
-        """Its commit will not come."""
-        self.reserves.serve_soon()
-        for waiting in self._commits.get(ticket.ticket_id, ()):
-            if not waiting.done():
-                waiting.set_exception(error)
 
     def commit(
         self,
@@ -237,7 +218,7 @@ class DecodeRole:
             self.context.engine.pool.release(receipt.blocks + receipt.spare)
             raise HandoffError(f"{1 + len(others)} first tokens for {spec.choices} choices")
         self._keep(sequence)
-        self.context.control.add_computed(sequence, receipt.blocks, len(spec.token_ids))
+        self.context.core.add_computed(sequence, receipt.blocks, len(spec.token_ids))
         forks = self._fork(sequence, others)
         # Told again: a prefill worker that dies before its answer loses nothing.
         firsts = (FirstToken(first_token, logprobs=logprobs), *others)
@@ -254,7 +235,7 @@ class DecodeRole:
         forks = scheduler.fork(sequence, (other.token_id for other in others))
         sequence.finish_reason = scheduler.finish_reason(sequence, sequence.token_ids[-1])
         if sequence.finish_reason:
-            self.context.control.remove(sequence)
+            self.context.core.remove(sequence)
         return forks
 
     def _tell_first(self, sequence: Sequence, first: FirstToken) -> None:
@@ -281,8 +262,8 @@ class DecodeRole:
             self.reserves.end(attempt, _aborted())
             self.local.ended(attempt, _aborted())
         for sequence in self._forget(attempt, choice):
-            self.context.control.remove(sequence)
-        self.context.control.pump()
+            self.context.core.remove(sequence)
+        self.context.core.schedule_steps()
 
     def abort_handoff(self, attempt: Attempt) -> None:
         """A writer gives up: its ticket ends, idempotent.
@@ -293,7 +274,7 @@ class DecodeRole:
         self.receiver.blocks.abort(attempt, self.clock())
         self.reserves.end(attempt, _aborted())
         self._deadlines.pop(attempt, None)
-        self.context.control.pump()
+        self.context.core.schedule_steps()
 
     def _forget(self, attempt: Attempt, choice: int | None = None) -> list[Sequence]:
         """A request, or one of its choices, is over. Returns what was kept of it."""
@@ -311,7 +292,7 @@ class DecodeRole:
             self._sequences.pop(attempt, None)
         return gone
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         """Pass a step's tokens on."""
         for update in updates:
             if update.token_ids:
@@ -342,13 +323,13 @@ class DecodeRole:
             )
             self.outbox(spec.router_id).put(output)
 
-    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         """The step of these sequences failed: they end with an error."""
         for sequence in sequences:
             self._fail(sequence, error)
         self._flush()
 
-    def on_expired(self, sequences: list[Sequence]) -> None:
+    def on_expire(self, sequences: list[Sequence]) -> None:
         """These sequences end with an error."""
         for sequence in sequences:
             self._fail(sequence, DeadlineExceeded("the request's deadline has passed"))
@@ -404,7 +385,7 @@ class DecodeRole:
         self._drop_lost_routers(self.clock())
         self._hand_back()
         self._flush()
-        self.context.control.beat(now)
+        self.context.core.beat(now)
         self.reserves.heartbeat()
 
     def _drop_lost_routers(self, now: float) -> None:
@@ -428,10 +409,12 @@ class DecodeRole:
         for choices in list(self._sequences.values()):
             for sequence in list(choices.values()):
                 self._fail(sequence, stopping)
-                self.context.control.remove(sequence)
+                self.context.core.remove(sequence)
         self.local.close(stopping)
         self._prefills.close()
         self._flush()
+        self._unsubscribe()
+        self.receiver.close()
 
 
 def _attempt(sequence: Sequence) -> Attempt:

@@ -75,5 +75,5 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def _message(
         self, outputs: Sequence[worker_pb2.TokenOutput] = ()
     ) -> decode_pb2.StreamTokensResponse:
-        load = convert.load_to_proto(self._role.context.control.load())
+        load = convert.load_to_proto(self._role.context.core.load())
         return decode_pb2.StreamTokensResponse(outputs=outputs, load=load)

@@ -26,33 +26,29 @@ from engine.model.embedding import Embedder
 from engine.model.model import DecoderModel
 from engine.model.torch_step import TorchStepModel
 from engine.model.weights import bytes_per_weight, fingerprint, load_weights
-from engine.parallel.context_exchange import ContextExchange
-from engine.parallel.context_model import ContextModel, ContextSteps
-from engine.parallel.model_share import config_of, share_of
+from engine.parallel.context_parallel import ContextExchange, ContextModel, ContextSteps
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
 from engine.parallel.ranks import FollowingModel, FollowingTorch, LeadingRank, LeadModel, LeadRank
+from engine.parallel.shard import config_of, share_of
 from engine.parallel.weight_slices import WeightSlices
 from engine.quantization.packed_cache import PackedCache
-from engine.roofline.roofline import Storage
+from engine.roofline import Storage
 from engine.sampling.sampling import sample
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SCORED_TOKENS, SchedulerLimits
-from engine.speculation.draft_length import MAX_IN_A_STEP
-from engine.speculation.heads.drafter_heads import (
+from engine.speculation.heads.loading import (
     HEADS,
     EagleHead,
     MedusaHeads,
-    Sampler,
     load_heads,
 )
-from engine.speculation.model.draft_model import DraftModel
-from engine.speculation.model.draft_vocabulary import check_vocabulary
-from engine.speculation.model.filled_slots import FilledSlots
-from engine.speculation.model.model_speculation import ModelSpeculation
-from engine.speculation.model_drafter import ModelDrafter
+from engine.speculation.length import MAX_IN_A_STEP
+from engine.speculation.model.draft_model import DraftModel, check_vocabulary
+from engine.speculation.model.speculation import ModelSpeculation
+from engine.speculation.model_drafter import FilledSlots, ModelDrafter, Sampler
 from engine.speculation.speculation import (
     DRAFTERS,
     MAX_DRAFT_TOKENS,
@@ -116,7 +112,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of an engine. The control loop owns pool and scheduler, its thread the runner."""
+    """The parts of an engine. The engine core owns pool and scheduler, its thread the runner."""
 
     config: ModelConfig
     runner: ModelRunner

@@ -50,7 +50,7 @@ class PrefillRole:
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
         self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
         self._service = PrefillServicer(
-            self.run, context.control.load, Beats.of(context.settings.config)
+            self.run, context.core.load, Beats.of(context.settings.config)
         )
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
         self._handoffs: WeakValueDictionary[Peer, asyncio.Semaphore] = WeakValueDictionary()
@@ -167,7 +167,7 @@ class PrefillRole:
                     for first in firsts
                 ]
             for choice, first in zip(choices, firsts, strict=True):
-                yield first_token(choice, first, self.context.control.load())
+                yield first_token(choice, first, self.context.core.load())
             if handoff is not None and not all(first.finish_reason for first in firsts):
                 pushed = await handoff.commit(
                     firsts[0].token_id, logprobs=firsts[0].logprobs, others=tuple(firsts[1:])
@@ -182,7 +182,7 @@ class PrefillRole:
                         pinned_blocks=handoff.pinned_blocks,
                         transfer_ms=exposed_s * 1e3,
                     ),
-                    load=convert.load_to_proto(self.context.control.load()),
+                    load=convert.load_to_proto(self.context.core.load()),
                 )
         finally:
             for choice in choices:
@@ -216,7 +216,7 @@ class PrefillRole:
         """Give back its blocks and its place once no reader of the blocks is left here."""
         if handoff is not None:
             await handoff.close()
-        self.context.control.remove(sequence)
+        self.context.core.remove(sequence)
         await place.aclose()
 
     async def _compute(
@@ -232,7 +232,7 @@ class PrefillRole:
             self._listeners[choice.sequence_id] = events
         firsts: list[FirstToken] = []
         # Nothing is awaited between the fetch and this: the blocks have an owner at all times.
-        self.context.control.add(sequence, blocks)
+        self.context.core.add(sequence, blocks)
         while True:
             event = await self._next_event(sequence, events, handoff, deadline)
             if isinstance(event, BatonError):
@@ -279,7 +279,7 @@ class PrefillRole:
 
     def _push_layers(self, sequence: Sequence, handoff: Handoff) -> None:
         """Send what the running step has stored of the sequence so far, where that pays."""
-        progress = self.context.control.progress(sequence)
+        progress = self.context.core.progress(sequence)
         if progress is not None and progress.layers:
             size = self.context.engine.cache.block_size
             blocks = -(-progress.tokens // size) if progress.is_last else progress.tokens // size
@@ -287,21 +287,21 @@ class PrefillRole:
             if blocks <= len(sequence.block_table):
                 handoff.computing(sequence.block_table, blocks, progress.layers)
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         """Tell each sequence's call what has been computed."""
         for update in updates:
             listener = self._listeners.get(update.sequence.sequence_id)
             if listener is not None:
                 listener.put_nowait(update)
 
-    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         """The step of these sequences failed: their calls end with an error."""
         for sequence in sequences:
             listener = self._listeners.get(sequence.sequence_id)
             if listener is not None:
                 listener.put_nowait(error)
 
-    def on_expired(self, sequences: list[Sequence]) -> None:
+    def on_expire(self, sequences: list[Sequence]) -> None:
         """Their calls end with an error."""
         for sequence in sequences:
             listener = self._listeners.get(sequence.sequence_id)
@@ -313,7 +313,7 @@ class PrefillRole:
 
         Raises WorkerFailed where the engine hangs.
         """
-        self.context.control.beat(time.monotonic())
+        self.context.core.beat(time.monotonic())
 
     async def close(self) -> None:
         """Prefills under way end with an error, then the routers' streams."""

@@ -12,10 +12,8 @@ import redis.asyncio
 
 from baton.config.cluster import Config
 from baton.rpc.grpc_channel import make_server
-from baton.store.pool_sizes import PoolSizes
 from baton.store.prefix_index import PrefixIndex
-from baton.store.supervision_page import supervision_page
-from baton.telemetry.metrics import RouterMetrics
+from baton.store.supervision import PoolSizes, supervision_page
 from router.access.access import Access
 from router.admin.cache_control import CacheControl
 from router.admin.cluster_view import ClusterApi
@@ -26,6 +24,7 @@ from router.admin.worker_operations import WorkerOperations, WorkerOperatorServi
 from router.batches.batches import Batches
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
+from router.core.request_recorder import RequestStats
 from router.core.served_model import ServedModel
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.grpc.gate import GrpcGate
@@ -52,7 +51,7 @@ def make_fronts(
     dispatcher: ClusterDispatcher,
     tokenizer: Tokenizer,
     model: ServedModel,
-    metrics: RouterMetrics,
+    stats: RequestStats,
     config: Config,
     access: Access,
     client: redis.asyncio.Redis,
@@ -63,13 +62,13 @@ def make_fronts(
     more: Sequence[Mountable] = (),
 ) -> Fronts:
     """Every endpoint, each behind a gate; ``more`` are added to those of HTTP."""
-    cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), metrics)
+    cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
     operators = Operators(access)
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
     scaling = PoolScaling(config, PoolSizes(client, cluster_id))
-    parts = (dispatcher, tokenizer, model, metrics, config, access)
+    parts = (dispatcher, tokenizer, model, stats, config, access)
     batches = Batches(*parts)
-    console = ConsoleApi(dispatcher, metrics, config, model.id, access, what_if)
+    console = ConsoleApi(dispatcher, stats, config, model.id, access, what_if)
     apps = create_apps(
         *parts,
         number=number,

@@ -23,9 +23,8 @@ from baton.version import baton_version
 from router.access.access import Access
 from router.admin.cluster_metrics import cluster_page
 from router.core.request import Dispatcher
+from router.core.request_recorder import RequestStats
 from router.core.served_model import ServedModel
-from router.http.direct_routes import DirectRoutes
-from router.http.edge import HttpEdge
 from router.http.errors import add_error_handlers
 from router.http.gate import gated
 from router.http.openapi import ERRORS, describe, json_body, streamed
@@ -66,7 +65,7 @@ def create_app(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
     model: ServedModel,
-    metrics: RouterMetrics,
+    stats: RequestStats,
     config: Config,
     access: Access | None = None,
     *,
@@ -79,7 +78,7 @@ def create_app(
         dispatcher,
         tokenizer,
         model,
-        metrics,
+        stats,
         config.model_copy(update={"admin_http": ""}),
         access,
         number=number,
@@ -104,7 +103,7 @@ def create_apps(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
     model: ServedModel,
-    metrics: RouterMetrics,
+    stats: RequestStats,
     config: Config,
     access: Access | None = None,
     *,
@@ -119,14 +118,14 @@ def create_apps(
     supervisor's metrics are. ``more`` endpoints are added: those of
     batches, and the operators'.
     """
+    metrics = stats.metrics
     access = access or Access(config, metrics)
-    api = OpenAiApi(dispatcher, tokenizer, model, metrics, config, access)
-    exchange = Exchange(dispatcher, tokenizer, model, metrics, config, access)
+    api = OpenAiApi(dispatcher, tokenizer, model, stats, config, access)
+    exchange = Exchange(dispatcher, tokenizer, model, stats, config, access)
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
         title="Baton", version=baton_version(), description=_DESCRIPTION, redirect_slashes=False
     )
-    app.add_middleware(HttpEdge)
     add_error_handlers(app)
     _add_openai(app, api, model.id)
     _add_operations(app, dispatcher, metrics, number, supervisor, config)
@@ -135,11 +134,10 @@ def create_apps(
         endpoints.mount(app)
     describe(app)
     direct |= {_CHAT: api.chat_completions, _PLAIN: api.completions}
-    routed = DirectRoutes(app, direct)
     if not config.admin_http:
-        return Apps(gated(routed, access, config, metrics, counted=direct), None, _paths(app))
+        return Apps(gated(app, access, config, metrics, direct=direct), None, _paths(app))
     return Apps(
-        gated(routed, access, config, metrics, part="clients", counted=direct),
+        gated(app, access, config, metrics, part="clients", direct=direct),
         gated(app, access, config, metrics, part="operators"),
         _paths(app),
     )

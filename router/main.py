@@ -18,7 +18,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
-from baton.autoscaling.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import listen
@@ -29,9 +29,10 @@ from baton.telemetry.logs import log_to_stream
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import end_tracing, start_tracing
 from router.access.access import Access
-from router.access.key_watch import KeyWatch
+from router.access.api_keys import KeyWatch
 from router.access.rate_limits import RateLimits
 from router.console.what_if import WhatIfProgram
+from router.core.request_recorder import RequestStats
 from router.core.served_model import ServedModel
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.fronts import make_fronts
@@ -79,14 +80,16 @@ async def serve(settings: RouterSettings) -> None:
     tokenizer = Tokenizer.load(Path(settings.model_path))
     await tokenizer.start()
     metrics = RouterMetrics(CollectorRegistry())
+    stats = RequestStats(metrics)
     client = redis_client(settings.redis_url)
     dispatcher = ClusterDispatcher(
         config,
         tokenizer,
         metrics,
+        stats.traffic.counts,
         Registry(client, settings.cluster_id),
         PrefixIndex(client, settings.cluster_id),
-        TrafficBoard(client, settings.cluster_id) if config.autoscaler.enabled else None,
+        TrafficStore(client, settings.cluster_id) if config.autoscaler.enabled else None,
     )
     limits = RateLimits(client, settings.cluster_id, metrics)
     access = Access(config, metrics, limits)
@@ -99,7 +102,7 @@ async def serve(settings: RouterSettings) -> None:
         dispatcher,
         tokenizer,
         model,
-        metrics,
+        stats,
         config,
         access,
         client,

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from router.core.served_model import ServedModel
 from router.embeddings.api import EmbeddingsApi
 from router.embeddings.protocol import EmbeddingsRequest, EmbeddingsResponse
-from router.http.direct_routes import Handler
+from router.http.gate import Handler
 from router.http.openapi import ERRORS, json_body, streamed
 from router.inference.exchange import Exchange
 from router.inference.token_desk import TokenDesk

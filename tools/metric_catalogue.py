@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics, WorkerMetrics
+from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 
 _PAGES = (
     ("router", RouterMetrics),
@@ -66,7 +67,7 @@ class Family:
 
 
 def families() -> tuple[Family, ...]:
-    """Every family that ``baton/telemetry/metrics.py`` declares, page by page; some are on two
+    """Every family that ``baton/telemetry`` declares, page by page; some are on two
     pages."""
     found: list[Family] = []
     for page, kind in _PAGES:

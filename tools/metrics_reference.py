@@ -1,4 +1,4 @@
-"""Makes docs/metrics.md from what baton/telemetry/metrics.py declares."""
+"""Makes docs/metrics.md from what baton/telemetry declares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tools.metric_catalogue import Family, families
 
 _HEAD = """# Metrics
 
-This page is made from `baton/telemetry/metrics.py` by `python -m tools.metrics_reference`; a test
+This page is made from `baton/telemetry` by `python -m tools.metrics_reference`; a test
 keeps the two equal. How to scrape them, dashboards and alerts: docs/observability.md.
 
 Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` (with the label

@@ -2,7 +2,7 @@
 
     open ─close()→ closed ─open()→ open (in another role, perhaps)
 
-Owned by the control loop.
+Owned by the event loop.
 """
 
 from __future__ import annotations

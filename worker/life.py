@@ -6,7 +6,7 @@ A server on a port of its own, a role, pairs with others and tickets, an entry i
 in the index. What has an engine outlives it: weights, cached blocks and the tiers behind them,
 metrics.
 
-Owned by the control loop.
+Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dataclasses import dataclass, replace
 import redis.asyncio
 
 from baton.config.cluster import MIB
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.rpc.grpc_channel import listen, make_server
 from baton.security.peer_roles import PeerRoles
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import WorkerRecord
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.pair import Identity, PairLimits
-from worker.core.control_loop import ControlLoop
+from worker.core.engine_core import EngineCore
 from worker.costs.step_costs import StepCosts
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 class Lasting:
     """What outlives a life."""
 
-    control: ControlLoop
+    core: EngineCore
     memory: BlockMemory
     metrics: WorkerMetrics
     metrics_port: int
@@ -77,8 +77,6 @@ class Life:
         self.server = make_server(gates=() if self._tls is None else (PeerRoles(),))
         self._roles = roles
         self._mounting = Mounting()
-        # A role adds its own, and takes them along when it goes.
-        self._own_listeners = len(context.exchange.receiver.listeners)
         self.role = self._mount()
         self.record: WorkerRecord
         self.publisher: IndexPublisher
@@ -97,12 +95,12 @@ class Life:
         Raises BatonError where another rank cannot be reached.
         """
         incarnation = f"{settings.slot}:{secrets.token_hex(6)}"
-        control, tiers = lasting.control, lasting.tiers
+        core, tiers = lasting.core, lasting.tiers
         exchange = await _exchange(settings, lasting, incarnation)
         context = WorkerContext(
             settings=settings,
-            engine=control.engine,
-            control=control,
+            engine=core.engine,
+            core=core,
             memory=lasting.memory,
             exchange=exchange,
             metrics=lasting.metrics,
@@ -112,14 +110,14 @@ class Life:
         life = cls(context, roles)
         port = life._serve(process)
         exchange.address = f"{settings.host}:{port}"
-        control.begin_life(incarnation, life.role)
+        core.begin(incarnation)
         await life.server.start()
         life.record = _record(settings, lasting, incarnation, port)
         index = PrefixIndex(
             client, settings.cluster_id, memory_bytes=settings.config.index_mib * MIB
         )
         books = None if tiers is None else tiers.tiers
-        life.publisher = IndexPublisher(index, books or control.engine.pool, incarnation)
+        life.publisher = IndexPublisher(index, books or core.engine.pool, incarnation)
         log.info("%s serves on %s", incarnation, life.record.address)
         return life
 
@@ -138,16 +136,17 @@ class Life:
     def _mount(self) -> Role:
         role = self._roles[self.context.settings.pool.role](self.context)
         role.mount(self._mounting)  # type: ignore[arg-type]
+        self._unsubscribe = self.context.core.subscribe(role)
         return role
 
     async def close_role(self) -> None:
         """What runs ends with an error, or has ended; another role may follow."""
         await self.role.close()
         self._mounting.clear()
-        del self.context.exchange.receiver.listeners[self._own_listeners :]
 
     def turn(self, settings: WorkerSettings) -> None:
         """Take the role that ``settings`` name, once the one before is closed and idle."""
+        self._unsubscribe()
         self.context = replace(self.context, settings=settings, intake=Intake())
         self.role = self._mount()
         pool = settings.pool
@@ -156,6 +155,7 @@ class Life:
     async def end(self) -> None:
         """End whatever runs, with an error."""
         await self.role.close()
+        self._unsubscribe()
         await self.context.exchange.close()
         await self.server.stop(grace=1.0)
 
@@ -163,7 +163,7 @@ class Life:
     def is_empty(self) -> bool:
         """Whether nothing is left of what was taken."""
         context = self.context
-        idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
+        idle = context.core.scheduler.is_idle() and context.exchange.is_idle()
         return idle and not context.intake.under_way
 
     @property
@@ -172,13 +172,13 @@ class Life:
         context = self.context
         counts = context.engine.pool.counts()
         moves = context.tiers is not None and not context.tiers.is_idle
-        idle = context.control.scheduler.is_idle() and not moves
+        idle = context.core.scheduler.is_idle() and not moves
         return idle and counts.used == counts.quarantined == 0
 
 
 async def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> Exchange:
     config, memory = settings.config, lasting.memory
-    engine: Engine = lasting.control.engine
+    engine: Engine = lasting.core.engine
     limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
     identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
     tls = config.tls.of("worker")
@@ -205,7 +205,7 @@ async def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str
 def _record(
     settings: WorkerSettings, lasting: Lasting, incarnation: str, port: int
 ) -> WorkerRecord:
-    engine, pool = lasting.control.engine, settings.pool
+    engine, pool = lasting.core.engine, settings.pool
     return WorkerRecord(
         incarnation=incarnation,
         slot=settings.slot,

@@ -35,21 +35,19 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.cluster import Config, PoolConfig
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
-from baton.host.background import end_tasks
-from baton.host.loop_lag import watch_loop
+from baton.host.background import end_tasks, watch_loop
 from baton.host.process_end import Fail, fail
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.store.redis_client import redis_client
 from baton.store.registry import DRAINING, Registry, WorkerRecord
-from baton.telemetry.metrics import WorkerMetrics
 from baton.telemetry.metrics_server import MetricsServer
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
-from engine.roofline.roofline import Ceilings
+from engine.roofline import Ceilings
 from worker.core.chunk_slack import ChunkSlack
-from worker.core.control_loop import ENGINE_HANG_S, ControlLoop
-from worker.core.gauges import WorkerGauges
-from worker.core.step_meter import StepMeter
+from worker.core.engine_core import ENGINE_HANG_S, EngineCore
+from worker.core.gauges import UtilizationMeter, WorkerGauges
 from worker.cores.cores import CoreBoard
 from worker.costs.step_costs import StepCosts
 from worker.device.device import DeviceWatch, use_device
@@ -167,26 +165,29 @@ class WorkerProcess:
         self._transfers = ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,))
         self._device_watch = DeviceWatch(device, self._end)
         metrics = WorkerMetrics(CollectorRegistry())
-        self._gauges = _make_gauges(metrics, settings)
+        pool = settings.pool
+        meter = _utilization_meter(engine, pool)
+        gauges = WorkerGauges(metrics, settings.slot, pool.role, pool.price_per_hour, meter)
+        self._gauges = gauges
         slack = ChunkSlack(costs, settings.config.slo_tpot_s)
-        meter = _step_meter(engine, settings.pool)
-        control = ControlLoop(engine, self._gauges, "", board, slack, meter, fail=self._end)
+        tiers = await self._make_tiers(engine, costs, metrics)
+        core = EngineCore(engine, gauges, "", board, slack, tiers, fail=self._end)
         # serves /metrics from a thread of its own; ended in stop()
         tls = settings.config.tls.of("worker")
         self._metrics_server = MetricsServer(settings.host, metrics.registry, tls)
         self._lasting = Lasting(
-            control,
+            core,
             self._memory.of(engine.cache),
             metrics,
             self._metrics_server.port,
-            await self._make_tiers(control, costs, metrics),
+            tiers,
             costs,
             self._transfers,
             ListeningClock(2 * settings.config.heartbeat_s / _BEATS),
             self.lead.addresses() if self.lead is not None and settings.pool.tp > 1 else (),
         )
         await self._begin_life()
-        control.start(self.life.role)
+        core.start()
         if self._lasting.tiers is not None:
             self._lasting.tiers.start()
         await self._entry.tell()
@@ -195,7 +196,7 @@ class WorkerProcess:
             asyncio.create_task(self._entry.keep(), name="registry-entry"),
             asyncio.create_task(self._publish(), name="publish"),
             asyncio.create_task(self._watch_itself(), name="own-lease"),
-            asyncio.create_task(watch_loop(self._show_lag), name="loop-lag"),
+            asyncio.create_task(watch_loop(gauges.loop_lag), name="loop-lag"),
         ]
         if self._lasting.tiers is not None:
             self._tasks.append(asyncio.create_task(self._lasting.tiers.run(), name="tier-spill"))
@@ -234,16 +235,15 @@ class WorkerProcess:
         raise WorkerFailed(await asyncio.wrap_future(lead.lost))
 
     async def _make_tiers(
-        self, control: ControlLoop, costs: StepCosts, metrics: WorkerMetrics
+        self, engine: Engine, costs: StepCosts, metrics: WorkerMetrics
     ) -> KvTiers | None:
         """Behind the pool, where the configuration has any. Raises ConfigError."""
-        engine = control.engine
         storages = await asyncio.to_thread(
             make_storages, self.settings.config, engine.cache.block_bytes
         )
         if not storages:
             return None
-        tiers = KvTiers(
+        return KvTiers(
             engine,
             storages,
             lambda: self._memory.of(engine.cache),
@@ -251,10 +251,7 @@ class WorkerProcess:
             metrics,
             worker=self.settings.slot,
             role=self.settings.pool.role,
-            pump=control.pump,
         )
-        control.tiers = tiers
-        return tiers
 
     async def run(self) -> None:
         """Return once stopped; raise what broke a background task."""
@@ -289,7 +286,7 @@ class WorkerProcess:
             await self._end_life()
             if self._lasting.tiers is not None:
                 await self._lasting.tiers.stop(STOP_DEADLINE_S)
-            await asyncio.to_thread(self._lasting.control.stop, STOP_DEADLINE_S)
+            await asyncio.to_thread(self._lasting.core.stop, STOP_DEADLINE_S)
             await asyncio.to_thread(self._metrics_server.stop)
             self._transfers.shutdown(wait=True, cancel_futures=True)
             # Until here a lost device still ends the process, rather than hold up what stops.
@@ -414,8 +411,7 @@ class WorkerProcess:
         pool = pool_for(self.settings.config, self.settings.pool, name)
         self.settings = replace(self.settings, pool=pool)
         life.turn(self.settings)
-        self._gauges = _make_gauges(life.context.metrics, self.settings)
-        life.context.control.turn(life.role, self._gauges)
+        self._gauges.change_role(name)
         if self._cores is not None:
             self._cores.take_turn(yields=name == "prefill")
         await self._entry.tell()
@@ -427,7 +423,7 @@ class WorkerProcess:
         Raises WorkerFailed where the engine hangs: then the process ends.
         """
         end = time.monotonic() + ENGINE_HANG_S
-        while not context.control.scheduler.is_idle():
+        while not context.core.scheduler.is_idle():
             if time.monotonic() >= end:
                 reason = "its engine has not ended the steps of its last role"
                 self._end(reason)
@@ -463,21 +459,16 @@ class WorkerProcess:
 
     def _refresh(self, context: WorkerContext) -> None:
         """Blocks are given back without a step, too."""
-        control, exchange = context.control, context.exchange
-        self._gauges.refresh(control.scheduler, control.pool)
+        core, exchange = context.core, context.exchange
+        self._gauges.refresh(core.scheduler, core.pool)
         self._gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
-        control.tell_utilization()
-
-    def _show_lag(self, late_s: float) -> None:
-        # Another role has gauges of its own.
-        self._gauges.loop_lag(late_s)
+        self._gauges.show_utilization()
 
     def _present_record(self) -> WorkerRecord:
         life = self.life
-        return replace(life.record, load=life.context.control.load())
+        return replace(life.record, load=life.context.core.load())
 
     def _timed_call(self) -> AbstractContextManager[None]:
-        # Another role has gauges of its own.
         return self._gauges.registry_calls.one()
 
     def _lost_entry(self, stood_still: bool) -> None:
@@ -492,7 +483,7 @@ class WorkerProcess:
         began = time.monotonic()
         if began < self._next_check_at:
             return
-        is_idle = context.control.scheduler.is_idle() and context.exchange.is_idle()
+        is_idle = context.core.scheduler.is_idle() and context.exchange.is_idle()
         if is_idle and (context.tiers is None or context.tiers.is_idle):
             pool = context.engine.pool
             pool.check()
@@ -524,18 +515,13 @@ class WorkerProcess:
             await asyncio.sleep(max(PUBLISH_EVERY_S, rest))
 
 
-def _make_gauges(metrics: WorkerMetrics, settings: WorkerSettings) -> WorkerGauges:
-    pool = settings.pool
-    return WorkerGauges(metrics, settings.slot, pool.role, pool.price_per_hour)
-
-
-def _step_meter(engine: Engine, pool: PoolConfig) -> StepMeter | None:
-    """None for an engine without weights: what its steps do is nobody's work."""
+def _utilization_meter(engine: Engine, pool: PoolConfig) -> UtilizationMeter | None:
+    """None for an engine without weights: the work of its steps is not known."""
     if engine.storage is None:
         return None
     # The figures are one device's.
     peaks = Ceilings(pool.peak_gb_per_s * 1e9 * pool.ranks, pool.peak_gflops * 1e9 * pool.ranks)
-    return StepMeter(engine.config, engine.storage, peaks if pool.peak_gflops else None)
+    return UtilizationMeter(engine.config, engine.storage, peaks if pool.peak_gflops else None)
 
 
 def pool_for(config: Config, own: PoolConfig, role: str) -> PoolConfig:

@@ -1,4 +1,4 @@
-"""A role is mounted on a worker: it brings gRPC services and listens to the engine's steps."""
+"""A role is mounted on a worker: it brings gRPC services and receives what steps bring."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import grpc.aio
 from baton.errors import InvalidRequest
 from baton.grammars.grammar_gate import GrammarGate
 from baton.request import SequenceSpec
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
 from engine.local import make_sequence
 from engine.scheduling.sequence import Sequence
 from kvtransfer.memory.memory import BlockMemory
-from worker.core.control_loop import ControlLoop, SequenceListener
+from worker.core.engine_core import EngineCore, StepListener
 from worker.exchange.exchange import Exchange
 from worker.intake import Intake
 from worker.offload.kv_tiers import KvTiers
@@ -30,7 +30,7 @@ class WorkerContext:
 
     settings: WorkerSettings
     engine: Engine
-    control: ControlLoop
+    core: EngineCore
     memory: BlockMemory
     exchange: Exchange
     metrics: WorkerMetrics
@@ -48,12 +48,12 @@ class WorkerContext:
         """
         return make_sequence(
             self.engine,
-            self.control.next_sequence_id(),
+            self.core.next_sequence_id(),
             spec,
             prefill_only=prefill_only,
             queued_at=arrived,
             deadline=deadline,
-            next_id=self.control.next_sequence_id,
+            next_id=self.core.next_sequence_id,
         )
 
     @cached_property
@@ -78,7 +78,7 @@ class WorkerContext:
             )
 
 
-class Role(SequenceListener, Protocol):
+class Role(StepListener, Protocol):
     """Prefill or decode."""
 
     def mount(self, server: grpc.aio.Server) -> None:

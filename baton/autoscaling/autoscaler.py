@@ -1,65 +1,37 @@
-"""Decides which role workers play and how many there are, as the traffic asks for. Pure.
+"""Decides the roles and the number of workers from the traffic. Pure.
 
-At each look it is told what came, what that costs and how the SLOs were kept, and says what to do:
+Each look takes the demand and how the SLOs were kept, and returns actions:
 
-1. *Floors*: the rate of tokens, a moment ahead, over what one worker can do gives the workers that
-   each role needs. More than it has is a shortage.
-2. *Corrections*: where a role has what it needs and misses its SLO all the same, it needs one more
-   than it has; once its SLO has been kept with ease for a while, one less again.
-3. A role that is short gets a worker of the other role, where that one can do without it, or where
-   both fare better so; only where neither is so another worker is started.
-4. What nobody needed for a cooldown is drained, one worker at a time.
+1. ``baton.autoscaling.needs`` gives the workers that each role needs. More than it has is a
+   shortage.
+2. A role that is short gets a worker of the other role, if that role can spare it or if both
+   benefit; otherwise another worker is started.
+3. A worker that was not needed for a cooldown is drained, one at a time.
 
-Nothing is taken back within a cooldown: a role that has grown does not shrink, and the other way
-round. What somebody else has changed counts as a change of its own. It begins with a cooldown, so
-that one that was started anew looks first.
+No change is reversed within a cooldown: a role that has grown does not shrink, and vice versa. A
+change by an operator counts as one. A new autoscaler begins with a cooldown.
 
-No I/O, no clock: ``now`` is in seconds of any one clock. Owned by whoever looks.
+No I/O, no clock: ``now`` is in seconds of any one clock. Owned by the caller of ``decide``.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from baton.autoscaling.cluster_figures import (
     ROLES,
     ClusterFigures,
-    Demand,
-    SloFigures,
     WorkerFigures,
     WorkerState,
     other,
 )
-from baton.autoscaling.rate_forecast import RateForecast
+from baton.autoscaling.needs import Reason, RoleBalance, WorkerNeeds
 from baton.config.cluster import AutoscalerConfig, Role
 
-MEMORY_LOOKS = 1.5
-"""Rates are remembered for so many looks."""
 GROWTH_LOOKS = 2
-"""A shortage is seen so often before a worker is started for it."""
-MIN_JUDGED = 10
-"""Requests that an SLO is judged by."""
-MIN_TOKENS_PER_S = 0.1
-"""Less is no traffic."""
-
-
-class Reason(StrEnum):
-    """Why something is done, for metrics."""
-
-    FORECAST = "forecast"
-    """The rate of tokens asks for it."""
-    TTFT = "ttft"
-    """The time to the first token is too long."""
-    TPOT = "tpot"
-    """The time per output token is too long."""
-    SURPLUS = "surplus"
-    """There are more workers than are needed."""
-    BOUNDS = "bounds"
-    """There are more or fewer than there may be."""
+"""Looks with a shortage before a worker is started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +76,8 @@ Action = ChangeRole | Resize
 class Bounds:
     """Between which it moves."""
 
-    least: Mapping[Role, int]
-    most: Mapping[Role, int]
+    min_of: Mapping[Role, int]
+    max_of: Mapping[Role, int]
     """Workers of each role."""
     min_workers: int
     max_workers: int
@@ -134,44 +106,6 @@ class _Move:
     at: float
 
 
-@dataclass(slots=True)
-class _Crew:
-    """Who is there, with what was decided at this look."""
-
-    workers: Sequence[WorkerFigures]
-    have: dict[Role, int]
-    """Workers that serve, or will."""
-    need: dict[Role, float]
-    """Workers that the traffic asks for, with what corrections add to the floor."""
-    floor: dict[Role, float]
-    """By the rates of tokens alone."""
-
-    @property
-    def total(self) -> int:
-        """Places that are taken, those of workers that do not come up too."""
-        return len(self.workers)
-
-    def load(self, role: Role) -> float:
-        """1: as much as its workers are planned to do."""
-        if self.have[role]:
-            return self.need[role] / self.have[role]
-        return math.inf if self.need[role] else 0.0
-
-    def busier(self) -> Role:
-        """The role with the higher load."""
-        return max(ROLES, key=self.load)
-
-    def in_role(self, role: Role, *states: WorkerState) -> list[WorkerFigures]:
-        """Workers of a role in one of these states."""
-        return [one for one in self.workers if one.role == role and one.state in states]
-
-    def text(self) -> str:
-        """For people."""
-        return "; ".join(
-            f"{role} has {self.have[role]} and needs {self.need[role]:.1f}" for role in ROLES
-        )
-
-
 class Autoscaler:
     """See the module's text."""
 
@@ -181,17 +115,7 @@ class Autoscaler:
         self._bounds = bounds
         self._pools = pools
         self._home: dict[str, Role] = {pool: role for role, pool in pools.items()}
-        memory_s = MEMORY_LOOKS * config.interval_s
-        self._input = RateForecast(memory_s)
-        self._output = RateForecast(memory_s)
-        self._extra: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
-        """Workers that corrections ask for, beyond what rates do."""
-        self._missed_at: dict[Role, float] = {}
-        """When its SLO was last not kept with ease."""
-        self._blamed: dict[Role, Reason] = dict.fromkeys(ROLES, Reason.FORECAST)
-        self._judged: deque[tuple[float, SloFigures, SloFigures]] = deque()
-        self._needed: deque[tuple[float, dict[Role, float]]] = deque()
-        self._short_looks: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        self._needs = WorkerNeeds(config)
         self._moved: dict[Role, _Move] = {}
         self._decided: list[_Move] = []
         """At the last look."""
@@ -210,18 +134,20 @@ class Autoscaler:
         self._notice_hands(seen.workers, now)
         if seen.demand is None:
             self.summary = "does nothing: what it would act on is not known"
-            self._short_looks = dict.fromkeys(ROLES, 0)
+            self._needs.skip()
             return ()
-        crew = self._crew(seen.workers, seen.demand, now)
+        balance = self._needs.look(seen.workers, seen.demand, now, rested=self._rested(now))
+        self.needs = dict(balance.need)
+        self.summary = balance.text()
         actions: list[Action] = (
-            self._within_bounds(crew, now)
-            or self._change_roles(crew, now)
-            or self._grow(crew, now)
-            or self._shrink(crew, now)
+            self._within_bounds(balance, now)
+            or self._change_roles(balance, now)
+            or self._grow(balance, now)
+            or self._shrink(balance, now)
         )
         self._decided = []
         for action in actions:
-            self._count_on(action, crew, now)
+            self._count_on(action, balance, now)
         return tuple(actions)
 
     def acted(self, now: float) -> None:
@@ -250,93 +176,21 @@ class Autoscaler:
     def _settle(self, now: float) -> None:
         """What was seen until now was of another cluster."""
         self._changed_at = now
-        self._judged.clear()
-        self._needed.clear()
+        self._needs.forget()
 
-    def _count_on(self, action: Action, crew: _Crew, now: float) -> None:
+    def _count_on(self, action: Action, balance: RoleBalance, now: float) -> None:
         """It will be so: nobody else has done it, and it is not to be taken back."""
         self._settle(now)
         if isinstance(action, ChangeRole):
             moves = {action.role: _Move(1, now), other(action.role): _Move(-1, now)}
-            turned = next(one for one in crew.workers if one.slot == action.slot)
+            turned = next(one for one in balance.workers if one.slot == action.slot)
             self._roles[turned.incarnation] = action.role
         else:
             moves = {action.role: _Move(action.by, now)}
-            last = max(one.number for one in crew.workers if one.pool == action.pool)
+            last = max(one.number for one in balance.workers if one.pool == action.pool)
             self._slots ^= {f"{action.pool}-{last + 1 if action.by > 0 else last}"}
         self._moved |= moves
         self._decided += moves.values()
-
-    def _crew(self, workers: Sequence[WorkerFigures], demand: Demand, now: float) -> _Crew:
-        """Who is there, and how many are needed."""
-        crew = _Crew(workers, {}, {}, {})
-        for role in ROLES:
-            helping = crew.in_role(role, WorkerState.SERVING, WorkerState.STARTING)
-            crew.have[role] = len(helping)
-        crew.floor = self._floors(demand, crew.have)
-        crew.need = dict(crew.floor)
-        self._correct(crew, demand, now)
-        for role in ROLES:
-            crew.need[role] += self._extra[role]
-        self._needed.append((now, dict(crew.need)))
-        while self._needed[0][0] < now - self._config.cooldown_s:
-            self._needed.popleft()
-        for role in ROLES:
-            self._short_looks[role] = self._short_looks[role] + 1 if crew.load(role) > 1 else 0
-        self.needs = dict(crew.need)
-        self.summary = crew.text()
-        return crew
-
-    def _floors(self, demand: Demand, have: Mapping[Role, int]) -> dict[Role, float]:
-        """Workers by the rates of tokens; what a role has, where its pace is not known."""
-        config = self._config
-        self._input.add(demand.input_tokens_per_s, demand.seconds)
-        self._output.add(demand.output_tokens_per_s, demand.seconds)
-        prompts, answers = (rate.ahead(config.interval_s) for rate in (self._input, self._output))
-        need: dict[Role, float] = {role: float(have[role]) for role in ROLES}
-        if max(prompts, answers) < MIN_TOKENS_PER_S and not demand.decode_sequences:
-            return dict.fromkeys(ROLES, 0.0)
-        if demand.prefill_s_per_token is not None:
-            need["prefill"] = prompts * demand.prefill_s_per_token / config.target_load
-        if demand.decode_tokens_per_s:
-            by_tokens = answers / demand.decode_tokens_per_s
-            # What has gathered beyond the SLO's batches is not seen in the tokens: they come slow.
-            by_sequences = demand.decode_sequences / demand.decode_batch
-            need["decode"] = max(by_tokens, by_sequences) / config.target_load
-        return need
-
-    def _correct(self, crew: _Crew, demand: Demand, now: float) -> None:
-        """One more where an SLO is missed though nothing is short, and one less later."""
-        self._judged.append((now, demand.ttft, demand.tpot))
-        while self._judged[0][0] < now - self._config.cooldown_s:
-            self._judged.popleft()
-        ttft = _total([one for _, one, _ in self._judged])
-        tpot = _total([one for _, _, one in self._judged])
-        for reason, figures in ((Reason.TTFT, ttft), (Reason.TPOT, tpot)):
-            role = self._to_blame(reason, crew)
-            if self._beyond(figures.tight, figures.judged):
-                self._missed_at[role] = now
-            if not self._beyond(figures.missed, figures.judged) or not self._rested(now):
-                continue
-            if crew.load(role) <= 1:
-                self._extra[role] = crew.have[role] + 1 - crew.need[role]
-                self._blamed[role] = reason
-        for role in ROLES:
-            eased_s = now - self._missed_at.get(role, -math.inf)
-            if self._extra[role] and eased_s >= self._config.cooldown_s:
-                self._extra[role] = max(0.0, self._extra[role] - 1)
-                self._missed_at[role] = now
-
-    def _to_blame(self, reason: Reason, crew: _Crew) -> Role:
-        """Whose shortage makes an SLO be missed: first tokens wait for places to decode, too."""
-        if reason is Reason.TPOT:
-            return "decode"
-        is_decode = crew.load("decode") > max(1.0, crew.load("prefill"))
-        return "decode" if is_decode else "prefill"
-
-    def _beyond(self, count: float, judged: float) -> bool:
-        """Whether more requests than may are among those that were judged."""
-        return judged >= MIN_JUDGED and count > (1 - self._config.slo_share) * judged
 
     def _rested(self, now: float) -> bool:
         """Whether nothing was changed for a cooldown."""
@@ -350,126 +204,132 @@ class Autoscaler:
 
     # What it does
 
-    def _within_bounds(self, crew: _Crew, now: float) -> list[Action]:
+    def _within_bounds(self, balance: RoleBalance, now: float) -> list[Action]:
         """Bring back what somebody, or a failure, has brought out of the bounds."""
-        why = f"outside of the bounds: {crew.text()}"
-        return self._total_within(crew, why, now) or self._roles_within(crew, why, now)
+        why = f"outside of the bounds: {balance.text()}"
+        return self._total_within(balance, why, now) or self._roles_within(balance, why, now)
 
-    def _roles_within(self, crew: _Crew, why: str, now: float) -> list[Action]:
+    def _roles_within(self, balance: RoleBalance, why: str, now: float) -> list[Action]:
         """No role has more than it may have, or fewer."""
         bounds = self._bounds
         for role in ROLES:
             giver = other(role)
-            if crew.have[role] < bounds.least[role]:
-                if crew.have[giver] > bounds.least[giver]:
-                    return self._turn(crew, giver, 1, Reason.BOUNDS, why, now)
-                if crew.total < bounds.max_workers:
-                    return self._start(crew, role, Reason.BOUNDS, why, now)
-            if crew.have[role] > bounds.most[role]:
-                if crew.have[giver] < bounds.most[giver]:
-                    return self._turn(crew, role, 1, Reason.BOUNDS, why, now)
-                if crew.total > bounds.min_workers:
-                    return self._drain(crew, role, Reason.BOUNDS, why, now)
+            if balance.have[role] < bounds.min_of[role]:
+                if balance.have[giver] > bounds.min_of[giver]:
+                    return self._turn(balance, giver, 1, Reason.BOUNDS, why, now)
+                if balance.total < bounds.max_workers:
+                    return self._start(balance, role, Reason.BOUNDS, why, now)
+            if balance.have[role] > bounds.max_of[role]:
+                if balance.have[giver] < bounds.max_of[giver]:
+                    return self._turn(balance, role, 1, Reason.BOUNDS, why, now)
+                if balance.total > bounds.min_workers:
+                    return self._drain(balance, role, Reason.BOUNDS, why, now)
         return []
 
-    def _total_within(self, crew: _Crew, why: str, now: float) -> list[Action]:
+    def _total_within(self, balance: RoleBalance, why: str, now: float) -> list[Action]:
         """There are no more workers than there may be, and no fewer."""
         bounds = self._bounds
-        if crew.total > bounds.max_workers and self._rested(now):
-            spare = [role for role in ROLES if crew.have[role] > bounds.least[role]]
+        if balance.total > bounds.max_workers and self._rested(now):
+            spare = [role for role in ROLES if balance.have[role] > bounds.min_of[role]]
             if spare:
-                role = min(spare, key=lambda one: _load_without(crew, one))
-                return self._drain(crew, role, Reason.BOUNDS, why, now)
-        if crew.total < bounds.min_workers:
-            free = [role for role in ROLES if crew.have[role] < bounds.most[role]]
+                role = min(spare, key=lambda one: _load_without(balance, one))
+                return self._drain(balance, role, Reason.BOUNDS, why, now)
+        if balance.total < bounds.min_workers:
+            free = [role for role in ROLES if balance.have[role] < bounds.max_of[role]]
             if free:
-                return self._start(crew, max(free, key=crew.load), Reason.BOUNDS, why, now)
+                return self._start(balance, max(free, key=balance.load), Reason.BOUNDS, why, now)
         return []
 
-    def _change_roles(self, crew: _Crew, now: float) -> list[Action]:
+    def _change_roles(self, balance: RoleBalance, now: float) -> list[Action]:
         """Workers of the role that has more than it needs go to the one that has less."""
-        taker = crew.busier()
-        giver, most = other(taker), max(1, crew.have[other(taker)] // 2)
-        trial = _Crew(crew.workers, dict(crew.have), crew.need, crew.floor)
+        taker = balance.busier()
+        giver, most = other(taker), max(1, balance.have[other(taker)] // 2)
+        trial = RoleBalance(balance.workers, dict(balance.have), balance.need, balance.floor)
         count = 0
         while count < most and self._gains(trial, taker):
             trial.have[giver] -= 1
             trial.have[taker] += 1
             count += 1
-        reason = self._blamed[taker] if self._extra[taker] else Reason.FORECAST
-        return self._turn(crew, giver, count, reason, crew.text(), now)
+        reason = self._needs.reason(taker)
+        return self._turn(balance, giver, count, reason, balance.text(), now)
 
-    def _gains(self, crew: _Crew, taker: Role) -> bool:
+    def _gains(self, balance: RoleBalance, taker: Role) -> bool:
         """Whether a worker of the other role is better used in this one."""
         giver, bounds, band = other(taker), self._bounds, 1 - self._config.hysteresis
-        if crew.load(taker) <= 1 or crew.have[taker] >= bounds.most[taker]:
+        if balance.load(taker) <= 1 or balance.have[taker] >= bounds.max_of[taker]:
             return False
-        if crew.have[giver] <= max(1, bounds.least[giver]):
+        if balance.have[giver] <= max(1, bounds.min_of[giver]):
             return False
-        if crew.need[giver] / (crew.have[giver] - 1) <= band:
+        if balance.need[giver] / (balance.have[giver] - 1) <= band:
             return True
         # A role that is short itself gives only for what is known to be asked for.
-        given = crew.floor[giver] / (crew.have[giver] - 1)
-        taken = crew.floor[taker] / (crew.have[taker] + 1)
-        has = crew.floor[taker] / crew.have[taker] if crew.have[taker] else math.inf
+        given = balance.floor[giver] / (balance.have[giver] - 1)
+        taken = balance.floor[taker] / (balance.have[taker] + 1)
+        has = balance.floor[taker] / balance.have[taker] if balance.have[taker] else math.inf
         return max(given, taken) <= band * has
 
-    def _grow(self, crew: _Crew, now: float) -> list[Action]:
+    def _grow(self, balance: RoleBalance, now: float) -> list[Action]:
         """Start a worker where a role stays short, and no other one can be had."""
-        role = crew.busier()
-        is_short = crew.load(role) > 1 and self._short_looks[role] >= GROWTH_LOOKS
-        if not is_short or self._gains(crew, role):
+        role = balance.busier()
+        is_short = balance.load(role) > 1 and self._needs.short_looks(role) >= GROWTH_LOOKS
+        if not is_short or self._gains(balance, role):
             return []
-        if crew.total >= self._bounds.max_workers or crew.have[role] >= self._bounds.most[role]:
+        if (
+            balance.total >= self._bounds.max_workers
+            or balance.have[role] >= self._bounds.max_of[role]
+        ):
             return []
-        reason = self._blamed[role] if self._extra[role] else Reason.FORECAST
-        return self._start(crew, role, reason, crew.text(), now)
+        reason = self._needs.reason(role)
+        return self._start(balance, role, reason, balance.text(), now)
 
-    def _shrink(self, crew: _Crew, now: float) -> list[Action]:
+    def _shrink(self, balance: RoleBalance, now: float) -> list[Action]:
         """Drain a worker that nobody has needed for a cooldown."""
-        if not self._rested(now) or crew.total <= self._bounds.min_workers:
+        if not self._rested(now) or balance.total <= self._bounds.min_workers:
             return []
-        broken = [role for role in ROLES if self._has_broken(crew, role)]
-        if broken and max(map(crew.load, ROLES)) <= 1:
-            return self._drain(crew, broken[0], Reason.SURPLUS, crew.text(), now)
-        spare = [role for role in ROLES if self._is_spare(crew, role)]
+        broken = [role for role in ROLES if self._has_broken(balance, role)]
+        if broken and max(map(balance.load, ROLES)) <= 1:
+            return self._drain(balance, broken[0], Reason.SURPLUS, balance.text(), now)
+        spare = [role for role in ROLES if self._is_spare(balance, role)]
         if not spare:
             return []
-        role = min(spare, key=lambda one: _load_without(crew, one))
-        return self._drain(crew, role, Reason.SURPLUS, crew.text(), now)
+        role = min(spare, key=lambda one: _load_without(balance, one))
+        return self._drain(balance, role, Reason.SURPLUS, balance.text(), now)
 
-    def _has_broken(self, crew: _Crew, role: Role) -> bool:
+    def _has_broken(self, balance: RoleBalance, role: Role) -> bool:
         """Whether the worker that the role's pool would lose does not come up."""
-        places = _places(crew, self._pools[role])
+        places = _places(balance, self._pools[role])
         return len(places) > 1 and places[-1].state is WorkerState.FAILED
 
-    def _is_spare(self, crew: _Crew, role: Role) -> bool:
+    def _is_spare(self, balance: RoleBalance, role: Role) -> bool:
         """Whether a role could have done with a worker less, at all looks of a cooldown."""
-        if crew.have[role] <= max(1, self._bounds.least[role]):
+        if balance.have[role] <= max(1, self._bounds.min_of[role]):
             return False
-        most = max(need[role] for _, need in self._needed)
-        return most / (crew.have[role] - 1) <= 1 - self._config.hysteresis
+        return self._needs.max_need(role) / (balance.have[role] - 1) <= 1 - self._config.hysteresis
 
     def _turn(
-        self, crew: _Crew, giver: Role, count: int, reason: Reason, why: str, now: float
+        self, balance: RoleBalance, giver: Role, count: int, reason: Reason, why: str, now: float
     ) -> list[Action]:
         """Change the role of so many workers: of those with the least to do, guests first."""
         taker = other(giver)
         if not (self._may(giver, -1, now) and self._may(taker, 1, now)):
             return []
-        serving = crew.in_role(giver, WorkerState.SERVING)
+        serving = balance.in_role(giver, WorkerState.SERVING)
         serving.sort(key=lambda one: (self._home[one.pool] == giver, one.sequences, one.slot))
         # Whatever is about to come up, somebody is to serve meanwhile.
         count = min(count, len(serving) - 1)
         return [ChangeRole(one.slot, taker, reason, why) for one in serving[: max(0, count)]]
 
-    def _start(self, crew: _Crew, role: Role, reason: Reason, why: str, now: float) -> list[Action]:
+    def _start(
+        self, balance: RoleBalance, role: Role, reason: Reason, why: str, now: float
+    ) -> list[Action]:
         """One at a time: the next once that one has come up."""
-        if not self._may(role, 1, now) or crew.in_role(role, WorkerState.STARTING):
+        if not self._may(role, 1, now) or balance.in_role(role, WorkerState.STARTING):
             return []
         return [Resize(self._pools[role], 1, role, reason, why)]
 
-    def _drain(self, crew: _Crew, role: Role, reason: Reason, why: str, now: float) -> list[Action]:
+    def _drain(
+        self, balance: RoleBalance, role: Role, reason: Reason, why: str, now: float
+    ) -> list[Action]:
         """A pool loses its highest slot: of the pool in which a worker of the role is there.
 
         Where there is none, a worker of the role takes the other one, whose highest can go then.
@@ -477,36 +337,28 @@ class Autoscaler:
         if not self._may(role, -1, now):
             return []
         for pool in self._pools.values():
-            places = _places(crew, pool)
-            if len(places) > 1 and _can_go(crew, places[-1], role):
+            places = _places(balance, pool)
+            if len(places) > 1 and _can_go(balance, places[-1], role):
                 return [Resize(pool, -1, role, reason, why)]
-        if crew.have[other(role)] < self._bounds.most[other(role)]:
-            return self._turn(crew, role, 1, reason, f"so that another can go: {why}", now)
+        if balance.have[other(role)] < self._bounds.max_of[other(role)]:
+            return self._turn(balance, role, 1, reason, f"so that another can go: {why}", now)
         return []
 
 
-def _places(crew: _Crew, pool: str) -> list[WorkerFigures]:
+def _places(balance: RoleBalance, pool: str) -> list[WorkerFigures]:
     """A pool's slots, by their numbers."""
-    own = [one for one in crew.workers if one.pool == pool]
+    own = [one for one in balance.workers if one.pool == pool]
     return sorted(own, key=lambda one: one.number)
 
 
-def _load_without(crew: _Crew, role: Role) -> float:
+def _load_without(balance: RoleBalance, role: Role) -> float:
     """A role's load with a worker less."""
-    left = crew.have[role] - 1
-    return crew.need[role] / left if left > 0 else math.inf
+    left = balance.have[role] - 1
+    return balance.need[role] / left if left > 0 else math.inf
 
 
-def _can_go(crew: _Crew, worker: WorkerFigures, role: Role) -> bool:
+def _can_go(balance: RoleBalance, worker: WorkerFigures, role: Role) -> bool:
     """Whether a role has a worker less without it, or nobody has; the last that serves stays."""
     if worker.state is not WorkerState.SERVING:
         return worker.role == role or worker.state is WorkerState.FAILED
-    return worker.role == role and len(crew.in_role(role, WorkerState.SERVING)) > 1
-
-
-def _total(parts: Sequence[SloFigures]) -> SloFigures:
-    return SloFigures(
-        sum(one.judged for one in parts),
-        sum(one.missed for one in parts),
-        sum(one.tight for one in parts),
-    )
+    return worker.role == role and len(balance.in_role(role, WorkerState.SERVING)) > 1

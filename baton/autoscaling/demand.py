@@ -1,29 +1,41 @@
-"""From what routers and workers tell to what the autoscaler is told. Pure."""
+"""The autoscaler's view of demand: what came, and what one worker of each role can do. Pure.
+
+A worker's capacity follows from what its steps cost: its own calibration, corrected by the steps
+that it was seen to run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton.autoscaling.cluster_figures import Demand, SloFigures
-from baton.autoscaling.traffic_counts import TrafficCounts
-from baton.autoscaling.traffic_flow import Traffic
-from baton.autoscaling.worker_capacity import decode_capacity, prefill_s_per_token
+from baton.autoscaling.traffic import TrafficCounts, TrafficWindow
 from baton.store.registry import WorkerRecord
 
 _SEEN_KEPT = 0.8
-"""Of what was seen of prefill workers, at each look: so that a moment does not decide."""
+"""Share of earlier observations of prefill workers that each look keeps."""
+_MAX_CORRECTION = 4.0
+"""Maximum ratio between observed and calibrated step times, either way. Beyond it the observation
+says more about the moment than about the worker."""
+_ENOUGH_S = 0.5
+"""Minimum engine seconds of prefill before observations replace calibration."""
+_MIN_CONTEXT = 1.0
 
 
 class DemandReader:
-    """Keeps what was seen of the workers' pace. Owned by whoever looks."""
+    """Makes the autoscaler's demand of traffic and workers' records.
+
+    It remembers the observed speed of prefill workers. Owned by the caller of ``read``.
+    """
 
     def __init__(self, slo_tpot_s: float) -> None:
         self._slo_tpot_s = slo_tpot_s
         self._seen = TrafficCounts()
-        """What says something of prefill workers and of lengths; older looks count less."""
+        """Observations of prefill workers and of lengths; older looks count less."""
 
-    def read(self, traffic: Traffic, records: Sequence[WorkerRecord]) -> Demand:
-        """``records`` of the workers that serve."""
+    def read(self, traffic: TrafficWindow, records: Sequence[WorkerRecord]) -> Demand:
+        """Return the demand of a window. ``records`` are of the workers that serve."""
         counts, seconds = traffic.counts, traffic.seconds
         self._remember(counts)
         decoding = [record for record in records if record.role == "decode"]
@@ -56,7 +68,73 @@ class DemandReader:
         return self._seen.input_tokens / self._seen.requests if self._seen.requests else 0.0
 
     def _context(self, decoding: Sequence[WorkerRecord]) -> float:
-        """Tokens that a sequence attends to: of those that run, else of the prompts that came."""
+        """Return mean context tokens of running sequences, else mean prompt tokens."""
         running = sum(record.load.running for record in decoding)
         held = sum(record.load.context_tokens for record in decoding)
         return held / running if running else self._prompt_tokens()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCapacity:
+    """What one decode worker can do within the TPOT SLO."""
+
+    batch: float
+    """Sequences whose step takes at most the SLO."""
+    tokens_per_s: float
+    """Output tokens per second of that batch."""
+
+
+def decode_capacity(
+    records: Sequence[WorkerRecord], context_tokens: float, slo_tpot_s: float
+) -> DecodeCapacity | None:
+    """Return the mean capacity of workers at ``context_tokens`` a sequence; None: unknown."""
+    found = [_decode(record, max(context_tokens, _MIN_CONTEXT), slo_tpot_s) for record in records]
+    known = [one for one in found if one is not None]
+    if not known:
+        return None
+    return DecodeCapacity(
+        sum(one.batch for one in known) / len(known),
+        sum(one.tokens_per_s for one in known) / len(known),
+    )
+
+
+def _decode(
+    record: WorkerRecord, context_tokens: float, slo_tpot_s: float
+) -> DecodeCapacity | None:
+    a, b, c = record.step_cost
+    if not any(record.step_cost):
+        return None
+    correction = _correction(record)
+    alone_ms, each_ms = correction * a, correction * (b + c * context_tokens)
+    room = record.total_blocks * record.geometry.block_size / context_tokens
+    most = max(1.0, min(float(record.max_sequences), room))
+    fits = (slo_tpot_s * 1e3 - alone_ms) / each_ms if each_ms else most
+    batch = min(most, max(1.0, fits))
+    return DecodeCapacity(batch, 1e3 * batch / (alone_ms + each_ms * batch))
+
+
+def _correction(record: WorkerRecord) -> float:
+    """Return the ratio of observed to calibrated time of the latest steps."""
+    load = record.load
+    a, b, c = record.step_cost
+    said = a + b * load.step_batch + c * load.step_context_tokens
+    if not load.step_ms or said <= 0:
+        return 1.0
+    return min(_MAX_CORRECTION, max(1 / _MAX_CORRECTION, load.step_ms / said))
+
+
+def prefill_s_per_token(
+    seen: TrafficCounts, records: Sequence[WorkerRecord], prompt_tokens: float
+) -> float | None:
+    """Return engine seconds of a prefill worker per prompt token, cached tokens included.
+
+    Observed, after enough engine time; otherwise calibrated for prompts of that length. None:
+    unknown.
+    """
+    if seen.prefill_s >= _ENOUGH_S and seen.prefilled_tokens > 0:
+        return seen.prefill_s / seen.prefilled_tokens
+    known = [record.prefill_cost for record in records if any(record.prefill_cost)]
+    if not known or prompt_tokens <= 0:
+        return None
+    each = [a + b * prompt_tokens + c * prompt_tokens * prompt_tokens / 2 for a, b, c in known]
+    return sum(each) / len(each) / 1e3 / prompt_tokens

@@ -10,8 +10,7 @@ docs/client.md has examples. This ``__init__.py`` is not empty, since other prog
 torch.
 """
 
-from baton.client.async_grpc_client import AsyncClient
-from baton.client.grpc_client import DEFAULT_ADDRESS, Client
+from baton.client.grpc_client import DEFAULT_ADDRESS, AsyncClient, Client
 from baton.client.headers import request_headers, retry_after_s
 from baton.client.values import (
     Answer,

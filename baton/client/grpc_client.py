@@ -1,16 +1,21 @@
-"""A client of a router's gRPC front, for programs without an event loop."""
+"""Clients of a router's gRPC API: ``Client`` for threads, ``AsyncClient`` for asyncio.
+
+Both build requests in ``_Requests``; what remains to each is the way of waiting.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import closing
-from typing import Self
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, closing
+from typing import Generic, Self, TypeVar
 
 import grpc
+import grpc.aio
 
 from baton.client import grpc_wire as wire
 from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
-from baton.rpc.grpc_channel import open_blocking_channel
+from baton.rpc.grpc_channel import open_blocking_channel, open_channel
 from baton.security.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
 from baton.v1.inference_pb2_grpc import InferenceServiceStub
@@ -19,11 +24,94 @@ from baton.v1.tools_pb2 import Tools
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 DEADLINE_S = 300.0
-"""Of an answer."""
+"""Default deadline of an answer."""
 MODELS_DEADLINE_S = 5.0
 
+Pieces = TypeVar("Pieces")
+Responses = TypeVar("Responses")
 
-class Client:
+
+class _Requests(ABC, Generic[Pieces, Responses]):
+    """Builds requests. A subclass sends them and streams ``Responses``, or ``Pieces`` of text."""
+
+    def __init__(self, address: str, api_key: str, model: str) -> None:
+        self._model = model
+        self._address = address
+        self._metadata = wire.metadata(api_key)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> Pieces:
+        """Continue a conversation, piece by piece. Closing the generator aborts the request."""
+        return self._pieces(
+            self.generate(
+                messages=wire.chat_messages(messages),
+                sampling=wire.sampling_message(sampling),
+                deadline_s=deadline_s,
+            )
+        )
+
+    def stream_completion(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> Pieces:
+        """Continue a text or token ids, piece by piece.
+
+        Closing the generator aborts the request.
+        """
+        return self._pieces(
+            self.generate(
+                **wire.prompt_input(prompt),
+                sampling=wire.sampling_message(sampling),
+                deadline_s=deadline_s,
+            )
+        )
+
+    def generate(
+        self,
+        *,
+        prompt: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[pb.ChatMessage] | None = None,
+        model: str = "",
+        sampling: SamplingParameters | None = None,
+        n: int = 1,
+        tools: Tools | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Responses:
+        """Stream the protocol's messages of ``n`` answers to a text, token ids or a conversation.
+
+        Give one of the three. Each message names its choice. ``tools`` go with ``messages``.
+        Closing the generator aborts the request. Raises ValueError unless there is one input.
+        """
+        request = wire.generate_request(
+            model=model or self._model,
+            prompt=prompt,
+            token_ids=token_ids,
+            messages=messages,
+            sampling=sampling,
+            n=n,
+            tools=tools,
+        )
+        return self._stream(request, deadline_s)
+
+    @abstractmethod
+    def _stream(self, request: pb.GenerateRequest, deadline_s: float) -> Responses:
+        """Send a request. Iterating raises BatonError."""
+
+    @abstractmethod
+    def _pieces(self, responses: Responses) -> Pieces:
+        """Convert a stream of messages."""
+
+
+class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateResponse, None, None]]):
     """Connects on first use. Safe to share between threads. Its methods raise BatonError."""
 
     def __init__(
@@ -34,15 +122,14 @@ class Client:
         model: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        """``address`` is the host:port of a router's gRPC front. ``model`` may be empty where one
+        """``address`` is the host:port of a router's gRPC listener.
 
-        model is served. ``tls``: whom the front must be vouched for by, and what it is shown; None
-        has no TLS. Raises ConfigError where its files cannot be used.
+        ``model`` may be empty where one model is served. ``tls`` names the CA that the router's
+        certificate must be of, and the client's own certificate; None disables TLS. Raises
+        ConfigError where its files cannot be used.
         """
-        self._model = model
+        super().__init__(address, api_key, model)
         self._channel = open_blocking_channel(address, tls)
-        self._address = address
-        self._metadata = wire.metadata(api_key)
         self._stub = InferenceServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -52,12 +139,17 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End what is under way, and the connection."""
+        """Abort requests in flight, and close the connection."""
         self._channel.close()
 
     def models(self, *, deadline_s: float = MODELS_DEADLINE_S) -> tuple[ModelInfo, ...]:
-        """The models that are served; Unavailable when nothing listens."""
-        return wire.models(self._list(deadline_s))
+        """Return the models that are served. Raises Unavailable without a router."""
+        request = pb.ListModelsRequest()
+        try:
+            found = self._stub.ListModels(request, timeout=deadline_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise wire.meant(error, self._address) from error
+        return wire.models(found)
 
     def chat(
         self,
@@ -79,77 +171,6 @@ class Client:
         """Continue a text, or token ids."""
         return Answer.of(self.stream_completion(prompt, sampling, deadline_s=deadline_s))
 
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        deadline_s: float = DEADLINE_S,
-    ) -> Generator[Piece, None, None]:
-        """As ``chat``, while it is made. Closing the iterator aborts the request."""
-        answer = self.generate(
-            messages=wire.chat_messages(messages),
-            sampling=wire.sampling_message(sampling),
-            deadline_s=deadline_s,
-        )
-        return _pieces(answer)
-
-    def stream_completion(
-        self,
-        prompt: str | Sequence[int],
-        sampling: Sampling | None = None,
-        *,
-        deadline_s: float = DEADLINE_S,
-    ) -> Generator[Piece, None, None]:
-        """As ``complete``, while it is made. Closing the iterator aborts the request."""
-        answer = self.generate(
-            **wire.prompt_input(prompt),
-            sampling=wire.sampling_message(sampling),
-            deadline_s=deadline_s,
-        )
-        return _pieces(answer)
-
-    # Messages of the protocol, as they are
-
-    def list_models(self, *, deadline_s: float = MODELS_DEADLINE_S) -> tuple[pb.Model, ...]:
-        """The models that are served; Unavailable when nothing listens."""
-        return tuple(self._list(deadline_s).models)
-
-    def generate(
-        self,
-        *,
-        prompt: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        messages: Sequence[pb.ChatMessage] | None = None,
-        model: str = "",
-        sampling: SamplingParameters | None = None,
-        n: int = 1,
-        tools: Tools | None = None,
-        deadline_s: float = DEADLINE_S,
-    ) -> Generator[pb.GenerateResponse, None, None]:
-        """Stream ``n`` answers to a text, to token ids or to a conversation: give one of them.
-
-        Each message names its choice. ``tools`` go with ``messages``. Closing the iterator
-        aborts the request. Raises ValueError when there is not one input.
-        """
-        request = wire.generate_request(
-            model=model or self._model,
-            prompt=prompt,
-            token_ids=token_ids,
-            messages=messages,
-            sampling=sampling,
-            n=n,
-            tools=tools,
-        )
-        return self._stream(request, deadline_s)
-
-    def _list(self, deadline_s: float) -> pb.ListModelsResponse:
-        request = pb.ListModelsRequest()
-        try:
-            return self._stub.ListModels(request, timeout=deadline_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise wire.meant(error, self._address) from error
-
     def _stream(
         self, request: pb.GenerateRequest, deadline_s: float
     ) -> Generator[pb.GenerateResponse, None, None]:
@@ -161,8 +182,90 @@ class Client:
         finally:
             call.cancel()
 
+    def _pieces(
+        self, responses: Generator[pb.GenerateResponse, None, None]
+    ) -> Generator[Piece, None, None]:
+        with closing(responses):
+            for response in responses:
+                yield wire.piece(response)
 
-def _pieces(answer: Generator[pb.GenerateResponse, None, None]) -> Generator[Piece, None, None]:
-    with closing(answer):
-        for response in answer:
-            yield wire.piece(response)
+
+class AsyncClient(
+    _Requests[AsyncGenerator[Piece, None], AsyncGenerator[pb.GenerateResponse, None]]
+):
+    """As ``Client``. Connects on first use; belongs to the event loop on which it is made."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        api_key: str = "",
+        *,
+        model: str = "",
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """As ``Client``. Raises ConfigError where the files of ``tls`` cannot be used."""
+        super().__init__(address, api_key, model)
+        self._channel = open_channel(address, tls)
+        self._stub = InferenceServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Abort requests in flight, and close the connection."""
+        await self._channel.close()
+
+    async def models(self, *, deadline_s: float = MODELS_DEADLINE_S) -> tuple[ModelInfo, ...]:
+        """Return the models that are served. Raises Unavailable without a router."""
+        request = pb.ListModelsRequest()
+        try:
+            found = await self._stub.ListModels(
+                request, timeout=deadline_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise wire.meant(error, self._address) from error
+        return wire.models(found)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> Answer:
+        """Continue a conversation."""
+        pieces = self.stream_chat(messages, sampling, deadline_s=deadline_s)
+        return Answer.of([piece async for piece in pieces])
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        deadline_s: float = DEADLINE_S,
+    ) -> Answer:
+        """Continue a text, or token ids."""
+        pieces = self.stream_completion(prompt, sampling, deadline_s=deadline_s)
+        return Answer.of([piece async for piece in pieces])
+
+    async def _stream(
+        self, request: pb.GenerateRequest, deadline_s: float
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        call = self._stub.Generate(request, timeout=deadline_s, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise wire.meant(error, self._address) from error
+        finally:
+            call.cancel()
+
+    async def _pieces(
+        self, responses: AsyncGenerator[pb.GenerateResponse, None]
+    ) -> AsyncGenerator[Piece, None]:
+        async with aclosing(responses):
+            async for response in responses:
+                yield wire.piece(response)

@@ -7,10 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from baton.errors import InvalidGrammar
-from baton.grammar import Grammar, TokenMatcher
-
-_MAX_REASON_CHARACTERS = 300
-
+from baton.grammar import Grammar, TokenMatcher, reason_in
 
 Compile = Callable[[Grammar], TokenMatcher]
 """Raises InvalidGrammar."""
@@ -101,13 +98,3 @@ def grammars_of(
             ) from None
 
     return CompiledGrammars(load, vocab_size)
-
-
-def reason_in(error: str) -> str:
-    """What the library says of an error, in one line for a client."""
-    line = " ".join(error.partition("<non-verbose/>")[0].split())
-    if line.startswith("NoExtension"):
-        return "no text matches it"
-    if len(line) > _MAX_REASON_CHARACTERS:
-        line = f"{line[:_MAX_REASON_CHARACTERS]}…"
-    return line or "the library does not say why"

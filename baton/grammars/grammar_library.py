@@ -16,8 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.errors import InvalidGrammar
-from baton.grammar import Grammar, GrammarKind
-from baton.grammars.compiled_grammars import reason_in
+from baton.grammar import Grammar, GrammarKind, reason_in
 
 MAX_GRAMMAR_BYTES = 128 << 10
 """Of a grammar's text, as UTF-8. What took longest to compile within this, a schema of 4000

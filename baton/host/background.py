@@ -1,17 +1,19 @@
-"""Background tasks: how they start, so that an error is logged, and how they end."""
+"""Tasks of an event loop: their start and end, and how late the loop runs its timers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, NoReturn
 
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
 """The longest that a task may take to clean up after its cancellation."""
 _AGAIN_S = 0.05
+LOOK_S = 0.1
+"""Interval between two observations of the loop's lag; every longer standstill is observed."""
 
 
 def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -43,3 +45,15 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
                 task.exception()  # looked at, so that asyncio does not log it
     for task in pending:
         log.error("task %s does not end", task.get_name())
+
+
+async def watch_loop(observe: Callable[[float], None], every_s: float = LOOK_S) -> NoReturn:
+    """Observe the lag of this event loop every ``every_s``, until cancelled.
+
+    Lag is how late a timer fires, in seconds, because other callbacks hold the loop.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + every_s
+        await asyncio.sleep(every_s)
+        observe(max(0.0, loop.time() - due))

@@ -1,8 +1,8 @@
-"""Timers in asyncio for signs of another process: they count silence as
-``baton.liveness.silence`` does.
+"""Time in which this process listened: timers for signs of another process, and a clock for leases.
 
-``asyncio.timeout`` bounds work of this process. After a pause it fires before pending input is
-read, so it cannot show that another process is dead; these timers can.
+Both follow the rule of ``baton.liveness.silence``: time in which this process stood still does not
+count. ``asyncio.timeout`` bounds work of this process. After a pause it fires before pending input
+is read, so it cannot show that another process is dead; ``SilenceTimer`` can.
 """
 
 from __future__ import annotations
@@ -60,3 +60,30 @@ async def listening(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
             yield timeout
         finally:
             timer.cancel()
+
+
+class ListeningClock:
+    """The clock of leases: it advances only while its owner can receive messages.
+
+    A process that stood still (SIGSTOP, a suspended machine, a blocked event loop) has received
+    nothing meanwhile, and its peers may have stood still with it. So the time between two ticks
+    counts for at most ``max_s``: a lease of three seconds is three seconds in which the owner
+    listened.
+
+    A call returns the time in seconds, which never decreases. ``monotonic`` is in seconds. Owned
+    by one event loop, which ticks it several times in the shortest lease.
+    """
+
+    def __init__(self, max_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._max_s = max_s
+        self._monotonic = monotonic
+        self._ticked_at = self._time = monotonic()
+
+    def __call__(self) -> float:
+        passed = self._monotonic() - self._ticked_at
+        return self._time + min(self._max_s, max(0.0, passed))
+
+    def tick(self) -> None:
+        """Note that the owner runs. The owner calls this several times in the shortest lease."""
+        self._time = self()
+        self._ticked_at = self._monotonic()

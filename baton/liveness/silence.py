@@ -1,6 +1,6 @@
 """Counts how long peers have been silent.
 
-Leases use ``baton.liveness.listening_clock``, which follows the same rule.
+Leases use ``baton.liveness.listening.ListeningClock``, which follows the same rule.
 
     expected ─a sign→ heard ─ticks without a sign→ silent for ``limit_s`` ─the next tick→ found
 

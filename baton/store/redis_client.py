@@ -1,11 +1,15 @@
-"""The one place where connections to Redis are made."""
+"""Connections to Redis, and the timing of calls over them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import redis
 import redis.asyncio
+from prometheus_client import Counter, Histogram
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -34,3 +38,31 @@ class _RenewedConnection(redis.asyncio.SSLConnection):
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None
         return super()._connection_arguments()
+
+
+class RedisCalls:
+    """Times the calls to Redis of one kind, and counts those that failed.
+
+    Owned by the event loop that makes the calls.
+    """
+
+    def __init__(
+        self,
+        seconds: Histogram,
+        failures: Counter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds = seconds
+        self._failures = failures
+        self._clock = clock
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Around one call. What it raises is raised; one that is cancelled counts for nothing."""
+        began = self._clock()
+        try:
+            yield
+        except (redis.RedisError, OSError):
+            self._failures.inc()
+            raise
+        self._seconds.observe(self._clock() - began)

@@ -1,13 +1,9 @@
-"""Every metric that Baton exports, declared once. Seconds and bytes; prefix ``baton_``.
-
-Labels are bounded: classes, roles and slots come from the configuration, codes from
-``baton.errors``; nothing that a client sends becomes a label.
-"""
+"""The metrics of a router process and of the supervisor; workers' are in ``worker_metrics``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -15,15 +11,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from baton.autoscaling.traffic_meter import TrafficMeter
-from baton.store.redis_calls import RedisCalls
-from baton.telemetry.recent_requests import RecentRequests
-
-_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
-_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
-_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_HANDOFF = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-
+from baton.store.redis_client import RedisCalls
+from baton.telemetry.series import (
+    LATENCY,
+    PER_TOKEN,
+    event_loop_lag_seconds,
+    grammar_compile_seconds,
+    queue_seconds,
+    redis_call_seconds,
+    redis_failures,
+)
 
 SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client's own name, which it reads when it is imported: processes with the same folder
@@ -47,61 +44,6 @@ class ClassSeries:
     generated_tokens: Counter
 
 
-def _queue_seconds(registry: CollectorRegistry) -> Histogram:
-    """Routers and workers alike have it, each with a role of its own."""
-    return Histogram(
-        "baton_queue_seconds",
-        "From arrival to the first step at a worker; at a router, to being passed on.",
-        ["role"],
-        buckets=_LATENCY,
-        registry=registry,
-    )
-
-
-def _grammar_compile_seconds(registry: CollectorRegistry) -> Histogram:
-    """Routers and workers alike have it, each with a role of its own."""
-    return Histogram(
-        "baton_grammar_compile_seconds",
-        "Compiling a grammar or a JSON schema that was not known yet.",
-        ["role"],
-        buckets=_SHORT,
-        registry=registry,
-    )
-
-
-def _event_loop_lag_seconds(registry: CollectorRegistry) -> Histogram:
-    """Routers and workers alike have it, each with a role of its own."""
-    return Histogram(
-        "baton_event_loop_lag_seconds",
-        "How much later than asked for a timer of the process's event loop came.",
-        ["role"],
-        buckets=_SHORT,
-        registry=registry,
-    )
-
-
-def _redis_call_seconds(registry: CollectorRegistry) -> Histogram:
-    """Routers and workers alike have it, each with calls of its own."""
-    return Histogram(
-        "baton_redis_call_seconds",
-        "Calls that Redis answered: of a router registry_read and prefix_lookup, of a worker"
-        " registry_put and index_publish, which is as many calls as there are changes to be told.",
-        ["role", "call"],
-        buckets=_SHORT,
-        registry=registry,
-    )
-
-
-def _redis_failures(registry: CollectorRegistry) -> Counter:
-    """Routers and workers alike have it, each with calls of its own."""
-    return Counter(
-        "baton_redis_failures",
-        "Calls that Redis did not answer, or refused.",
-        ["role", "call"],
-        registry=registry,
-    )
-
-
 class RouterMetrics:
     """The series of a router process, or of several that share a folder."""
 
@@ -115,18 +57,18 @@ class RouterMetrics:
             return Counter(f"baton_{name}", text, labels, registry=registry)
 
         self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From receipt to the first token.", _LATENCY
+            "time_to_first_token_seconds", "From receipt to the first token.", LATENCY
         )
         self.time_per_output_token = histogram(
             "time_per_output_token_seconds",
             "(end to end - TTFT) / (output tokens - 1), per request.",
-            _PER_TOKEN,
+            PER_TOKEN,
         )
         self.inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Each gap between tokens.", _PER_TOKEN
+            "inter_token_latency_seconds", "Each gap between tokens.", PER_TOKEN
         )
         self.request_latency = histogram(
-            "request_latency_seconds", "From receipt to the end of the request.", _LATENCY
+            "request_latency_seconds", "From receipt to the end of the request.", LATENCY
         )
         self.requests = counter("requests", "Requests that ended.", ["class", "outcome", "code"])
         self.goodput_requests = counter(
@@ -161,8 +103,8 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
-        self.queue_seconds = _queue_seconds(registry)
-        self.grammar_compile_seconds = _grammar_compile_seconds(registry)
+        self.queue_seconds = queue_seconds(registry)
+        self.grammar_compile_seconds = grammar_compile_seconds(registry)
         self.waiting_requests = Gauge(
             "baton_waiting_requests",
             "Requests that wait in the router for their turn.",
@@ -199,9 +141,9 @@ class RouterMetrics:
             " prefix index knows: found, missing.",
             ["result"],
         )
-        self.event_loop_lag_seconds = _event_loop_lag_seconds(registry)
-        self.redis_call_seconds = _redis_call_seconds(registry)
-        self.redis_failures = _redis_failures(registry)
+        self.event_loop_lag_seconds = event_loop_lag_seconds(registry)
+        self.redis_call_seconds = redis_call_seconds(registry)
+        self.redis_failures = redis_failures(registry)
         self.registry_age_seconds = Gauge(
             "baton_registry_age_seconds",
             "How old this router's view of the registry is; the oldest of its processes.",
@@ -225,10 +167,6 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
-        self.traffic = TrafficMeter()
-        """Of this process alone, for the autoscaler: series may be sums over several."""
-        self.recent = RecentRequests()
-        """Of this process alone, for what-if questions."""
         self._classes: dict[str, ClassSeries] = {}
 
     def of_class(self, name: str) -> ClassSeries:
@@ -274,234 +212,6 @@ def _has_begun(file: Path) -> bool:
         return file.stat().st_size > 0
     except FileNotFoundError:
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class TierSeries:
-    """The series of one KV tier of a worker."""
-
-    blocks: Gauge
-    stored_bytes: Counter
-    loaded_bytes: Counter
-    loaded_blocks: Counter
-    loads: Callable[[str], Counter]
-    """By outcome."""
-    failures: Callable[[str], Counter]
-    """By reason."""
-
-
-class WorkerMetrics:
-    """The series of a worker process; ``worker`` is its slot's stable name."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        labels = ["worker", "role"]
-        self.sequences = Gauge(
-            "baton_sequences", "Sequences by state.", [*labels, "state"], registry=registry
-        )
-        self.kv_blocks = Gauge(
-            "baton_kv_blocks", "KV blocks by state.", [*labels, "state"], registry=registry
-        )
-        self.batch_fill_ratio = Gauge(
-            "baton_batch_fill_ratio",
-            "Sequences in the last step over the most allowed.",
-            labels,
-            registry=registry,
-        )
-        self.computed_prompt_tokens = Counter(
-            "baton_computed_prompt_tokens",
-            "Prompt tokens whose KV was computed here.",
-            labels,
-            registry=registry,
-        )
-        self.preemptions = Counter(
-            "baton_preemptions",
-            "Sequences that lost their blocks and wait again.",
-            labels,
-            registry=registry,
-        )
-        self.queue_seconds = _queue_seconds(registry)
-        self.grammar_compile_seconds = _grammar_compile_seconds(registry)
-        self.step_seconds = Histogram(
-            "baton_step_seconds",
-            "Duration of an engine step.",
-            labels,
-            buckets=_PER_TOKEN,
-            registry=registry,
-        )
-        self.model_operations = Counter(
-            "baton_model_operations",
-            "Operations that steps took at least, a multiply-add being two: of the model's"
-            " matrices and of attention.",
-            labels,
-            registry=registry,
-        )
-        self.model_memory_bytes = Counter(
-            "baton_model_memory_bytes",
-            "Bytes that steps moved at least between memory and processor: weights and KV.",
-            labels,
-            registry=registry,
-        )
-        self.model_flops_utilization = Gauge(
-            "baton_model_flops_utilization",
-            "MFU of the steps since the last heartbeat: baton_model_operations over their seconds"
-            " and the pool's peak_gflops; 0 without steps, absent without a peak.",
-            labels,
-            registry=registry,
-        )
-        self.model_bandwidth_utilization = Gauge(
-            "baton_model_bandwidth_utilization",
-            "MBU of the steps since the last heartbeat: baton_model_memory_bytes over their seconds"
-            " and the pool's peak_gb_per_s; 0 without steps, absent without a peak.",
-            labels,
-            registry=registry,
-        )
-        self.worker_price_per_hour = Gauge(
-            "baton_worker_price_per_hour",
-            "The pool's price_per_hour, in the operator's currency; absent without one.",
-            labels,
-            registry=registry,
-        )
-        self.event_loop_lag_seconds = _event_loop_lag_seconds(registry)
-        self.redis_call_seconds = _redis_call_seconds(registry)
-        self.redis_failures = _redis_failures(registry)
-        self.index_pending_blocks = Gauge(
-            "baton_index_pending_blocks",
-            "Blocks of which the prefix index was not told yet that they are held, or dropped.",
-            labels,
-            registry=registry,
-        )
-        self.index_lag_seconds = Gauge(
-            "baton_index_lag_seconds",
-            "How far the prefix index is behind this worker's cache: the time that the last telling"
-            " took, or since the last one where it fails.",
-            labels,
-            registry=registry,
-        )
-        self.drafted_tokens = Counter(
-            "baton_speculation_drafted_tokens",
-            "Tokens that were drafted and checked.",
-            ["drafter"],
-            registry=registry,
-        )
-        self.accepted_tokens = Counter(
-            "baton_speculation_accepted_tokens",
-            "Drafted tokens that were right: each saved a step of its sequence.",
-            ["drafter"],
-            registry=registry,
-        )
-        self.transfer_pairs = Gauge(
-            "baton_transfer_pairs",
-            "1 for each worker that this one sends KV blocks to, and by which transport.",
-            ["worker", "peer", "transport"],
-            registry=registry,
-        )
-        self.received_bytes = Counter(
-            "baton_received_bytes",
-            "Bytes of KV that came to this worker and were verified, by the worker that sent them.",
-            ["worker", "peer", "transport"],
-            registry=registry,
-        )
-        self.transfer_in_flight = Gauge(
-            "baton_transfer_in_flight_bytes",
-            "Bytes of KV that were announced to receivers and have not landed.",
-            ["worker"],
-            registry=registry,
-        )
-        self.transfer_staging = Gauge(
-            "baton_transfer_staging_bytes",
-            "Memory for bytes of KV between blocks and wire.",
-            ["worker", "transport"],
-            registry=registry,
-        )
-        self.handoffs = Counter(
-            "baton_handoffs",
-            "Handoffs that ended, counted by the receiver.",
-            ["transport", "outcome"],
-            registry=registry,
-        )
-        self.handoff_seconds = Histogram(
-            "baton_handoff_seconds",
-            "From reserve to commit.",
-            ["transport"],
-            buckets=_HANDOFF,
-            registry=registry,
-        )
-        self.handoff_exposed_seconds = Histogram(
-            "baton_handoff_exposed_seconds",
-            "The part of a handoff that computing did not hide, observed by the sender: from the"
-            " prompt's last step to the commit.",
-            ["transport"],
-            buckets=_HANDOFF,
-            registry=registry,
-        )
-        self.handoff_bytes = Counter(
-            "baton_handoff_bytes", "Bytes of KV received.", ["transport"], registry=registry
-        )
-        self.pulls = Counter(
-            "baton_pulls",
-            "Fetches of cached blocks that ended, counted by the worker that asked for them.",
-            ["transport", "outcome"],
-            registry=registry,
-        )
-        self.pulled_blocks = Counter(
-            "baton_pulled_blocks",
-            "KV blocks fetched from other workers' caches.",
-            ["transport"],
-            registry=registry,
-        )
-        tier = [*labels, "tier"]
-        self.kv_tier_blocks = Gauge(
-            "baton_kv_tier_blocks",
-            "KV blocks that a tier behind the pool holds.",
-            tier,
-            registry=registry,
-        )
-        self.kv_tier_stored_bytes = Counter(
-            "baton_kv_tier_stored_bytes", "Bytes of KV copied to a tier.", tier, registry=registry
-        )
-        self.kv_tier_loaded_bytes = Counter(
-            "baton_kv_tier_loaded_bytes",
-            "Bytes of KV that came back from a tier.",
-            tier,
-            registry=registry,
-        )
-        self.kv_tier_loaded_blocks = Counter(
-            "baton_kv_tier_loaded_blocks",
-            "KV blocks that came back from a tier, and were not computed.",
-            tier,
-            registry=registry,
-        )
-        self.kv_tier_loads = Counter(
-            "baton_kv_tier_loads",
-            "Loads from a tier: ok, short (only some blocks came), late (given up), no_room.",
-            [*tier, "outcome"],
-            registry=registry,
-        )
-        self.kv_tier_failures = Counter(
-            "baton_kv_tier_failures",
-            "Blocks that a tier could not keep (write) or give back (read, checksum).",
-            [*tier, "reason"],
-            registry=registry,
-        )
-
-    def redis_calls(self, role: str, call: str) -> RedisCalls:
-        """The accounts of calls to Redis of one kind."""
-        return RedisCalls(
-            self.redis_call_seconds.labels(role, call), self.redis_failures.labels(role, call)
-        )
-
-    def tier(self, worker: str, role: str, name: str) -> TierSeries:
-        """The series of a worker's tier, ``host`` or ``disk``."""
-        labels = {"worker": worker, "role": role, "tier": name}
-        return TierSeries(
-            blocks=self.kv_tier_blocks.labels(**labels),
-            stored_bytes=self.kv_tier_stored_bytes.labels(**labels),
-            loaded_bytes=self.kv_tier_loaded_bytes.labels(**labels),
-            loaded_blocks=self.kv_tier_loaded_blocks.labels(**labels),
-            loads=lambda outcome: self.kv_tier_loads.labels(**labels, outcome=outcome),
-            failures=lambda reason: self.kv_tier_failures.labels(**labels, reason=reason),
-        )
 
 
 class SupervisorMetrics:

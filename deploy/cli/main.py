@@ -15,8 +15,7 @@ from deploy.cli.measure import (
     bench_engine_commands,
     bench_load_commands,
     calibrate_command,
-    plan_command,
-    simulate_command,
+    plan_commands,
 )
 from deploy.cli.operate import doctor_command, node_commands, status_command, worker_commands
 from deploy.cli.options.command_classes import BatonCommand, BatonGroup
@@ -141,8 +140,8 @@ app = _group(
             "leave": node_commands.leave,
         },
         "Plan": {
-            "plan": plan_command.plan,
-            "simulate": simulate_command.simulate,
+            "plan": plan_commands.plan,
+            "simulate": plan_commands.simulate,
             "calibrate": calibrate_command.calibrate,
         },
         "Measure": {"bench": _BENCH, "profile": bench_engine_commands.profile},

@@ -26,8 +26,7 @@ from baton.errors import BatonError, ConfigError
 from baton.store.redis_client import redis_client
 from deploy.doctor.doctor import Check, Missing, imported, nccl_devices
 from deploy.processes.ports import choose_ports, reachable
-from deploy.store.own_redis import eviction_advice, eviction_policy
-from deploy.store.redis_users import store_url
+from deploy.store.redis_access import eviction_advice, eviction_policy, store_url
 
 GIB = 1 << 30
 MIN_SHARED_MEMORY = GIB // 4

@@ -7,13 +7,13 @@ import logging
 
 import redis
 
-from baton.autoscaling.traffic_board import TrafficBoard
-from baton.store.pool_sizes import PoolSizes
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
-from deploy.launcher.launcher_claim import told_key
-from deploy.supervisor.slot_board import SlotBoard
+from baton.store.supervision import PoolSizes
+from deploy.processes.launcher_lease import told_key
+from deploy.supervisor.status_store import StatusStore
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ async def forget_cluster(url: str, cluster_id: str) -> None:
         async with asyncio.timeout(_FORGET_S), redis_client(url) as client:
             registry, index = Registry(client, cluster_id), PrefixIndex(client, cluster_id)
             await client.delete(told_key(cluster_id))
-            await SlotBoard(client, cluster_id).clear()
+            await StatusStore(client, cluster_id).clear()
             await PoolSizes(client, cluster_id).clear()
-            await TrafficBoard(client, cluster_id).clear()
+            await TrafficStore(client, cluster_id).clear()
             for incarnation in await registry.dead():
                 await index.collect(incarnation)
                 await registry.forget(incarnation)

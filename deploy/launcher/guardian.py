@@ -1,16 +1,92 @@
-"""The launcher's hold on the guardian process (``deploy.launcher.reaper``)."""
+"""The guardian: a process that ends all others of a cluster when the launcher is gone.
+
+It holds the reading end of a pipe whose writing end only the launcher has (``Guardian``). However
+the launcher ends, SIGKILL included, the system closes that end, and the guardian sweeps (``main``).
+It runs in a session of its own, so that neither Ctrl-C nor a closed terminal ends it.
+
+    watching ─released by the launcher→ ended
+    watching ─pipe closed→ sweeping → ended
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
+import os
+import signal
 import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
 
-from deploy.launcher.reaper import RELEASE
+import psutil
+
 from deploy.processes.child import Child
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
+from deploy.processes.run_directory import ClusterMark, RunDirectory
 
+RELEASE = b"released\n"
+"""What the launcher writes when it has ended everything itself."""
+GRACE_S = 2.0
+_DEADLINE_S = 30.0
+_POLL_S = 0.05
+_QUIET_LOOKS = 3
 _RELEASE_S = 5.0
+
+
+def sweep(
+    mark: ClusterMark, spare: Collection[int] = (), *, grace_s: float = GRACE_S
+) -> list[psutil.Process]:
+    """End every process that carries ``mark`` but those with a pid in ``spare``.
+
+    SIGTERM first, SIGKILL after ``grace_s`` seconds, and again until several looks in a row find
+    none: a raylet that is still up starts new workers. Returns what could not be ended within
+    30 seconds, empty as a rule.
+    """
+    asked: set[psutil.Process] = set()
+    start = time.monotonic()
+    quiet = 0
+    while True:
+        left = [process for process in mark.processes() if process.pid not in spare]
+        quiet = 0 if left else quiet + 1
+        waited = time.monotonic() - start
+        if quiet == _QUIET_LOOKS or waited > _DEADLINE_S:
+            return left
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                if waited >= grace_s:
+                    process.kill()
+                elif process not in asked:
+                    asked.add(process)
+                    process.terminate()
+        time.sleep(_POLL_S)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Watch standard input; sweep when it closes. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="deploy.launcher.guardian")
+    parser.add_argument("cluster_id")
+    parser.add_argument("run_directory", type=Path)
+    given = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if _last_words() == RELEASE:
+        return 0
+    left = sweep(ClusterMark(given.cluster_id, given.run_directory), {os.getpid()})
+    RunDirectory(given.run_directory).remove()
+    return 1 if left else 0
+
+
+def _last_words() -> bytes:
+    """Everything that the launcher wrote until its end of the pipe was closed."""
+    words = b""
+    while piece := os.read(sys.stdin.fileno(), 64):
+        words += piece
+    return words
+
+
+if __name__ == "__main__":
+    sys.exit(main())
 
 
 class Guardian:
@@ -32,9 +108,11 @@ class Guardian:
 
     async def start(self) -> None:
         """Start it, or the next one after one has died. Raises OSError."""
-        arguments = [sys.executable, "-P", "-m", "deploy.launcher.reaper"]
+        arguments = [sys.executable, "-P", "-m", "deploy.launcher.guardian"]
         arguments += [self._mark.cluster_id, str(self._mark.run_directory)]
-        self._child = await Child.spawn("reaper", arguments, self._mark, self._run.log("reaper"))
+        self._child = await Child.spawn(
+            "guardian", arguments, self._mark, self._run.log("guardian")
+        )
 
     async def wait(self) -> str:
         """Wait for its end, which only somebody else can have brought about."""

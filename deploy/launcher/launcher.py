@@ -28,37 +28,34 @@ from baton.store.redis_client import redis_client
 from baton.telemetry.logs import formatter
 from deploy.launcher.announcement import announcement
 from deploy.launcher.cluster_keys import forget_cluster
-from deploy.launcher.exposure import check_exposure
-from deploy.launcher.gcs_watch import FarGcsWatch, GcsWatch
-from deploy.launcher.guardian import Guardian
+from deploy.launcher.guardian import GRACE_S, Guardian, sweep
 from deploy.launcher.kernels import compile_kernels, kernels_of, missing_kernels
-from deploy.launcher.launcher_claim import LauncherClaim
 from deploy.launcher.part_watch import GCS, SUPERVISOR, PartWatch
-from deploy.launcher.reaper import GRACE_S, sweep
+from deploy.launcher.preflight import check_exposure
 from deploy.launcher.router_process import RouterProcess
 from deploy.models import model_store
-from deploy.models.drafter_folder import resolve_drafter
 from deploy.models.hub_download import DownloadWatch
-from deploy.models.model_store import ResolvedModel
+from deploy.models.model_store import ResolvedModel, resolve_drafter
 from deploy.processes.child import last_lines
-from deploy.processes.cluster_mark import ClusterMark
 from deploy.processes.cluster_state import ClusterState
 from deploy.processes.daemon_thread import DaemonThread
+from deploy.processes.launcher_lease import LauncherClaim
 from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.progress import Progress
-from deploy.processes.run_directory import RunDirectory
+from deploy.processes.run_directory import ClusterMark, RunDirectory
+from deploy.ray.gcs_process import GcsWatch, RemoteGcsWatch
 from deploy.ray.gcs_store import EMBEDDED, GcsStore, check_gcs_store
 from deploy.ray.joined_ray import JoinedRay
 from deploy.ray.ray_cluster import RayCluster
-from deploy.store.own_redis import check_redis
-from deploy.store.redis_users import STORE_USERS, StoreUser, store_url
+from deploy.store.redis_access import STORE_USERS, StoreUser, check_redis, store_url
 from deploy.store.valkey import EmbeddedValkey
-from deploy.supervisor.slot_board import SlotBoard
+from deploy.supervisor.reconciler import split
+from deploy.supervisor.status_store import StatusStore
 from deploy.supervisor.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
-from deploy.supervisor.wanted_slots import split
+from deploy.workers.actor_process import reason
 from deploy.workers.actor_settings import ActorSettings
-from deploy.workers.ray_worker import RayWorker, find, find_all, is_known, place, reason
+from deploy.workers.ray_worker import RayWorker, find, find_all, is_known, place
 from engine.checkpoint.model_config import load_model_config
 
 _WORKER_STOP_S = 5.0
@@ -427,7 +424,7 @@ class Launcher:
             group.create_task(watch.keep_at_it(GCS, parts.ray.gcs))
             group.create_task(GcsWatch(parts.ray.gcs, parts.ray.ask_gcs, self._report).run())
         elif self._config.ray_address:
-            group.create_task(FarGcsWatch(parts.ray.ask_gcs, self._report).run())
+            group.create_task(RemoteGcsWatch(parts.ray.ask_gcs, self._report).run())
         group.create_task(self._supervise(watch))
 
     async def _supervise(self, watch: PartWatch) -> None:
@@ -446,7 +443,7 @@ class Launcher:
         )
         self._note_pid(SUPERVISOR, await self._start_supervisor(settings))
         async with redis_client(self._redis_urls["supervisor"]) as client:
-            board = SlotBoard(client, self._mark.cluster_id)
+            board = StatusStore(client, self._mark.cluster_id)
             await watch.supervision(board, self._worker_pids | self._pids)
 
     async def _start_supervisor(self, settings: SupervisorSettings) -> int:

@@ -8,23 +8,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
 import redis
 
 from baton.errors import BatonError
-from deploy.launcher.restarts import Restarts
 from deploy.ray.joined_ray import JoinedRay
 from deploy.ray.ray_cluster import RayCluster
-from deploy.supervisor.pool_keeper import HEALTHY_S, Phase, pause_after
-from deploy.supervisor.slot_board import SlotBoard, SlotNews, Supervision
+from deploy.supervisor.reconciler import HEALTHY_S, Phase, pause_after
+from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
 
 SUPERVISOR = "supervisor"
 GCS = "gcs"
 """What they are called where process ids are listed; the second is Ray's control store."""
 _POLL_S = 0.5
 _LONGEST_PAUSE_S = 4.0
+_MOST = 5
+_WINDOW_S = 60.0
+_FIRST_PAUSE_S = 0.2
 
 
 class Part(Protocol):
@@ -91,7 +94,7 @@ class PartWatch:
         """Raises BatonError when one of Ray's daemons dies that cannot be started again."""
         raise BatonError(f"{await cluster.lost()} has died: the cluster cannot go on")
 
-    async def supervision(self, board: SlotBoard, pids: Mapping[str, int]) -> NoReturn:
+    async def supervision(self, board: StatusStore, pids: Mapping[str, int]) -> NoReturn:
         """The supervisor starts dead workers again: pass on what it says, and new process ids.
 
         ``pids`` are known: those of the workers, and of the supervisor.
@@ -116,9 +119,9 @@ class SlotWatch:
         self._report = report
         self._note_pid = note_pid
         self._pids = dict(pids)
-        self._known: dict[str, SlotNews] = {}
+        self._known: dict[str, SlotStatus] = {}
 
-    def take(self, told: Supervision | None) -> None:
+    def take(self, told: SupervisionStatus | None) -> None:
         """What is told now; None changes nothing."""
         if told is None:
             return
@@ -146,8 +149,24 @@ class SlotWatch:
         self._note_pid(name, pid)
         return True
 
-    def _obituary(self, slot: str, news: SlotNews) -> str:
+    def _obituary(self, slot: str, news: SlotStatus) -> str:
         state = news.state
         if state.phase is Phase.CRASH_LOOP:
             return f"{slot} keeps dying, {state.deaths} times by now: {state.last_error}"
         return f"{slot} died; it is started again ({state.last_error})"
+
+
+class Restarts:
+    """Counts deaths within the last minute. ``now`` is monotonic, in seconds."""
+
+    def __init__(self) -> None:
+        self._deaths: deque[float] = deque()
+
+    def pause(self, now: float) -> float | None:
+        """Seconds to wait before the next start; None when there were too many deaths."""
+        while self._deaths and now - self._deaths[0] > _WINDOW_S:
+            self._deaths.popleft()
+        self._deaths.append(now)
+        if len(self._deaths) > _MOST:
+            return None
+        return float(_FIRST_PAUSE_S * 2 ** (len(self._deaths) - 1))

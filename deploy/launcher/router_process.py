@@ -1,29 +1,37 @@
-"""A router process as the launcher's child; several of them may share the ports.
+"""A router process: the launcher's child, or a router by itself (`baton router`).
 
-States: new → starting → healthy → (died → starting) → stopped.
+A child is one of several that may share the ports:
+
+    new → starting → healthy → (died → starting) → stopped
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 from typing import NoReturn
 
 import httpx
+import redis
 from prometheus_client.multiprocess import mark_process_dead
 
 from baton.config.cluster import Config
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.security.tls import TlsFiles, pinned_context
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
 from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
-from deploy.launcher.what_if import WHAT_IF
+from deploy.launcher.preflight import check_exposure
+from deploy.models import model_store
 from deploy.processes.child import Child
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.ports import reachable
-from deploy.processes.run_directory import RunDirectory
+from deploy.processes.ports import choose_ports, reachable
+from deploy.processes.run_directory import ClusterMark, RunDirectory
+from deploy.store.redis_access import store_url
 from router.process_number import ROUTER_HEADER
+from router.workers.model_commit import commit_of
 
 _HEALTHY_S = 60.0
 _PROBE_S = 2.0
@@ -31,6 +39,10 @@ _POLL_S = 0.1
 _OTHER_S = 0.01
 """Until the next try where another process answered."""
 _STOP_S = 8.0
+WHAT_IF = (sys.executable, "-P", "-m", "planning.what_if")
+"""A program and its arguments; see ``router.console.what_if``."""
+
+log = logging.getLogger(__name__)
 
 
 class RouterProcess:
@@ -143,3 +155,52 @@ class RouterProcess:
                         return
                     last[0] = f"{answer.status_code} {answer.text[:500]}"
                 await asyncio.sleep(_POLL_S)
+
+
+def serve_router(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM. Raises BatonError where it cannot begin."""
+    if not config.redis_url:
+        raise ConfigError("a router needs --redis-url, which its cluster's workers have, too")
+    if not config.cluster_id:
+        raise ConfigError(
+            "a router needs cluster_id (BATON_CLUSTER_ID, or in the file), as `baton serve` was"
+            " given"
+        )
+    check_exposure(config)
+    config = choose_ports(config.model_copy(update={"routers": 1}))
+    # Slow to import; whoever is told what is missing need not wait.
+    from router.main import RouterSettings, run  # noqa: PLC0415
+
+    url = store_url(config, "router")
+    revision = asyncio.run(_revision(config, url))
+    model = model_store.resolve(config.model, _tell, config.quantization, revision, weights=False)
+    config = config.model_copy(update={"revision": model.commit})
+    scheme = "http" if config.tls.fronts is None else "https"
+    sys.stdout.write(f"HTTP {scheme}://{config.http}/v1, gRPC {config.grpc}\n")
+    sys.stdout.flush()
+    run(
+        RouterSettings(
+            config=config.model_dump(mode="json"),
+            redis_url=url,
+            cluster_id=config.cluster_id,
+            model_path=str(model.path),
+            model_name=config.served_model_name or model.name,
+            ends_with_parent=False,
+            what_if=WHAT_IF,
+        )
+    )
+
+
+async def _revision(config: Config, redis_url: str) -> str:
+    """That of the workers; where none is known yet, the configured one."""
+    async with redis_client(redis_url) as client:
+        try:
+            records = await Registry(client, config.cluster_id).all()
+        except (redis.RedisError, OSError) as error:
+            _tell(f"the workers' commit of the model cannot be read from Redis: {error}")
+            return config.revision
+    return commit_of(records.values(), config.revision)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

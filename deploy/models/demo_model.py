@@ -17,9 +17,16 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.host.cache import cache_dir
 from deploy.models import hub_model
-from deploy.models.gguf_cache import FORMS, convert_once, converted_folder, sha256_of
 from deploy.models.hub_download import DownloadWatch
-from deploy.models.sealed_folder import disk_errors, locked, read_receipt
+from deploy.models.model_cache import (
+    FORMS,
+    convert_once,
+    converted_folder,
+    disk_errors,
+    locked,
+    read_receipt,
+    sha256_of,
+)
 
 _INDEX_S = 1800.0
 

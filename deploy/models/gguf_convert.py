@@ -128,7 +128,7 @@ def convert(gguf: Path, folder: Path, *, keep_codes: bool = False) -> None:
     """Write the model in ``gguf`` into ``folder``, which exists and is empty.
 
     With ``keep_codes`` a quantised matrix stays what it is, in Baton's own form
-    (``engine.quantization.native``), the embedding too; a tied one serves as the head as well. All
+    (``engine.quantization.formats``), the embedding too; a tied one serves as the head as well. All
     else becomes bfloat16. Raises ConfigError when the file is damaged or holds anything that a
     plain Llama decoder cannot express.
     """
@@ -363,8 +363,8 @@ def _write_codes(path: Path, weights: list[_Weight]) -> dict[str, Any]:
     # Imported here: the launcher has no other use for torch, which takes a second to import.
     import torch  # noqa: PLC0415
 
+    from engine.quantization.formats import NATIVE_CONFIG, native_tensors  # noqa: PLC0415
     from engine.quantization.gguf_blocks import read_blocks  # noqa: PLC0415
-    from engine.quantization.native import CONFIG, native_tensors  # noqa: PLC0415
     from engine.quantization.tensor_file import write_tensors  # noqa: PLC0415
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -378,7 +378,7 @@ def _write_codes(path: Path, weights: list[_Weight]) -> dict[str, Any]:
                 yield weight.name, torch.from_numpy(bits).view(torch.bfloat16).view(weight.shape)
 
     write_tensors(path, tensors(), {"format": "pt"})
-    return CONFIG
+    return NATIVE_CONFIG
 
 
 def _write_safetensors(path: Path, weights: list[_Weight]) -> None:

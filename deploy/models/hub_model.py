@@ -6,22 +6,24 @@ HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 from uuid import uuid4
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from baton.errors import ConfigError
-from deploy.models.hub_download import ASK_S, DownloadWatch, HubDownload
-from deploy.models.hub_errors import explained, reason
-from deploy.models.hub_listing import HubListing
+from baton.host.cache import cache_dir
+from deploy.models.hub_download import ASK_S, DownloadWatch, HubDownload, explained, reason
+from deploy.models.model_cache import disk_errors, locked
 from deploy.models.model_folder import (
     INDEX,
     WEIGHTS,
@@ -30,7 +32,6 @@ from deploy.models.model_folder import (
     shards,
     weight_files,
 )
-from deploy.models.sealed_folder import disk_errors, locked
 
 _CACHED_ASK_S = 4.0
 """Deadline of each question where the model is cached, in seconds."""
@@ -194,7 +195,7 @@ def _sizes(model_id: str, commit: str, wait_s: float) -> dict[str, int]:
 
 def _is_whole(here: HubModel, sizes: Mapping[str, int], *, weights: bool) -> bool:
     """Whether a snapshot has all that the hub lists of what Baton needs; that is then noted."""
-    with suppress(ConfigError):
+    with contextlib.suppress(ConfigError):
         listing = _listing(here.model_id, sizes, here.path)
         if listing.is_in(here.path, weights=weights):
             listing.save(here.model_id, here.commit)
@@ -311,3 +312,39 @@ def _within(seconds: float, work: Callable[[], Outcome]) -> Outcome:
 
     threading.Thread(target=run, daemon=True).start()
     return outcome.result(timeout=seconds)
+
+
+class HubListing(BaseModel):
+    """Names of files in the top folder of a commit."""
+
+    model_config = ConfigDict(frozen=True)
+
+    small: tuple[str, ...]
+    """Configuration, tokenizer and templates."""
+    weights: tuple[str, ...]
+
+    @classmethod
+    def read(cls, model_id: str, commit: str) -> Self | None:
+        """The listing that was saved; None where there is none that can be read."""
+        try:
+            return cls.model_validate_json(_file(model_id, commit).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def save(self, model_id: str, commit: str) -> None:
+        """Keep it. Where the cache cannot be written, the hub is asked again next time."""
+        file = _file(model_id, commit)
+        draft = file.with_name(f"{file.name}.{uuid4().hex}")
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(self.model_dump_json())
+            os.replace(draft, file)
+
+    def is_in(self, folder: Path, *, weights: bool) -> bool:
+        """Whether a snapshot has the small files and, if asked for, the weights."""
+        names = self.small + self.weights if weights else self.small
+        return all((folder / name).is_file() for name in names)
+
+
+def _file(model_id: str, commit: str) -> Path:
+    return cache_dir() / "hub" / model_id.replace("/", "--") / f"{commit}.json"

@@ -11,12 +11,19 @@ from baton.errors import ConfigError
 from baton.host.cache import cache_dir
 from deploy.models import demo_model, hub_model
 from deploy.models.demo_model import KnownModel
-from deploy.models.gguf_cache import FORMS, converted, converted_folders, form_of
 from deploy.models.hub_download import DownloadWatch
+from deploy.models.model_cache import (
+    FORMS,
+    converted,
+    converted_folders,
+    disk_errors,
+    form_of,
+    read_receipt,
+)
 from deploy.models.model_folder import check_folder
-from deploy.models.sealed_folder import disk_errors, read_receipt
 
 Progress = Callable[[str], None]
+_HEADS = ("eagle", "medusa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +167,26 @@ def _known_entry(model: KnownModel) -> ModelEntry:
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def resolve_drafter(
+    drafter: str,
+    model: str,
+    progress: Progress,
+    revision: str = "",
+    watch: DownloadWatch | None = None,
+) -> ResolvedModel:
+    """The folder of ``draft_model`` for a drafter, downloaded first where it is not here.
+
+    ``revision`` is the branch, tag or commit of a draft model of the hub. Heads have no tokenizer
+    and no name: they are a folder of the target's own. Raises ConfigError where there is none,
+    BatonError as ``deploy.models.model_store.resolve`` does.
+    """
+    if drafter not in _HEADS:
+        return resolve(model, progress, "auto", revision, watch)
+    if revision:
+        raise ConfigError(f"draft_revision {revision!r}: the heads of {drafter} are a folder")
+    path = Path(model).expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError(f"draft_model {model!r}: the heads of drafter {drafter} are a folder")
+    return ResolvedModel(path.name, path)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from deploy.processes.cluster_mark import ClusterMark
+from deploy.processes.run_directory import ClusterMark
 
 TAIL_BYTES = 64 << 10
 """The end of a log in which its last lines are looked for."""

@@ -1,23 +1,31 @@
-"""The launcher's lease: a key in Redis with a TTL, by which other machines know that it lives.
+"""The launcher's lease: a key in Redis with a TTL, by which other machines know that it runs.
 
     free ─take()→ held ─renewed every RENEW_S→ held ─give_up()→ free
     held ─not renewed for TTL_S→ free
 
-Workers and the supervisor on other machines watch it, and end once it was free for ``GONE_S``: so
-long another launcher of the same cluster may take to come, and finds them at work. While Redis is
-away nobody can tell, and nobody ends.
+Workers and the supervisor on other machines watch the lease, and exit once it has been free for
+``GONE_S``: another launcher of the same cluster may start within that time, and takes them over.
+While Redis is unreachable, the lease says nothing and no process exits.
+
+A launcher also records a hash of the configuration that its workers have got, so that the next
+launcher knows whether it can keep them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
+import secrets
 import time
+from importlib.metadata import version
 from typing import Any, NoReturn, cast
 
 import redis
 import redis.asyncio
 
+from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.liveness.silence import SilenceWatch
 from baton.store.redis_client import redis_client
@@ -43,6 +51,11 @@ _GIVE_UP = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 return 1
 """
+_FRONTS = ("http", "grpc", "admin_http", "routers", "allowed_hosts", "allowed_origins")
+_STORE = ("insecure_listen", "redis_router_url")
+_KEYS = ("keys", "keys_file", "tenants", "require_key")
+OF_ROUTERS = frozenset((*_FRONTS, *_KEYS, *_STORE, "data_dir", "head_deadline_s"))
+OF_LAUNCHERS = frozenset(("ray_address", "leave_workers"))
 
 log = logging.getLogger(__name__)
 
@@ -107,3 +120,46 @@ async def lease_lost(redis_url: str, cluster_id: str) -> None:
 
 def _key(cluster_id: str) -> str:
     return f"baton:{{{cluster_id}}}:launcher"
+
+
+class LauncherClaim:
+    """Owned by the launcher's event loop."""
+
+    def __init__(self, config: Config, redis_url: str, cluster_id: str) -> None:
+        self._told = what_workers_are_told(config)
+        self._client = redis_client(redis_url)
+        self._lease = LauncherLease(self._client, cluster_id, secrets.token_hex(8))
+        self._key = told_key(cluster_id)
+
+    async def take(self) -> bool:
+        """Take the lease. Returns whether workers may be left that were told something else.
+
+        Raises BatonError where another launcher has it, ``redis.RedisError``.
+        """
+        await self._lease.take()
+        before = await self._client.getset(self._key, self._told)
+        return before is not None and before != self._told.encode()
+
+    async def keep(self) -> NoReturn:
+        """As ``LauncherLease.keep``."""
+        await self._lease.keep()
+
+    async def give_up(self) -> None:
+        """Free the lease. Raises ``redis.RedisError``."""
+        await self._lease.give_up()
+
+    async def close(self) -> None:
+        """End its connections."""
+        await self._client.aclose()
+
+
+def what_workers_are_told(config: Config) -> str:
+    """Two configurations that make the same workers have the same one."""
+    said = config.model_dump(mode="json", exclude=set(OF_ROUTERS | OF_LAUNCHERS))
+    text = json.dumps([version("baton"), said], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def told_key(cluster_id: str) -> str:
+    """In Redis: what the workers of a cluster were told."""
+    return f"baton:{{{cluster_id}}}:told"

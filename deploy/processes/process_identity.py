@@ -95,3 +95,17 @@ def _look(pid: int) -> tuple[str, int]:
     # The name is in parentheses, and may contain anything.
     fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b") ")[2].decode().split()
     return fields[_STATE], int(fields[_START_TICKS])
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Of one process; it travels as JSON."""
+
+    process: ProcessIdentity
+    node: str
+    """Ray's id of its node."""
+
+    @classmethod
+    def own(cls, node: str) -> Whereabouts:
+        """Of this process, which runs on ``node``."""
+        return cls(ProcessIdentity.own(), node)

@@ -1,4 +1,8 @@
-"""The directory of one run of a cluster: sockets, logs, secrets and its state."""
+"""One run of a cluster on a machine: its directory, and the mark by which its processes are found.
+
+The directory holds sockets, logs, secrets and the cluster's state. The mark is two variables in the
+environment of every process of the run.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 PREFIX = "baton-"
 _LONGEST_PARENT = 30
+CLUSTER_VARIABLE = "BATON_CLUSTER_ID"
+RUN_VARIABLE = "BATON_RUN_DIRECTORY"
 
 
 def parent_directory() -> Path:
@@ -97,3 +105,35 @@ class RunDirectory:
             elif entry.is_file():
                 entry.unlink(missing_ok=True)
         return self.logs
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterMark:
+    """Marks the processes of one cluster.
+
+    The cluster id alone would not do: it is also a setting, so an operator's own shell may carry
+    it. No two runs share a run directory.
+    """
+
+    cluster_id: str
+    run_directory: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a child's environment carries."""
+        return {CLUSTER_VARIABLE: self.cluster_id, RUN_VARIABLE: str(self.run_directory)}
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with the mark added."""
+        return {**os.environ, **self.variables}
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that carries the mark; dead ones not yet waited for don't."""
+        return [process for process in psutil.process_iter() if self._is_on(process)]
+
+    def _is_on(self, process: psutil.Process) -> bool:
+        try:
+            environment = process.environ()
+        except (psutil.Error, OSError):
+            return False
+        return self.variables.items() <= environment.items()

@@ -1,24 +1,41 @@
-"""Ray's control store (GCS) as a process that is started again after its death.
+"""Ray's control store (GCS): the process, started again after its death, and killed when it hangs.
 
     running (started by Ray) ─dies→ dead ─start()→ running (a child of the launcher)
+    answering ─no answer for SILENT_S→ silent, and killed ─its next process→ answering
 
-Only one with a store behind it may be: the next one reads there what the last one knew.
+Only a GCS with a store behind it is started again: the next process reads there what the last one
+knew.
+
+A GCS can hang for as long as the wall clock was set back while its store was unreachable, because
+it waits for the store by that clock. Until it is killed no dead worker is noticed or replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn
 
 import psutil
 
+from baton.liveness.silence import SilenceWatch
+from deploy import ray_internals
 from deploy.processes.child import Child
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
+from deploy.processes.daemon_thread import DaemonThread
+from deploy.processes.run_directory import ClusterMark, RunDirectory
 
 _POLL_S = 0.2
 _STOP_S = 3.0
+SILENT_S = 15.0
+"""Without an answer. It starts, and reads its store, in less."""
+_ASK_S = 2.0
+_EACH_S = 1.0
+_KEY = b"baton"
+
+log = logging.getLogger(__name__)
 
 
 class GcsProcess:
@@ -75,3 +92,97 @@ def runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+class GcsProbe:
+    """Asks the control store by way of this driver. Owned by one event loop."""
+
+    def __init__(self) -> None:
+        self._thread = DaemonThread("gcs questions")
+
+    async def ask(self, timeout_s: float) -> None:
+        """As ``RayCluster.ask_gcs``."""
+        try:
+            async with asyncio.timeout(2 * timeout_s):
+                # The control store reads a key from its own store each time, also a missing one.
+                await self._thread.call(lambda: ray_internals.read_gcs_key(_KEY, timeout_s))
+        except TimeoutError:
+            # The next question must not wait for this one.
+            self._thread = DaemonThread("gcs questions")
+            raise
+
+
+class GcsWatch:
+    """Lives in the launcher's loop; it never blocks."""
+
+    def __init__(
+        self,
+        gcs: GcsProcess,
+        ask: Callable[[float], Coroutine[Any, Any, None]],
+        report: Callable[[str], None],
+        max_s: float = SILENT_S,
+    ) -> None:
+        """``ask(timeout_s)`` returns once the GCS has read from its store, and raises else: about
+
+        then, never much later.
+        """
+        self._gcs = gcs
+        self._ask = ask
+        self._report = report
+        self._max_s = max_s
+        self._silence = SilenceWatch[int](max_s)
+        self._answers = 0
+
+    async def run(self) -> NoReturn:
+        """Until it is cancelled."""
+        while True:
+            await self._ask_it()
+            # The next process has the same time to start.
+            if self._silence.tick({self._gcs.pid: self._answers}, time.monotonic()):
+                self._report(f"gcs has not answered for {self._max_s:.0f} s; it is ended")
+                self._gcs.kill()
+            await asyncio.sleep(_EACH_S)
+
+    async def _ask_it(self) -> None:
+        try:
+            await self._ask(_ASK_S)
+        except Exception as error:
+            log.debug("gcs: %s", error)
+        else:
+            self._answers += 1
+
+
+class RemoteGcsWatch:
+    """Of one that others start again: says when it is silent, and when it is back."""
+
+    def __init__(
+        self,
+        ask: Callable[[float], Coroutine[Any, Any, None]],
+        report: Callable[[str], None],
+        max_s: float = SILENT_S,
+    ) -> None:
+        """As for ``GcsWatch``."""
+        self._ask = ask
+        self._report = report
+        self._max_s = max_s
+
+    async def run(self) -> NoReturn:
+        """Until it is cancelled."""
+        silence, answers, told = SilenceWatch[str](self._max_s), 0, False
+        while True:
+            try:
+                await self._ask(_ASK_S)
+            except Exception as error:
+                log.debug("Ray's control store: %s", error)
+            else:
+                answers += 1
+            silence.tick({"gcs": answers}, time.monotonic())
+            silent = silence.is_silent("gcs")
+            if silent != told:
+                told = silent
+                self._report(
+                    "Ray's control store does not answer: workers serve on, and none is replaced"
+                    if silent
+                    else "Ray's control store is back"
+                )
+            await asyncio.sleep(_EACH_S)

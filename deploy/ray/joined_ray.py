@@ -1,7 +1,12 @@
-"""The launcher's hold on a Ray cluster that others have started.
+"""A Ray cluster that Baton did not start: this machine's node in it, and the launcher's driver.
 
-A driver needs a node of Ray's beside it. With ``auto`` there is one; else one joins, which has no
-place for anybody.
+A node (``RayNode``) is this machine's Ray daemons:
+
+    new ─start()→ joined ─refuse_work()→ draining (Ray places no actor there) ─stop()→ stopped
+    joined, draining ─its node manager dies→ lost
+
+A driver needs a node on its machine. With ``auto`` there is one; otherwise the launcher
+(``JoinedRay``) starts one without places for workers:
 
     new → connected → (lost: its own node died) → stopped
 """
@@ -11,19 +16,161 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
 
-from baton.config.cluster import Config
-from baton.errors import BatonError
-from deploy.processes.cluster_mark import ClusterMark
+import psutil
+
+from baton.config.cluster import Config, split_host_port
+from baton.errors import BatonError, ConfigError
 from deploy.processes.daemon_thread import DaemonThread
+from deploy.processes.run_directory import ClusterMark, RunDirectory
+from deploy.ray.gcs_process import GcsProbe, runs
 from deploy.ray.gcs_store import GcsStore
-from deploy.ray.ray_cluster import GcsQuestions, disconnect
-from deploy.ray.ray_node import RayNode, check_token, joined_environment
+from deploy.ray.ray_cluster import OBJECT_STORE_BYTES, common_environment, disconnect
+from deploy.ray_internals import NodeProcesses, drain_node
 from deploy.workers.ray_worker import namespace
 
+_START_S = 60.0
+_STOP_S = 10.0
+_POLL_S = 0.2
+_GCS_AWAY_S = 600
+"""A node whose control store is away for so many seconds gives up: its machine is gone for good."""
 AUTO = "auto"
 _CONNECT_S = 60.0
-_STOP_S = 10.0
+
+
+def check_token() -> None:
+    """Raises ConfigError unless Ray will find the cluster's token, or is told to do without."""
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode != "token":
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if not os.environ.get("RAY_AUTH_TOKEN") and not path.is_file():
+        raise ConfigError(
+            f"no token of Ray's: {path} is no file. Bring that of the machine where Ray's head runs"
+            " (`ray get-auth-token --generate` makes one there), name its file in"
+            " RAY_AUTH_TOKEN_PATH, or say RAY_AUTH_MODE=disabled where that Ray asks for none"
+        )
+
+
+def joined_environment() -> dict[str, str]:
+    """What Ray must find in the environment before it is imported: of a cluster of others."""
+    return {
+        "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GCS_AWAY_S),
+        **common_environment(),
+    }
+
+
+def own_address(other: str) -> str:
+    """The address of this machine by which ``other``, host:port, is reached. Raises BatonError."""
+    host, port = split_host_port(other)
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(where)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise BatonError(f"{other} cannot be reached: {error.strerror or error}") from error
+
+
+class RayNode:
+    """Its daemons are children of this process."""
+
+    def __init__(self, address: str, mark: ClusterMark) -> None:
+        """``address``: host:port of the cluster's control store."""
+        self.address = address
+        self.id = ""
+        """Ray's, once it has started."""
+        self._mark = mark
+        # The daemons end with the thread that started them, so it is one that stays.
+        self._thread = DaemonThread("ray node")
+        self._node: NodeProcesses | None = None
+        self._raylet: psutil.Process | None = None
+
+    async def start(
+        self, resources: Mapping[str, float], cpus: int, gpus: int, port: int = 0
+    ) -> None:
+        """Join with these resources of Ray's. Raises BatonError.
+
+        ``port`` is where its node manager listens; 0 takes any.
+        """
+        check_token()
+        host = own_address(self.address)
+        try:
+            async with asyncio.timeout(_START_S):
+                await self._thread.call(
+                    lambda: self._start(host, dict(resources), cpus, gpus, port)
+                )
+        except TimeoutError:
+            raise BatonError(
+                f"Ray at {self.address} did not take this machine in within {_START_S:.0f} s: is"
+                " its head there, and is the token the same?"
+            ) from None
+        except (Exception, SystemExit) as error:  # Ray raises whatever it likes
+            raise BatonError(f"Ray at {self.address} cannot be joined: {error}") from error
+
+    def _start(
+        self, host: str, resources: dict[str, float], cpus: int, gpus: int, port: int
+    ) -> None:
+        os.environ.update(joined_environment() | self._mark.variables)
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        self._node = NodeProcesses(
+            self.address,
+            host,
+            resources,
+            # Ray opens this folder to all users; other users cannot reach the one above it.
+            RunDirectory(self._mark.run_directory).ray,
+            object_store_bytes=OBJECT_STORE_BYTES,
+            cpus=cpus,
+            gpus=gpus,
+            port=port,
+        )
+        self.id = self._node.id
+        children = psutil.Process().children()
+        self._raylet = next(child for child in children if child.name() == "raylet")
+
+    @property
+    def host(self) -> str:
+        """The node's address."""
+        assert self._node is not None, "it has started"
+        return self._node.host
+
+    async def lost(self) -> str:
+        """Wait for the death of its node manager, and name it."""
+        assert self._raylet is not None, "it has started"
+        while runs(self._raylet):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        return "Ray's node manager"
+
+    async def stop(self) -> None:
+        """End its daemons, and with them what Ray runs there; idempotent."""
+        if self._node is None:
+            return
+        node, self._node = self._node, None
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await self._thread.call(node.end)
+        except (Exception, SystemExit) as error:
+            logging.getLogger(__name__).warning("Ray's node does not end: %s", error)
+
+
+def refuse_work(address: str, node: str, for_s: float) -> None:
+    """Have Ray place nobody on a node any more, which is to end within ``for_s`` seconds.
+
+    Blocks for some seconds at most. Raises BatonError where Ray does not take it.
+    """
+    os.environ.update(joined_environment())
+    until_ms = int((time.time() + for_s) * 1000)
+    try:
+        taken, why = drain_node(address, node, "this node leaves", until_ms)
+    except Exception as error:  # whatever Ray raises while its control store is away
+        raise BatonError(f"Ray does not answer: {error}") from error
+    if not taken:
+        raise BatonError(f"Ray goes on to place workers here: {why}")
 
 
 class JoinedRay:
@@ -38,7 +185,7 @@ class JoinedRay:
         if config.ray_address != AUTO:
             self._node = RayNode(config.ray_address, mark)
         self._thread = DaemonThread("ray")
-        self._questions = GcsQuestions()
+        self._questions = GcsProbe()
         self._started = False
 
     async def start(self, gcs_store: GcsStore | None = None) -> None:

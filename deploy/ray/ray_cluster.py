@@ -17,14 +17,13 @@ import psutil
 from baton.config.cluster import Config
 from baton.errors import BatonError
 from deploy import ray_internals
-from deploy.processes.cluster_mark import ClusterMark
 from deploy.processes.daemon_thread import DaemonThread
-from deploy.processes.run_directory import RunDirectory
-from deploy.ray.gcs_process import GcsProcess, runs
+from deploy.processes.run_directory import ClusterMark, RunDirectory
+from deploy.ray.gcs_process import GcsProbe, GcsProcess, runs
 from deploy.ray.gcs_store import PROGRAM, GcsStore
-from deploy.standby.standby_keeper import PRELOAD_MODULE, PRELOAD_VARIABLE
-from deploy.workers.rank_group_places import WORKER_RESOURCE
+from deploy.workers.ranks import WORKER_RESOURCE
 from deploy.workers.ray_worker import namespace
+from deploy.workers.standby import PRELOAD_MODULE, PRELOAD_VARIABLE
 
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least, about: nothing of ours goes through it."""
@@ -34,7 +33,6 @@ _PLACES = 1024
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
-_KEY = b"baton"
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
@@ -71,7 +69,7 @@ class RayCluster:
         self._thread = DaemonThread("ray")
         self._daemons: list[psutil.Process] = []
         self._started = False
-        self._questions = GcsQuestions()
+        self._questions = GcsProbe()
         self.gcs: GcsProcess | None = None
         """Ray's control store, where it may be started again; there once Ray has started."""
 
@@ -181,24 +179,6 @@ def _totals(config: Config) -> dict[str, int]:
 def _gpus(asked: int) -> int | None:
     """None lets Ray look for them; it must not when nobody asks, since that takes time."""
     return None if asked else 0
-
-
-class GcsQuestions:
-    """Asks the control store by way of this driver. Owned by one event loop."""
-
-    def __init__(self) -> None:
-        self._thread = DaemonThread("gcs questions")
-
-    async def ask(self, timeout_s: float) -> None:
-        """As ``RayCluster.ask_gcs``."""
-        try:
-            async with asyncio.timeout(2 * timeout_s):
-                # The control store reads a key from its own store each time, also a missing one.
-                await self._thread.call(lambda: ray_internals.read_gcs_key(_KEY, timeout_s))
-        except TimeoutError:
-            # The next question must not wait for this one.
-            self._thread = DaemonThread("gcs questions")
-            raise
 
 
 def disconnect() -> None:

@@ -16,10 +16,9 @@ from baton.errors import Unavailable
 from baton.store.redis_client import redis_client
 from baton.valkey_binary import valkey_binary
 from deploy.processes.child import Child
-from deploy.processes.cluster_mark import ClusterMark
 from deploy.processes.ports import LOOPBACK, free_port
-from deploy.processes.run_directory import RunDirectory
-from deploy.store.redis_users import STORE_USERS, StoreUser, url_with_user, user_rules
+from deploy.processes.run_directory import ClusterMark, RunDirectory
+from deploy.store.redis_access import STORE_USERS, StoreUser, url_with_user, user_rules
 
 REST_BYTES = 128 * MIB
 """For all but the prefix index. The server refuses writes beyond both, and evicts nothing: a lost

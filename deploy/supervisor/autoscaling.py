@@ -1,12 +1,13 @@
-"""The autoscaler at work: looks, asks ``baton.autoscaling.autoscaler``, and carries out what that
-says.
+"""The autoscaler at work: it observes the cluster, decides, and carries that out.
 
-    looking ─nothing to do→ looking
-    looking ─decided→ acting ─done, failed, or its deadline→ looking
+``baton.autoscaling.autoscaler`` is the pure core that decides.
 
-One decision at a time. Roles are changed as by `baton role`, sizes as by `baton scale`: they are
-written down where an operator's are, and the supervisor acts on them. Owned by the supervisor's
-event loop; it keeps nothing that another one would miss.
+    observing ─nothing to do→ observing
+    observing ─decided→ acting ─done, failed, or its deadline→ observing
+
+One decision at a time. Roles change as by `baton role`, sizes as by `baton scale`: a size is stored
+where an operator's is, and the supervisor acts on it. Owned by the supervisor's event loop; its
+state is not needed by the next supervisor.
 """
 
 from __future__ import annotations
@@ -14,29 +15,125 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
+import grpc.aio
 import redis
 
 from baton.autoscaling.autoscaler import Action, Autoscaler, Bounds, ChangeRole, Resize
-from baton.autoscaling.cluster_figures import ROLES
+from baton.autoscaling.cluster_figures import ROLES, ClusterFigures, WorkerFigures, WorkerState
+from baton.autoscaling.demand import DemandReader
+from baton.autoscaling.traffic import TrafficTracker
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config, Role
-from baton.errors import BatonError, Unavailable
-from baton.store.pool_sizes import PoolSizes
-from baton.store.registry import WorkerRecord
+from baton.errors import BatonError, Unavailable, WorkerFailed
+from baton.rpc.grpc_channel import open_channel
+from baton.rpc.grpc_errors import error_from_rpc
+from baton.security.tls import TlsFiles
+from baton.store.registry import DRAINING, Registry, WorkerRecord
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
-from deploy.supervisor.cluster_look import ClusterLook, Phases
-from deploy.supervisor.pool_keeper import Phase
-from deploy.supervisor.role_change import change_role
-from deploy.supervisor.wanted_slots import split
+from baton.v1 import control_pb2, control_pb2_grpc
+from deploy.supervisor.reconciler import Phase, split
 
 NOTICE_S = 10.0
 """Within which the supervisor acts on a size that was written down."""
 _POLL_S = 0.1
-
 ChangeOneRole = Callable[[WorkerRecord, Role, float], Awaitable[float]]
+Phases = Callable[[], Mapping[str, Phase]]
+"""The state of each slot, as the supervisor sees it."""
+ANSWER_S = 10.0
+"""How much later than its deadline the answer may come."""
 
 log = logging.getLogger(__name__)
+
+
+class ClusterObserver:
+    """Three sources: the supervisor's slots, the workers' registry, what routers have counted."""
+
+    def __init__(
+        self, config: Config, registry: Registry, board: TrafficStore, phases: Phases
+    ) -> None:
+        self.records: Mapping[str, WorkerRecord] = {}
+        """By slot, of the workers that serve, as of the last look."""
+        self._roles = {pool.name: pool.role for pool in config.pools}
+        self._registry = registry
+        self._board = board
+        self._phases = phases
+        self._flow = TrafficTracker()
+        self._demand = DemandReader(config.slo_tpot_s)
+
+    async def look(self, now: float) -> ClusterFigures:
+        """``now`` on the monotonic clock. Raises ``redis.RedisError``, OSError."""
+        records = await self._registry.all()
+        told = await self._board.read()
+        traffic = self._flow.look(told, now)
+        phases = self._phases()
+        ready = {one.slot: one for one in records.values() if one.state != DRAINING}
+        workers = workers_of(phases, ready, self._roles)
+        self.records = {one.slot: ready[one.slot] for one in workers if one.incarnation}
+        # While a worker that runs is not in the registry, nobody knows its role.
+        listed = {record.slot for record in records.values()}
+        running = {one.slot for one in workers if phases[one.slot] is Phase.RUNNING}
+        if traffic is None or not running <= listed or not self.records:
+            return ClusterFigures(workers, None)
+        return ClusterFigures(workers, self._demand.read(traffic, list(self.records.values())))
+
+    async def forget_gone(self, now: float) -> None:
+        """Strike off routers that will not speak again. Never raises what Redis does."""
+        try:
+            await self._board.remove(self._flow.gone(now))
+        except (redis.RedisError, OSError):
+            return
+
+
+def workers_of(
+    phases: Mapping[str, Phase],
+    ready: Mapping[str, WorkerRecord],
+    pools: Mapping[str, Role],
+) -> tuple[WorkerFigures, ...]:
+    """A line for each slot in which a worker is wanted.
+
+    ``ready`` are the records, by slot, of workers that take requests.
+    """
+    found = []
+    for slot, phase in sorted(phases.items()):
+        pool, number = split(slot)
+        if phase is Phase.LEAVING or pool not in pools:
+            continue
+        record = ready.get(slot) if phase is Phase.RUNNING else None
+        if record is not None:
+            role: Role = "prefill" if record.role == "prefill" else "decode"
+            load = record.load.running + record.load.waiting
+            state = WorkerState.SERVING
+            found.append(WorkerFigures(slot, pool, number, role, state, record.incarnation, load))
+        else:
+            fails = phase is Phase.CRASH_LOOP
+            state = WorkerState.FAILED if fails else WorkerState.STARTING
+            found.append(WorkerFigures(slot, pool, number, pools[pool], state))
+    return tuple(found)
+
+
+async def change_role(
+    record: WorkerRecord, role: Role, deadline_s: float, tls: TlsFiles | None = None
+) -> float:
+    """Seconds from taking no more work to serving again.
+
+    What is left of its work after ``deadline_s`` seconds is placed elsewhere. ``tls``: what the
+    caller shows the worker. Raises BatonError.
+    """
+    channel = open_channel(record.address, tls, "worker")
+    request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
+    try:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        answer = await stub.ChangeRole(request, timeout=deadline_s + ANSWER_S)
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error, record.incarnation) from error
+    except OSError as error:
+        raise WorkerFailed(f"{record.slot}: {error}") from error
+    finally:
+        await channel.close()
+    return answer.took_ms / 1e3
 
 
 class Autoscaling:
@@ -45,7 +142,7 @@ class Autoscaling:
     def __init__(
         self,
         config: Config,
-        look: ClusterLook,
+        look: ClusterObserver,
         phases: Phases,
         sizes: PoolSizes,
         metrics: SupervisorMetrics,

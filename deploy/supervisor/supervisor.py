@@ -21,12 +21,18 @@ from typing import Protocol
 import redis
 
 from baton.host.background import end_tasks
-from baton.store.pool_sizes import PoolSizes
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
-from deploy.supervisor.fleet import Seen
-from deploy.supervisor.pool_keeper import Order, Phase, PoolKeeper, SlotState
-from deploy.supervisor.slot_board import SlotBoard, SlotNews, Supervision
-from deploy.supervisor.wanted_slots import WantedSlots, split
+from deploy.supervisor.ray_slots import SlotObservation
+from deploy.supervisor.reconciler import (
+    Phase,
+    Reconciler,
+    SlotAction,
+    SlotState,
+    WantedSlots,
+    split,
+)
+from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
 
 LOOK_S = 0.5
 """How often it looks at the workers."""
@@ -39,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Workers(Protocol):
-    """What it looks after; ``deploy.supervisor.fleet.Fleet`` with Ray behind it."""
+    """What it looks after; ``deploy.supervisor.ray_slots.RaySlots`` with Ray behind it."""
 
     @property
     def slots(self) -> Collection[str]: ...
@@ -51,7 +57,7 @@ class Workers(Protocol):
 
     async def refresh(self) -> None: ...
 
-    async def look(self, slot: str) -> Seen: ...
+    async def look(self, slot: str) -> SlotObservation: ...
 
     async def start(self, slot: str) -> None: ...
 
@@ -69,7 +75,7 @@ class Supervisor:
         self,
         pools: Mapping[str, int],
         workers: Workers,
-        board: SlotBoard,
+        board: StatusStore,
         sizes: PoolSizes,
         metrics: SupervisorMetrics,
         metrics_address: str,
@@ -87,19 +93,19 @@ class Supervisor:
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._drain_s = drain_s
-        self._keeper = PoolKeeper(drain_s)
+        self._reconciler = Reconciler(drain_s)
         self._wanted = WantedSlots(pools)
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, SlotObservation] = {}
         self._busy: dict[str, asyncio.Task[None]] = {}
         """The order that is being carried out for a slot."""
         self.note: Callable[[], str] = str
         """What the autoscaler says of itself; nothing where there is none."""
-        self._told: Supervision | None = None
+        self._told: SupervisionStatus | None = None
         self._told_at = float("-inf")
 
     def phases(self) -> Mapping[str, Phase]:
         """The state of each slot, now."""
-        states = self._keeper.states(time.monotonic())
+        states = self._reconciler.states(time.monotonic())
         return {slot: state.phase for slot, state in states.items()}
 
     async def run(self) -> None:
@@ -119,7 +125,9 @@ class Supervisor:
     async def _rest(self, began: float) -> None:
         """Until the next look: sooner where somebody has died, or is to be started by then."""
         now = time.monotonic()
-        waits = (state.wait_s for state in self._keeper.states(now).values() if state.wait_s > 0)
+        waits = (
+            state.wait_s for state in self._reconciler.states(now).values() if state.wait_s > 0
+        )
         rest_s = max(0.0, began + LOOK_S - now)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min((rest_s, *(wait_s + _SOON_S for wait_s in waits)))):
@@ -141,7 +149,7 @@ class Supervisor:
             known = None
         for slot, news in known.slots.items() if known is not None else ():
             if split(slot)[0] in self._pools:
-                self._keeper.remember(slot, news.state.deaths, news.state.last_error)
+                self._reconciler.remember(slot, news.state.deaths, news.state.last_error)
 
     async def _want(self) -> None:
         """Learn how many workers each pool is to have; what is lost in Redis is written again."""
@@ -150,48 +158,48 @@ class Supervisor:
                 await self._sizes.restore(pool, count)
         except redis.RedisError as error:
             log.info("the pools' sizes cannot be read: %s", error)
-        self._keeper.want(self._wanted.slots())
+        self._reconciler.want(self._wanted.slots())
 
     async def _look(self, now: float) -> None:
         await self._workers.refresh()
-        known = self._keeper.states(now).keys() | self._workers.slots
+        known = self._reconciler.states(now).keys() | self._workers.slots
         for slot in sorted(slot for slot in known if split(slot)[0] in self._pools):
             seen = await self._workers.look(slot)
             before = self._seen.get(slot)
-            if before is not None and before.sight is not seen.sight:
-                log.info("%s: %s %s", slot, seen.sight, seen.error)
+            if before is not None and before.observed is not seen.observed:
+                log.info("%s: %s %s", slot, seen.observed, seen.error)
             self._seen[slot] = seen
-            if self._keeper.see(slot, seen.sight, now, seen.error):
+            if self._reconciler.observe(slot, seen.observed, now, seen.error):
                 self._metrics.deaths.labels(worker=slot).inc()
-        for slot, order in self._keeper.decide(now).items():
+        for slot, order in self._reconciler.decide(now).items():
             if slot not in self._busy:
                 log.info("%s: %s", slot, order)
                 task = asyncio.create_task(self._carry_out(slot, order))
                 self._busy[slot] = task
                 task.add_done_callback(lambda _, slot=slot: self._busy.pop(slot))  # type: ignore[misc]
 
-    async def _carry_out(self, slot: str, order: Order) -> None:
+    async def _carry_out(self, slot: str, order: SlotAction) -> None:
         try:
             await self._act(slot, order)
         except Exception as error:
             log.warning("%s: %r", slot, error)
-            self._keeper.could_not(slot, f"Ray: {error}".splitlines()[0])
+            self._reconciler.failed(slot, f"Ray: {error}".splitlines()[0])
 
-    async def _act(self, slot: str, order: Order) -> None:
-        if order is Order.START:
+    async def _act(self, slot: str, order: SlotAction) -> None:
+        if order is SlotAction.START:
             await self._workers.start(slot)
             # It may be dead before anybody looks.
-            self._keeper.started(slot)
-        elif order is Order.DRAIN:
+            self._reconciler.started(slot)
+        elif order is SlotAction.DRAIN:
             await self._workers.drain(slot, self._drain_s)
         else:
             await self._workers.end(slot)
 
     async def _tell(self, now: float) -> None:
-        states = self._keeper.states(now)
+        states = self._reconciler.states(now)
         self._show(states)
         news = {slot: self._news(slot, state) for slot, state in states.items()}
-        told = Supervision(os.getpid(), self._metrics_address, news, self.note())
+        told = SupervisionStatus(os.getpid(), self._metrics_address, news, self.note())
         if told == self._told and now - self._told_at < _TELL_S:
             return
         try:
@@ -214,8 +222,8 @@ class Supervisor:
                 with contextlib.suppress(KeyError):
                     self._metrics.slots.remove(slot, split(slot)[0], phase.value)
 
-    def _news(self, slot: str, state: SlotState) -> SlotNews:
+    def _news(self, slot: str, state: SlotState) -> SlotStatus:
         seen = self._seen[slot]
         # To the second: it would be news at every look else.
         shown = SlotState(state.phase, state.deaths, state.last_error, float(round(state.wait_s)))
-        return SlotNews(shown, seen.pid, seen.node)
+        return SlotStatus(shown, seen.pid, seen.node)

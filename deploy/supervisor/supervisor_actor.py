@@ -11,6 +11,8 @@ import contextlib
 import logging
 import os
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,30 +20,27 @@ import redis
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
 
-from baton.autoscaling.traffic_board import TrafficBoard
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.host.process_end import end_process
-from baton.store.pool_sizes import PoolSizes
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.telemetry.metrics_server import MetricsServer
 from deploy.processes.ports import join_host_port
 from deploy.processes.process_identity import ProcessIdentity
-from deploy.standby.standby import leave_here
-from deploy.supervisor.autoscaling import Autoscaling
-from deploy.supervisor.cluster_look import ClusterLook
-from deploy.supervisor.fleet import Fleet
-from deploy.supervisor.role_change import change_role
-from deploy.supervisor.slot_board import SlotBoard
-from deploy.supervisor.slot_settings import SlotSettings
+from deploy.supervisor.autoscaling import Autoscaling, ClusterObserver, change_role
+from deploy.supervisor.ray_slots import RaySlots
+from deploy.supervisor.reconciler import split
+from deploy.supervisor.status_store import StatusStore
 from deploy.supervisor.supervisor import Supervisor
-from deploy.workers.actor import WorkerActor
-from deploy.workers.actor_process import end_with, log_to
+from deploy.workers.actor_process import RayPlace, end_with, log_to
 from deploy.workers.actor_settings import ActorSettings
-from deploy.workers.node_share import run_directory_here
-from deploy.workers.ray_place import RayPlace
+from deploy.workers.node import run_directory_here
 from deploy.workers.ray_worker import SUPERVISOR_NAME
+from deploy.workers.standby import leave_here
+from deploy.workers.worker_actor import WorkerActor
 
 _START_S = 60.0
 
@@ -121,8 +120,8 @@ class SupervisorActor:
             sizes = PoolSizes(client, settings.cluster_id)
             supervisor = Supervisor(
                 slots.pools,
-                Fleet(slots.of, roll, config.registry_ttl_s, self.worker_class),
-                SlotBoard(client, settings.cluster_id),
+                RaySlots(slots.of, roll, config.registry_ttl_s, self.worker_class),
+                StatusStore(client, settings.cluster_id),
                 sizes,
                 metrics,
                 join_host_port(host, server.port),
@@ -131,10 +130,10 @@ class SupervisorActor:
             autoscaling = None
             if config.autoscaler.enabled:
                 # With a registry of its own: a reader keeps what it has read.
-                look = ClusterLook(
+                look = ClusterObserver(
                     config,
                     Registry(client, settings.cluster_id),
-                    TrafficBoard(client, settings.cluster_id),
+                    TrafficStore(client, settings.cluster_id),
                     supervisor.phases,
                 )
                 autoscaling = Autoscaling(
@@ -212,3 +211,22 @@ class RaySupervisor:
         """Have it keep nobody any more. Raises TimeoutError, or what Ray raises."""
         async with asyncio.timeout(deadline_s):
             await asyncio.wrap_future(self._handle.stop.remote().future())
+
+
+class SlotSettings:
+    """Pure."""
+
+    def __init__(self, first: Sequence[ActorSettings]) -> None:
+        """``first``: of the slots that the cluster came up with, at least one of each pool."""
+        self._first = {settings.slot: settings for settings in first}
+        self.pools = Counter(settings.pool for settings in first)
+        """How many of each pool."""
+
+    def of(self, slot: str) -> ActorSettings:
+        """Raises KeyError for one of an unknown pool."""
+        known = self._first.get(slot)
+        return self._further(slot) if known is None else known
+
+    def _further(self, slot: str) -> ActorSettings:
+        pool, _ = split(slot)
+        return self._first[f"{pool}-0"].model_copy(update={"slot": slot})

@@ -1,4 +1,4 @@
-"""The Ray worker process in which an actor lives: its log, its signals, its end."""
+"""The Ray worker process in which an actor lives: its node, its log, its signals, its end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from baton.errors import BatonError
 from baton.host.process_end import end_process
 from baton.telemetry.logs import log_to_stream
 from deploy.processes.launcher_lease import lease_lost
 from deploy.processes.process_identity import ProcessIdentity
-from deploy.workers.node_roll import NodeRoll
+from deploy.workers.node import NodeWorkers
 
 _LAUNCHER_POLL_S = 2.0
 
@@ -49,9 +51,9 @@ def end_other(process: ProcessIdentity) -> None:
 def end_others(workers: Path, slot: str) -> None:
     """SIGKILL for all other processes of a node that house what this one houses.
 
-    ``workers`` is the folder of the node's ``NodeRoll``, in which ``slot`` names it.
+    ``workers`` is the folder of the node's ``NodeWorkers``, in which ``slot`` names it.
     """
-    for other in NodeRoll(workers).living():
+    for other in NodeWorkers(workers).living():
         if other.slot == slot and other.process.pid != os.getpid():
             end_other(other.process)
 
@@ -77,3 +79,38 @@ def log_to(file: str, level: str, kind: str) -> TextIO:
     faulthandler.enable(stream)
     log_to_stream(stream, level, kind)
     return stream
+
+
+@dataclass(frozen=True, slots=True)
+class RayPlace:
+    """A node of Ray's."""
+
+    host: str
+    """The node's address: loopback, where all of the cluster is on one machine."""
+    node: str
+    """Ray's id of it."""
+    gcs: str
+    """host:port of Ray's control store."""
+
+    @classmethod
+    def own(cls) -> RayPlace:
+        """That of this worker process of Ray's, or of this driver."""
+        import ray  # noqa: PLC0415
+
+        context = ray.get_runtime_context()
+        return cls(
+            host=str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
+            node=context.get_node_id(),
+            gcs=str(context.gcs_address),
+        )
+
+
+def reason(error: Exception) -> str:
+    """What went wrong in an actor, without Ray's wrapping and tracebacks."""
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, BatonError):
+        return cause.message
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    # Ray adds advice to every death.
+    last = lines[-1].partition(" Some common causes")[0] if lines else ""
+    return f"{type(cause).__name__}: {last}"

@@ -13,7 +13,7 @@ from deploy.processes.process_identity import ProcessIdentity
 class ActorSettings(BaseModel):
     """What the launcher tells an actor; it travels as JSON and holds the store's password.
 
-    What differs from node to node is not in it: see ``deploy.workers.node_share``.
+    What differs from node to node is not in it: see ``deploy.workers.node``.
     """
 
     model_config = ConfigDict(frozen=True)

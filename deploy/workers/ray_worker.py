@@ -12,18 +12,18 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, cast
 
-from baton.errors import BatonError, WorkerFailed
+from baton.errors import WorkerFailed
 from deploy.processes.daemon_thread import DaemonThread
-from deploy.processes.whereabouts import Whereabouts
-from deploy.workers.actor import Answer, WorkerActor
-from deploy.workers.actor_process import end_other
+from deploy.processes.process_identity import Whereabouts
+from deploy.workers.actor_process import end_other, reason
 from deploy.workers.actor_settings import ActorSettings
-from deploy.workers.rank_group_places import (
+from deploy.workers.ranks import (
     WORKER_RESOURCE,
     ask_for_places,
     give_places_back,
     in_place,
 )
+from deploy.workers.worker_actor import PingReply, WorkerActor
 
 SUPERVISOR_NAME = "supervisor"
 # ready, ping and stop must not wait for one another, whoever calls them.
@@ -39,7 +39,7 @@ class RayWorker:
         self._handle = handle
 
     async def ready(self) -> dict[str, Any]:
-        """Wait until it serves: see ``deploy.workers.worker_life.WorkerLife.record``.
+        """Wait until it serves: see ``deploy.workers.worker_actor.WorkerThread.record``.
 
         Raises WorkerFailed with the reason, and what Ray raises where that is no failure.
         """
@@ -52,12 +52,12 @@ class RayWorker:
         except Exception as error:
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
 
-    async def ping(self, unlisted_s: float = 0.0) -> Answer:
+    async def ping(self, unlisted_s: float = 0.0) -> PingReply:
         """What the process answers, by way of Ray; see ``WorkerActor.ping``. Raises what Ray
 
         raises.
         """
-        return Answer(await result(self._handle.ping.remote(unlisted_s)))
+        return PingReply(await result(self._handle.ping.remote(unlisted_s)))
 
     async def drain(self, deadline_s: float) -> None:
         """Have it take nothing more, and end by itself. Raises what Ray raises."""
@@ -155,14 +155,3 @@ def find_all() -> list[RayWorker]:
 def result(reference: Any) -> Awaitable[Any]:
     """What a Ray reference stands for."""
     return asyncio.wrap_future(reference.future())
-
-
-def reason(error: Exception) -> str:
-    """What went wrong in an actor, without Ray's wrapping and tracebacks."""
-    cause = getattr(error, "cause", None) or error
-    if isinstance(cause, BatonError):
-        return cause.message
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    # Ray adds advice to every death.
-    last = lines[-1].partition(" Some common causes")[0] if lines else ""
-    return f"{type(cause).__name__}: {last}"

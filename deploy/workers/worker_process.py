@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from baton.config.cluster import Config
 from deploy.workers.actor_settings import ActorSettings
-from deploy.workers.node_share import NodeShare, model_paths
+from deploy.workers.node import NodeShare, model_paths
 
 if TYPE_CHECKING:
     from worker.following import FollowingWorker

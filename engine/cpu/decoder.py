@@ -12,12 +12,9 @@ import torch
 
 from engine.cpu import structs
 from engine.cpu.library import cpu_library
-from engine.cpu.packing import LAYOUT_VERSION, packed_parts
-from engine.cpu.structs import address
+from engine.cpu.structs import LAYOUT_VERSION, address, packed_parts
 from engine.kv.kv_cache import KvGroup
-from engine.model.experts import Experts
-from engine.model.linear import Linear
-from engine.model.mlp import GatedMlp
+from engine.model.layers import Experts, GatedMlp, Linear
 from engine.model.model import DecoderModel
 from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight, dequantize

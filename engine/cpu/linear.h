@@ -15,7 +15,7 @@ const int TILE = 14;
 
 enum Kind { BF16 = 0, INT8 = 1, INT4 = 2, FP8 = 3 };
 
-// One weight [outputs, inputs], packed by engine/cpu/packing.py. `inputs` is even.
+// One weight [outputs, inputs], packed by engine/cpu/structs.py. `inputs` is even.
 struct Matrix {
   int64_t kind, outputs, inputs, group, half_scales;
   const void* data;        // BF16: [panels][inputs / 2][32][2]; the others: see quantized.h

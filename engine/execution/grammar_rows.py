@@ -1,7 +1,7 @@
 """The grammars of the sequences that an engine knows, and the masks of a step's draws.
 
 Masks are made from the newest tokens, which the engine thread alone has while plans are in flight.
-A sequence whose grammar breaks draws without one until the control loop has heard of it: the step
+A sequence whose grammar breaks draws without one until the engine core has heard of it: the step
 that is planned behind needs some token, and the sequence ends with this step's result.
 """
 

@@ -339,7 +339,7 @@ def result_of(
     drafted: int = 0,
     accepted: int = 0,
 ) -> StepResult:
-    """What the control loop is told of a step."""
+    """What the engine core is told of a step."""
     return StepResult(
         plan.step,
         found.token_ids,

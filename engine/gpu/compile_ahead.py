@@ -18,7 +18,6 @@ from triton.runtime import driver
 from engine.gpu.kernels.activation import gate_launch
 from engine.gpu.kernels.attention.chunk import chunk_launch
 from engine.gpu.kernels.attention.decode import SPLIT, decode_launches
-from engine.gpu.kernels.attention.mask import forbid_launch
 from engine.gpu.kernels.attention.reference import Scoring
 from engine.gpu.kernels.block_pack import move_launch
 from engine.gpu.kernels.embedding import embed_launch
@@ -29,7 +28,7 @@ from engine.gpu.kernels.linear.grouped import Routing, grouped_linear_launch
 from engine.gpu.kernels.linear.quantized import Kind, gpu_weight, quantized_linear_launches
 from engine.gpu.kernels.norm import norm_launch
 from engine.gpu.kernels.rope_cache import rope_cache_launch
-from engine.gpu.kernels.sample import draw_launches
+from engine.gpu.kernels.sample import draw_launches, forbid_launch
 
 CAPABILITIES = (80, 90, 100)
 """sm_80, sm_90a and sm_100a: A100, H100 and H200, B200."""

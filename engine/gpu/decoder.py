@@ -17,8 +17,7 @@ from engine.gpu.draws import GREEDY, Draw, keep_allowed
 from engine.gpu.forward import Forward
 from engine.gpu.fused_weights import GpuWeights
 from engine.gpu.graphs import Bucket, Capture, CudaCapture, DecodeGraphs
-from engine.gpu.kernels.attention.mask import forbid
-from engine.gpu.kernels.sample import draw
+from engine.gpu.kernels.sample import draw, forbid
 from engine.gpu.step_tensors import (
     StepShape,
     StepTensors,
@@ -31,7 +30,7 @@ from engine.gpu.step_tensors import (
     table_width,
 )
 from engine.kv.kv_cache import KvCache
-from engine.parallel.context_model import ContextSteps, StepPart
+from engine.parallel.context_parallel import ContextSteps, StepPart
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.ranks import LeadRank
 from engine.sampling.grammar_state import Mask, pack

@@ -8,18 +8,22 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from engine.gpu.fused_weights import FusedMlp, GpuLayer, GpuWeights, SeparateExperts
+from engine.checkpoint.families import Activation
+from engine.checkpoint.model_config import ExpertsConfig
+from engine.gpu.fused_weights import FusedMlp, GpuLayer, GpuWeights, SeparateExperts, StackedExperts
+from engine.gpu.kernels.activation import gated
 from engine.gpu.kernels.attention.chunk import chunk_launch
 from engine.gpu.kernels.attention.decode import SPLIT, decode_launches
 from engine.gpu.kernels.attention.reference import Scoring
 from engine.gpu.kernels.embedding import embed, known_tokens
 from engine.gpu.kernels.kv_blocks import KvBlocks
 from engine.gpu.kernels.launch import capability_of
+from engine.gpu.kernels.linear.grouped import add_choices, grouped_linear, route, route_held
 from engine.gpu.kernels.norm import add_norm
 from engine.gpu.kernels.rope_cache import rope_cache
-from engine.gpu.mixture import fused_mlp, mix_separate, mix_stacked
 from engine.gpu.step_tensors import StepTensors
 from engine.kv.kv_cache import KvCache
+from engine.model.layers import route as choose
 from engine.quantization.weight import QuantizedWeight, dequantize
 
 _MAX_TILE_ROWS = 128
@@ -231,3 +235,55 @@ class Forward:
         if isinstance(layer.mlp, SeparateExperts):
             return mix_separate(layer.mlp, h, experts, activation)
         return mix_stacked(layer.mlp, h, experts, activation)
+
+
+def fused_mlp(mlp: FusedMlp, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[rows, hidden] of ``x`` [rows, hidden], and of its type."""
+    return mlp.down(_gated(mlp.gate_up(x), activation))
+
+
+def _gated(both: torch.Tensor, activation: Activation) -> torch.Tensor:
+    gate, up = both.chunk(2, dim=1)
+    return gated(gate, up, activation)
+
+
+def mix_stacked(
+    experts: StackedExperts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
+) -> torch.Tensor:
+    """fp32 [rows, hidden] of ``x`` [rows, hidden], without waiting for the GPU."""
+    factors, chosen = choose(experts.router, x, config)
+    first, count = experts.first, len(experts.gate_up)
+    routing = (
+        route(chosen, count)
+        if count == config.count
+        else route_held(chosen, range(first, first + count))
+    )
+    both = grouped_linear(x, experts.gate_up, routing, gathers=True)
+    rows = grouped_linear(_gated(both, activation), experts.down, routing, gathers=False)
+    return add_choices(rows, routing, factors)
+
+
+def mix_separate(
+    experts: SeparateExperts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
+) -> torch.Tensor:
+    """fp32 [rows, hidden] of ``x`` [rows, hidden]; the host waits to know who was chosen.
+
+    Tokens are sorted by expert, so that each that has any runs once over all of them; a token's
+    results are added in the order of its own choice.
+    """
+    probabilities = experts.router(x).float().softmax(dim=-1)
+    factors, chosen = probabilities.topk(config.per_token, dim=-1)
+    if config.normalised:
+        factors = factors / factors.sum(dim=-1, keepdim=True)
+    held = range(experts.first, experts.first + len(experts.experts))
+    routing = route_held(chosen, held)
+    rows = x[routing.order.long() // config.per_token]
+    counts = routing.offsets.diff().tolist()
+    others = len(rows) - sum(counts)
+    parts = torch.split(rows, [*counts, others])
+    found = [
+        fused_mlp(expert, part, activation)
+        for expert, part in zip(experts.experts, parts[:-1], strict=True)
+        if len(part)
+    ]
+    return add_choices(torch.cat([*found, parts[-1]]), routing, factors)

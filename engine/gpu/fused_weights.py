@@ -17,11 +17,9 @@ from engine.gpu.kernels.linear.quantized import (
     gpu_weight,
     quantized_linear,
 )
-from engine.model.experts import Experts
-from engine.model.linear import Linear
-from engine.model.mlp import GatedMlp
+from engine.model.layers import Experts, GatedMlp, Linear
 from engine.model.model import DecoderModel, Layer
-from engine.parallel.context_exchange import ContextExchange
+from engine.parallel.context_parallel import ContextExchange
 from engine.parallel.rank_model import RankModel
 from engine.quantization.weight import QuantizedWeight, can_concat, concat_rows, dequantize
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.gpu.overlap_costs import OverlapCosts
 from engine.scheduling.known_sequence import KnownSequence
 from engine.scheduling.plan import PlanRow
-from engine.speculation.draft_costs import DraftCosts
-from engine.speculation.draft_length import MAX_IN_A_STEP, DraftLength, Proposal
+from engine.speculation.costs import DraftCosts, OverlapCosts
 from engine.speculation.drafter import Drafter
+from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal
 from engine.speculation.speculation import (
     MAX_DRAFT_TOKENS,
     DraftedRow,

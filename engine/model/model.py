@@ -16,12 +16,10 @@ from engine.checkpoint.families import FAMILIES, ExpertNames, NormPlacement
 from engine.checkpoint.model_config import ExpertsConfig, ModelConfig
 from engine.kv.kv_cache import KvGroup
 from engine.model.attention import AttentionMeta, attend
-from engine.model.experts import Experts, mix_experts
-from engine.model.linear import Linear
-from engine.model.mlp import GatedMlp, gated_mlp
+from engine.model.layers import Experts, GatedMlp, Linear, gated_mlp, mix_experts
 from engine.model.named_tensors import TIED_HEAD, Matrix, NamedTensors
 from engine.model.rope import apply_rope, rope_table
-from engine.parallel.context_exchange import ContextExchange
+from engine.parallel.context_parallel import ContextExchange
 from engine.parallel.rank_model import RankModel
 from engine.quantization.weight import QuantizedWeight, dequantize
 

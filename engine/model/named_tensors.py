@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from baton.errors import ConfigError
-from engine.model.linear import Linear
+from engine.model.layers import Linear
 from engine.quantization.weight import QuantizedWeight
 
 Matrix = torch.Tensor | QuantizedWeight

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from engine.parallel.model_share import ModelShare
 from engine.parallel.rank_group import RankGroup
+from engine.parallel.shard import ModelShare
 from engine.quantization.weight import QuantizedWeight, dequantize
 
 

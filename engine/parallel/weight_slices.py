@@ -16,7 +16,7 @@ import torch
 from baton.errors import ConfigError
 from engine.checkpoint.families import FAMILIES
 from engine.checkpoint.model_config import ModelConfig
-from engine.parallel.model_share import ModelShare
+from engine.parallel.shard import ModelShare
 from engine.quantization.weight import QuantizedWeight, concat_rows
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

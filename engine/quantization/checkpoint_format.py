@@ -11,11 +11,16 @@ from typing import Any
 import torch
 
 from baton.errors import ConfigError
-from engine.quantization.awq import read_awq
-from engine.quantization.compressed_tensors import read_int8, read_packed
-from engine.quantization.float8 import read_float8
-from engine.quantization.gptq import read_gptq
-from engine.quantization.native import CONFIG, METHOD, read_native
+from engine.quantization.formats import (
+    NATIVE_CONFIG,
+    NATIVE_METHOD,
+    read_awq,
+    read_float8,
+    read_gptq,
+    read_int8,
+    read_native,
+    read_packed,
+)
 from engine.quantization.weight import QuantizedWeight
 
 SERVED = (
@@ -234,9 +239,9 @@ def _compressed_format(layout: str, bits: int, block: tuple[int, int] | None) ->
 
 
 def _native(config: _Config) -> CheckpointFormat:
-    config.one_of("version", (CONFIG["version"],))
+    config.one_of("version", (NATIVE_CONFIG["version"],))
     parts = ("codes", "scales", "mins", "columns")
-    return CheckpointFormat(METHOD, ("codes",), parts, read_native, prefix="weight.")
+    return CheckpointFormat(NATIVE_METHOD, ("codes",), parts, read_native, prefix="weight.")
 
 
 _METHODS: dict[str, Callable[[_Config], CheckpointFormat]] = {
@@ -245,5 +250,5 @@ _METHODS: dict[str, Callable[[_Config], CheckpointFormat]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "compressed-tensors": _compressed,
-    METHOD: _native,
+    NATIVE_METHOD: _native,
 }

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import GrammarFailed
-from baton.grammar import TokenMatcher
-from baton.grammars.compiled_grammars import reason_in
+from baton.grammar import TokenMatcher, reason_in
 
 Mask = npt.NDArray[np.uint32]
 """[words]: a bit for each token of the vocabulary, from the lowest bit up; 1 for one that may be

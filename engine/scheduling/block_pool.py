@@ -11,7 +11,7 @@ A block is in one of these states:
     cached ─pin→ used;  cached ─allocate (eviction)→ used
     used ─quarantine→ quarantined ─end_quarantine→ free
 
-Plain Python, owned by the control loop.
+Plain Python, owned by the engine core.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BlockCounts:
     quarantined: int
 
 
-class CacheWatcher(Protocol):
+class CacheListener(Protocol):
     """Copies cached blocks elsewhere. It must not change the pool.
 
     It is called before each change. Where it raises, the pool stays as it was.
@@ -66,7 +66,11 @@ class BlockPool:
         self._leading_of: dict[int, tuple[bytes, ...]] = {}
         self._leading: Counter[bytes] = Counter()
         self._changed: dict[bytes, bool] = {}
-        self.watcher: CacheWatcher | None = None
+        self._listeners: tuple[CacheListener, ...] = ()
+
+    def subscribe(self, listener: CacheListener) -> None:
+        """Call ``listener`` from the next change on."""
+        self._listeners = (*self._listeners, listener)
 
     @property
     def available(self) -> int:
@@ -115,10 +119,10 @@ class BlockPool:
     def pin(self, blocks: Iterable[int]) -> None:
         """One more user of each block, which must be used or cached."""
         blocks = list(blocks)
-        if self.watcher is not None:
+        for listener in self._listeners:
             for block in blocks:
                 if self._references[block] == 0:
-                    self.watcher.busy(block)
+                    listener.busy(block)
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
@@ -141,8 +145,8 @@ class BlockPool:
     def _evict(self) -> None:
         """Free the cached block that is least recently used."""
         block = next(iter(self._cached))
-        if self.watcher is not None:
-            self.watcher.evicted(block)
+        for listener in self._listeners:
+            listener.evicted(block)
         del self._cached[block]
         self._free.append(block)
         digest = self._hash_of.pop(block)
@@ -159,10 +163,9 @@ class BlockPool:
         for block, count in Counter(reversed(blocks)).items():
             if self._references[block] < count:
                 raise ValueError(f"block {block} is released more often than pinned")
-            if self.watcher is None or block not in self._hash_of:
-                continue
-            if self._references[block] == count:
-                self.watcher.idle(block)
+            if self._listeners and self._references[block] == count and block in self._hash_of:
+                for listener in self._listeners:
+                    listener.idle(block)
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:

@@ -14,7 +14,7 @@ A slot is in one of these states:
     writing ─retire→ retired
 
 Slots that were never used come last, so that a file grows only as far as it must. Plain Python,
-owned by the control loop.
+owned by the engine core.
 """
 
 from __future__ import annotations

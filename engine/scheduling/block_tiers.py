@@ -8,7 +8,7 @@ copy stays where it is when its block comes back.
 A cached block is copied without being pinned, so that copying never takes from what can be
 allocated: if it is evicted meanwhile, its copy is thrown away.
 
-Plain Python, owned by the control loop.
+Plain Python, owned by the engine core.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Found:
 
 
 class BlockTiers:
-    """Implements ``engine.scheduling.block_pool.CacheWatcher``; see the module's text."""
+    """Implements ``engine.scheduling.block_pool.CacheListener``; see the module's text."""
 
     def __init__(self, pool: BlockPool, tiers: Sequence[BlockTier]) -> None:
         """``tiers`` are the fastest first."""
         self.pool = pool
         self.tiers = tuple(tiers)
-        pool.watcher = self
+        pool.subscribe(self)
         self._bare: OrderedDict[int, None] = OrderedDict()
         """Cached blocks of the pool without a copy in the first tier, the longest idle first."""
         self._bare_copies: list[OrderedDict[bytes, Copy]] = [OrderedDict() for _ in self.tiers]
@@ -71,7 +71,7 @@ class BlockTiers:
     # What the pool tells
 
     def idle(self, block: int) -> None:
-        """See ``CacheWatcher``."""
+        """See ``CacheListener``."""
         digest, _ = self.pool.contents(block)
         for tier in self.tiers:
             tier.touch(digest)
@@ -80,11 +80,11 @@ class BlockTiers:
             self._bare[block] = None
 
     def busy(self, block: int) -> None:
-        """See ``CacheWatcher``."""
+        """See ``CacheListener``."""
         self._bare.pop(block, None)
 
     def evicted(self, block: int) -> None:
-        """See ``CacheWatcher``."""
+        """See ``CacheListener``."""
         self._bare.pop(block, None)
         # What is being copied from it is torn.
         self._spilling.pop(block, None)

@@ -1,4 +1,4 @@
-"""The engine's own copy of a sequence: its tokens run ahead of the control loop's by a step."""
+"""The engine's own copy of a sequence: its tokens run ahead of the engine core's by a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the control loop asks of the engine, and what it gets back: flat data."""
+"""What the engine core asks of the engine, and what it gets back: flat data."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ A sequence's life here:
     running ─prefill_only, first token sampled→ held (its blocks are being sent) ─release→ gone
 
 Blocks of a sequence that ends are released when no plan in flight names it any more: until then the
-engine may still write to them. Plain Python, owned by the control loop; up to two plans in flight.
+engine may still write to them. Plain Python, owned by the engine core; up to two plans in flight.
 
 Where a call in here raises (for example, MemoryError), the scheduler can go on: a method changes
 its state at once, after all calls that may raise. Blocks that must be released stay noted until
@@ -37,6 +37,9 @@ from engine.scheduling.sequence_bounds import SequenceBounds
 from engine.scheduling.sequence_update import SequenceUpdate
 from engine.scheduling.step_rows import StepRows
 
+ReturnsHere = Callable[[Sequence], bool]
+"""Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
+
 
 class Scheduler:
     """Plans steps over a block pool; see the module's text for the states."""
@@ -50,8 +53,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
         self.preemptions = 0
-        self.stays: Callable[[Sequence], bool] = _goes
-        """Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
         self._leaving: set[Sequence] = set()
         self._giving_back: dict[Sequence, None] = {}
         """Sequences that leave, or were preempted, and still have blocks.
@@ -184,11 +185,14 @@ class Scheduler:
 
     # Planning
 
-    def schedule(self, max_prompt_tokens: int | None = None) -> StepPlan | None:
+    def schedule(
+        self, max_prompt_tokens: int | None = None, returns_here: ReturnsHere | None = None
+    ) -> StepPlan | None:
         """The next step, or None when there is nothing to compute now.
 
         At most ``max_prompt_tokens``, which is positive, belong to chunks of prompts: for the sake
-        of sequences that decode beside them. None sets no bound but the step's own.
+        of sequences that decode in the same step. None sets no bound but the step's own.
+        ``returns_here``: None where no blocks come back from KV tiers.
         """
         budget = self.limits.chunk_tokens
         chunks = budget if max_prompt_tokens is None else max_prompt_tokens
@@ -204,7 +208,7 @@ class Scheduler:
                 break
             if sequence.preempted or not self._bounds.can_run(sequence):
                 continue
-            if not self._grow(sequence):
+            if not self._grow(sequence, returns_here):
                 continue
             self._make_room(sequence)
             count = rows.add(sequence, most)
@@ -214,7 +218,7 @@ class Scheduler:
         # Blocks that a preemption brought are for the running ones, unless none of them can run.
         if not rows or self.preemptions == preemptions:
             self._admit(rows, chunks)
-        while not (rows or self.running or self._plans) and self._strip_last_in_line():
+        while not (rows or self.running or self._plans) and self._strip_last_in_line(returns_here):
             self._admit(rows, chunks)
         return self._send(rows) if rows else None
 
@@ -228,7 +232,7 @@ class Scheduler:
         self._plans[self._step] = flight
         return plan
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: Sequence, returns_here: ReturnsHere | None) -> bool:
         """Blocks for all tokens that there may be; preempts the latest arrivals if it must."""
         tokens = max(
             sequence.target,
@@ -240,7 +244,7 @@ class Scheduler:
                 return False
             candidates = [s for s in self.running if s is sequence or not s.prefill_only]
             victim = victim_of(candidates, self.pool, self.limits.block_size)
-            self._preempt(victim)
+            self._preempt(victim, returns_here)
             if victim is sequence or victim in self._giving_back:
                 return False
         if missing > 0:
@@ -266,13 +270,13 @@ class Scheduler:
         """Whether a sequence gives its blocks back as soon as the plans in flight have ended."""
         return bool(self._giving_back)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, returns_here: ReturnsHere | None = None) -> None:
         """Take the blocks of a running or waiting sequence.
 
         Where it may be handed back it goes on elsewhere, unless its blocks come back here sooner:
         here it would be computed again beside decoding sequences.
         """
-        if sequence.may_be_handed_back and not self.stays(sequence):
+        if sequence.may_be_handed_back and not (returns_here and returns_here(sequence)):
             self._leave(sequence, handed_back=True)
             return
         self._giving_back[sequence] = None
@@ -289,13 +293,13 @@ class Scheduler:
         handed_back, self._handed_back = self._handed_back, []
         return handed_back
 
-    def _strip_last_in_line(self) -> bool:
+    def _strip_last_in_line(self, returns_here: ReturnsHere | None) -> bool:
         """Take the blocks of one that waits, for the one that is first: else both wait for ever."""
         if self.waiting and self.waiting[0].returning:
             return False
         for sequence in reversed(self.waiting):
             if sequence is not self.waiting[0] and sequence.block_table:
-                self._preempt(sequence)
+                self._preempt(sequence, returns_here)
                 return True
         return False
 
@@ -504,11 +508,6 @@ class Scheduler:
         if not parent.spare and self.pool.available:
             parent.spare = self.pool.allocate(1)
         return bool(parent.spare)
-
-
-def _goes(sequence: Sequence) -> bool:
-    """Without tiers behind the pool its blocks are computed again: elsewhere."""
-    return False
 
 
 def _all_ended(sequences: Iterable[Sequence]) -> bool:

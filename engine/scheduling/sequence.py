@@ -11,7 +11,7 @@ from baton.request import FinishReason, SequenceSpec
 
 
 class Sequence:
-    """Owned by the control loop; the scheduler alone changes it.
+    """Owned by the engine core; the scheduler alone changes it.
 
     ``computed`` tokens have their KV in the cache. ``scheduled`` counts those of plans in flight
     too. ``pending`` samples are in flight: tokens that exist for the engine and not yet here.

@@ -5,21 +5,24 @@ Each step goes in this order, all of it on the engine thread:
     backlog, catch_up, propose → begin → (the model computes the step) → computed
 
 A drafter may have a group of the KV cache (``KvCache.drafter``), of the same block tables as the
-model's: it fills it for the tokens that the model has computed, at once or when it needs it, and
-says with ``engine.speculation.model.filled_slots`` how far it has come.
+model's: it fills it for the tokens that the model has computed, at once or when it needs it.
+``FilledSlots`` says how far it has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from engine.cpu.decoder import CpuDecoder
+from engine.kv.kv_cache import DrafterGroup
+from engine.sampling.sampling import SampleRow
 from engine.scheduling.known_sequence import KnownSequence
 from engine.scheduling.plan import PlanRow
-from engine.step.step import CoreShare
+from engine.step.step import CoreShare, StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +99,127 @@ class ModelDrafter(Protocol):
 
     def share_cores(self, share: CoreShare) -> None:
         """Share the host's cores with other engines, where its model can."""
+
+
+class FilledSlots:
+    """How much of a drafter's part of a cache on the CPU is filled, block by block.
+
+    The count lies in the block itself (``DrafterGroup.filled``), so that it is right after a
+    handoff, a hit in the prefix cache, a fork and a preemption, without a message. Owned by the
+    engine thread.
+    """
+
+    def __init__(self, group: DrafterGroup) -> None:
+        # A buffer of Python numbers: numpy would make an array of each number that is read.
+        self._filled = group.filled.numpy().data
+        self.block_size = self._size = group.block_size
+        self._known: dict[int, int] = {}
+        """How many of each sequence's first tokens were filled when it was last looked at."""
+
+    def spoil(self, rows: Iterable[PlanRow]) -> None:
+        """The model computes these rows: the drafter's KV in their slots is of other tokens."""
+        size, filled = self._size, self._filled
+        for row in rows:
+            first, slot = divmod(row.start, size)
+            block = row.block_table[first]
+            filled[block] = min(filled[block], slot)
+            if slot + row.count > size:
+                for block in row.block_table[first + 1 : -(-(row.start + row.count) // size)]:
+                    filled[block] = 0
+
+    def count(self, row: PlanRow, tokens: int) -> int:
+        """How many of the first ``tokens`` tokens of a row's sequence are filled without a gap."""
+        size, found = self._size, tokens
+        place = min(tokens, self._known.get(row.sequence_id, 0)) // size
+        for block in row.block_table[place : -(-tokens // size)]:
+            filled = self._filled[block]
+            if filled < size:
+                found = min(tokens, place * size + filled)
+                break
+            place += 1
+        self._known[row.sequence_id] = found
+        return found
+
+    def fill(self, row: PlanRow, start: int, end: int) -> None:
+        """Tokens ``start`` … ``end - 1`` of a row's sequence are filled, as all before them are."""
+        size, filled = self._size, self._filled
+        for place in range(start // size, -(-end // size)):
+            block = row.block_table[place]
+            # A shared block may have been filled further for another sequence.
+            filled[block] = max(filled[block], min(size, end - place * size))
+        self._known[row.sequence_id] = end
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop what is known of a sequence; one that is not known is ignored."""
+        self._known.pop(sequence_id, None)
+
+
+class CachedDrafter:
+    """The part of ``ModelDrafter`` that drafters with KV in the cache have in common."""
+
+    def __init__(self, steps: StepModel, filled: FilledSlots) -> None:
+        """``steps`` computes over the cache's group ``drafter``, of which ``filled`` tells."""
+        self._steps = steps
+        self._filled = filled
+
+    def begin(self, rows: Sequence[PlanRow]) -> None:
+        """See ``ModelDrafter``."""
+        self._filled.spoil(rows)
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``ModelDrafter``."""
+        self._filled.forget(sequence_id)
+
+    def use_threads(self, threads: int) -> None:
+        """See ``ModelDrafter``."""
+        self._steps.use_threads(threads)
+
+    def share_cores(self, share: CoreShare) -> None:
+        """See ``ModelDrafter``."""
+        if isinstance(self._steps, CpuDecoder):
+            self._steps.share_cores(share)
+
+
+def part_of(row: PlanRow, start: int, count: int) -> PlanRow:
+    """Some tokens of a row's sequence, for a step of the drafter."""
+    return PlanRow(row.sequence_id, start, count, row.block_table, True)
+
+
+Sampler = Callable[[torch.Tensor, list[SampleRow]], list[int]]
+"""As ``engine.sampling.sampling.sample``."""
+
+
+class DraftDraws:
+    """Draws with the noise that the model will draw with (``engine.sampling.sampling``)."""
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        vocab_size: int,
+        sampler: Sampler,
+    ) -> None:
+        """``token_ids`` int64 [draft_vocab_size] are the model's ids of the head's outputs."""
+        self._token_ids = token_ids
+        self._names: list[int] = token_ids.tolist()
+        self._vocab_size = vocab_size
+        self._sampler = sampler
+
+    @staticmethod
+    def are_greedy(draws: Sequence[SampleRow]) -> bool:
+        """Whether the likeliest tokens are those drawn."""
+        return all(draw.sampling.greedy and not draw.adjusted for draw in draws)
+
+    def named(self, outputs: Sequence[int]) -> list[int]:
+        """The model's ids of the head's outputs."""
+        return [self._names[output] for output in outputs]
+
+    def draw(self, logits: torch.Tensor, draws: list[SampleRow]) -> list[int]:
+        """One token for each row of ``logits``, fp32 [rows, draft_vocab_size].
+
+        A grammar does not hold it back: what the grammar forbids is not kept.
+        """
+        if self.are_greedy(draws):
+            return self.named(logits.argmax(dim=-1).tolist())
+        whole = logits.new_full((len(draws), self._vocab_size), -torch.inf)
+        whole[:, self._token_ids] = logits
+        return self._sampler(whole, draws)

@@ -1,6 +1,6 @@
 """Drafts in a step: which sequences check how many tokens, and what of them is kept.
 
-``Speculation`` drafts from the tokens, ``engine.speculation.model.model_speculation`` with a
+``Speculation`` drafts from the tokens, ``engine.speculation.model.speculation`` with a
 model. The engine
 drafts, not the scheduler: while two plans are in flight it alone has the newest tokens.
 A plan says how far a sequence may go; see ``PlanRow.limit``. Owned by the engine thread.
@@ -16,10 +16,9 @@ import torch
 
 from engine.scheduling.known_sequence import KnownSequence
 from engine.scheduling.plan import PlanRow
-from engine.speculation.draft_length import MAX_IN_A_STEP, DraftLength, Proposal
-from engine.speculation.drafter import Draft, Drafter
+from engine.speculation.drafter import Draft, Drafter, NgramDrafter
+from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal
 from engine.speculation.model_drafter import ComputedRow
-from engine.speculation.ngram_drafter import NgramDrafter
 from engine.step.step import CoreShare
 
 DRAFTERS = ("none", "ngram", "draft", "eagle", "medusa")

@@ -21,8 +21,16 @@ from baton.sampling_params import SamplingParams
 from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.kv.kv_cache import block_bytes
-from engine.roofline.ceilings import elapsed, measure_ceilings
-from engine.roofline.roofline import Ceilings, Roof, Storage, Work, step_work, total
+from engine.roofline import (
+    Ceilings,
+    Roof,
+    Storage,
+    Work,
+    elapsed,
+    measure_ceilings,
+    step_work,
+    total,
+)
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from planning.common.report_output import whole_table
 

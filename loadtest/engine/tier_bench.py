@@ -30,7 +30,7 @@ from rich.table import Table
 from baton.errors import BatonError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.local import make_sequence
 from loadtest.common.bench_app import Figures, ModelFolder, bench_app, say
@@ -109,7 +109,6 @@ class _Bench:
                 WorkerMetrics(CollectorRegistry()),
                 worker="bench",
                 role="prefill",
-                pump=lambda: None,
             )
 
     async def first_token_s(self, prompt: tuple[int, ...], cached: int) -> float:
@@ -124,11 +123,11 @@ class _Bench:
             blocks = await self.tiers.loader.load(sequence, time.monotonic() + _DEADLINE_S)
         engine.scheduler.add(sequence, blocks)
         while (plan := engine.scheduler.schedule()) is not None:
-            # As beside a worker's control loop: blocks are copied out meanwhile.
+            # As in a worker's engine core: blocks are copied out meanwhile.
             result = await asyncio.to_thread(engine.runner.run, plan)
             engine.scheduler.complete(plan, result)
             if self.tiers is not None:
-                self.tiers.after_plan()
+                self.tiers.after_schedule()
         took = time.perf_counter() - began
         if sequence.cached_tokens != cached:
             raise BatonError(f"{sequence.cached_tokens} cached tokens, and {cached} were expected")

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.cluster import MIB, Config, TlsConfig, TransportName
 from baton.host.background import end_tasks
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.pair import Identity, PairLimits

@@ -1,4 +1,8 @@
-"""Who may ask, and how much: what both fronts do before a request goes on its way."""
+"""Access control: the scope that each endpoint requires, and whether a caller's key allows it.
+
+The tables below name every path of the HTTP listeners and every service of the gRPC listener. A
+test fails for an endpoint that they do not name; such an endpoint requires the scope ``admin``.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,52 @@ from router.core.choice import Choice
 from router.core.request import GenerationRequest
 from router.core.request_recorder import count_refusal
 
+OPEN = frozenset({"/health", "/live"})
+"""Paths that require no key: they only show whether the process serves."""
+_OPEN_PAGES = ("/console", "/console/")
+_OPEN_FILES = "/console/static/"
+"""Pages and files without data. Their data has paths of its own, which require a key."""
+_ADMIN = ("/console/what-if", "/v1/cache", "/v1/cluster", "/v1/pools", "/v1/workers")
+_METRICS = ("/console", "/metrics")
+_INFERENCE = (
+    "/detokenize",
+    "/docs",
+    "/openapi.json",
+    "/redoc",
+    "/static-offline-docs",
+    "/tokenize",
+    "/v1/batches",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/files",
+    "/v1/messages",
+    "/v1/model/info",
+    "/v1/models",
+    "/v1/responses",
+)
+_BY_PREFIX: dict[str, Scope] = {
+    **dict.fromkeys(_ADMIN, "admin"),
+    **dict.fromkeys(_METRICS, "metrics"),
+    **dict.fromkeys(_INFERENCE, "inference"),
+}
+_OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
+_INFERENCE_SERVICES = frozenset(
+    {
+        "baton.v1.InferenceService",
+        "baton.v1.TokenService",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+)
+
 
 class Access:
-    """API keys, and their limits where there is a Redis to keep them in."""
+    """Checks API keys and their scopes, and counts requests against the keys' rate limits."""
 
     def __init__(
         self, config: Config, metrics: RouterMetrics, limits: RateLimits | None = None
     ) -> None:
+        """``limits`` None: rate limits are not enforced."""
         self._config = config
         self._metrics = metrics
         self._limits = limits
@@ -38,32 +81,32 @@ class Access:
         self.set_keys(())
 
     def set_keys(self, keys: Sequence[KeyConfig]) -> None:
-        """From now on these are known, and those of the configuration; what runs goes on."""
+        """Replace the keys that are known besides the configuration's. Running requests go on."""
         known = (*self._config.keys, *keys)
         self._keys = ApiKeys(known, required=self._config.require_key)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Who asks, by ``headers`` (or gRPC metadata) with names in lower case.
+        """The caller, by HTTP headers or gRPC metadata with names in lower case.
 
         Raises Unauthenticated.
         """
         return self._keys.caller(authorization_of(headers))
 
     def may_see_workers(self, caller: Caller) -> bool:
-        """Whether answers name their workers to a caller: it may read metrics, which name them too.
+        """Whether answers name their workers to a caller, as the metrics do.
 
-        Without a required key every caller may, unless metrics have a listener of their own.
+        A caller with the scope ``metrics`` sees them. Without a required key all callers do, unless
+        metrics have a listener of their own.
         """
         if caller.key is not None and caller.key.allows("metrics"):
             return True
         return not self._config.require_key and not self._config.admin_http
 
     def check(self, headers: Mapping[str, str], scope: Scope) -> None:
-        """Whether whoever asks may do what takes ``scope``. Raises Unauthenticated, Forbidden.
+        """Check that the caller's key allows ``scope``. Raises Unauthenticated, Forbidden.
 
-        Where no key is required, everybody may ask the model and read metrics; an operator is who
-        shows an admin's key, or everybody where there are no keys at all and the fronts listen on
-        loopback alone.
+        If no key is required, all callers have the scopes ``inference`` and ``metrics``. All
+        callers have ``admin`` if there are no keys and all listeners are on loopback.
         """
         caller = self.caller(headers)
         if caller.key is not None and caller.key.allows(scope):
@@ -81,10 +124,10 @@ class Access:
     async def entered(
         self, caller: Caller, requests: Sequence[GenerationRequest], choices: Sequence[Choice]
     ) -> AsyncIterator[Mapping[str, str]]:
-        """Count the prompts of one request against its key while they are answered.
+        """Count the prompts of one request against its key's limits until they are answered.
 
-        Yields headers that tell what is left. ``choices`` hold in the end how much was generated.
-        Raises RateLimitExceeded and RequestTooLarge, which are counted here.
+        Yields headers with what is left of the limits. At the end ``choices`` hold the number of
+        tokens generated. Raises RateLimitExceeded and RequestTooLarge, which it counts as refusals.
         """
         charge = await self._charge(caller, requests)
         if charge is None or self._limits is None:
@@ -113,8 +156,38 @@ class Access:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether who listens on ``host`` is reached from this machine alone."""
+    """Whether a listener on ``host`` is reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def listed_scope(path: str) -> Scope | None:
+    """The scope in the tables for an HTTP path; None if the path is open, or in no table."""
+    end = len(path)
+    while end > 0:
+        scope = _BY_PREFIX.get(path[:end])
+        if scope is not None:
+            return scope
+        end = path.rfind("/", 0, end)
+    return None
+
+
+def scope_of_path(path: str) -> Scope | None:
+    """The scope that an HTTP path requires; None: it is open."""
+    if path in OPEN or path in _OPEN_PAGES or path.startswith(_OPEN_FILES):
+        return None
+    return listed_scope(path) or "admin"
+
+
+def scope_of_service(name: str) -> Scope | None:
+    """The scope that a gRPC service, by its full name, requires; None: it is open."""
+    if name in _OPEN_SERVICES:
+        return None
+    return "inference" if name in _INFERENCE_SERVICES else "admin"
+
+
+def is_for_operators(path: str) -> bool:
+    """Whether a path belongs to the listener at ``admin_http``, if there is one."""
+    return listed_scope(path) in ("admin", "metrics")

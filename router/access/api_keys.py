@@ -1,33 +1,47 @@
-"""Who asks: API keys as the configuration knows them, by their hash."""
+"""API keys: callers by the hash of their key, and the file of keys, which a router reloads.
+
+loaded ─the file changes→ reading ─it is valid→ loaded
+reading ─it is not→ loaded as before, logged and counted
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import datetime
 import hashlib
 import hmac
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from baton.config.cluster import DEFAULT_TENANT, KeyConfig
-from baton.errors import Unauthenticated
+from baton.config.keys_file import read_keys
+from baton.errors import ConfigError, Unauthenticated
 from baton.request import Principal
+from baton.telemetry.metrics import RouterMetrics
 
+log = logging.getLogger(__name__)
+
+KEY_FILE_POLL_S = 1.0
+"""Interval of polling the file: a revoked key works for this long at most."""
+_Mark = tuple[int, int, int, int]
 _BEARER, _BASIC = "bearer ", "basic "
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """On whose behalf a request runs, and the entry of its key, if any applies."""
+    """The principal of a request, and the entry of its key, if any applies."""
 
     principal: Principal
     key: KeyConfig | None = None
 
     @property
     def priority(self) -> int:
-        """Of requests that give none."""
+        """Priority of requests that give none."""
         return 0 if self.key is None else self.key.priority
 
 
@@ -36,7 +50,7 @@ def _now() -> datetime.datetime:
 
 
 class ApiKeys:
-    """Keys are drawn at random by whoever makes them, so that a plain hash is enough at rest."""
+    """Finds callers by their keys. Keys are random, so a plain hash is enough at rest."""
 
     def __init__(
         self,
@@ -45,23 +59,23 @@ class ApiKeys:
         required: bool,
         now: Callable[[], datetime.datetime] = _now,
     ) -> None:
-        # Looked up by a hash of their hash that is this process' own secret: what a client sends
-        # decides nothing about where the search goes, so that its time tells nothing of any key.
+        # The lookup uses a keyed hash of the hash, with a secret of this process. A client cannot
+        # choose where the search goes, so its time reveals nothing of any key.
         self._secret = secrets.token_bytes(32)
         self._known = {
             self._blinded(bytes.fromhex(key.sha256)): (key.sha256, _caller(key))
             for key in keys
             if key.sha256
         }
-        nobody = Caller(Principal(tenant=DEFAULT_TENANT))
-        self._unknown = next((_caller(key) for key in keys if not key.sha256), nobody)
+        anonymous = Caller(Principal(tenant=DEFAULT_TENANT))
+        self._unknown = next((_caller(key) for key in keys if not key.sha256), anonymous)
         self._required = required
         self._now = now
 
     def caller(self, authorization: str) -> Caller:
-        """The caller by an Authorization header, "" where there is none.
+        """The caller, by its Authorization header ("" if it sent none).
 
-        Raises Unauthenticated where a known key is required and this is none.
+        Raises Unauthenticated if a known key is required and the header has none.
         """
         found = self._found(_shown(authorization))
         if found is None and self._required:
@@ -84,7 +98,7 @@ class ApiKeys:
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """The Authorization header, or what Anthropic's clients send in its place."""
+    """The Authorization header, or the ``x-api-key`` that Anthropic's clients send."""
     given = headers.get("authorization", "")
     if not given and (key := headers.get("x-api-key", "")):
         return f"Bearer {key}"
@@ -92,7 +106,7 @@ def authorization_of(headers: Mapping[str, str]) -> str:
 
 
 def _shown(authorization: str) -> str:
-    """The key of a header. A browser that asks its user for a password sends that as the key."""
+    """The key in a header. A browser sends its user's password, which is the key."""
     scheme = authorization.lower()
     if scheme.startswith(_BEARER):
         return authorization[len(_BEARER) :].strip()
@@ -107,3 +121,65 @@ def _shown(authorization: str) -> str:
 
 def _caller(key: KeyConfig) -> Caller:
     return Caller(Principal(tenant=key.tenant, key_id=key.name), key)
+
+
+class KeyWatch:
+    """Reloads the file of keys. Owned by the router's event loop; a thread reads the file."""
+
+    def __init__(
+        self,
+        path: Path,
+        taken: Sequence[KeyConfig],
+        set_keys: Callable[[Sequence[KeyConfig]], None],
+        metrics: RouterMetrics,
+    ) -> None:
+        """``taken``: the configuration's keys. The file must not repeat their names or hashes."""
+        self._path = path
+        self._names = {key.name for key in taken}
+        self._hashes = {key.sha256 for key in taken}
+        self._set_keys = set_keys
+        self._metrics = metrics
+        self._mark: _Mark | None = None
+
+    async def begin(self) -> None:
+        """Read the file for the first time. Raises ConfigError."""
+        self._mark, keys = await asyncio.to_thread(self._read)
+        self._set_keys(keys)
+
+    async def run(self) -> None:
+        """Poll the file until cancelled."""
+        while True:
+            await asyncio.sleep(KEY_FILE_POLL_S)
+            await self.poll()
+
+    async def poll(self) -> None:
+        """Read the file again if it has changed."""
+        mark = await asyncio.to_thread(_mark_of, self._path)
+        if mark == self._mark:
+            return
+        try:
+            self._mark, keys = await asyncio.to_thread(self._read)
+        except ConfigError as error:
+            self._mark = mark
+            self._metrics.key_file_failures.inc()
+            log.error("the API keys stay as they were: %s", error.message)
+            return
+        self._set_keys(keys)
+        log.info("%d API keys were read from %s", len(keys), self._path)
+
+    def _read(self) -> tuple[_Mark | None, tuple[KeyConfig, ...]]:
+        # The mark is taken first, so a change during the read causes another read.
+        mark, keys = _mark_of(self._path), read_keys(self._path)
+        for key in keys:
+            if key.name in self._names or key.sha256 in self._hashes:
+                raise ConfigError(f"{self._path}: the configuration has {key.name} already")
+        return mark, keys
+
+
+def _mark_of(path: Path) -> _Mark | None:
+    """A mark of the file's state; None if there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode

@@ -1,16 +1,16 @@
-"""Limits of API keys, kept in Redis so that all routers see one.
+"""Rate limits of API keys, kept in Redis so that all routers share them.
 
-Requests and tokens per minute by the generic cell rate algorithm (virtual scheduling: ITU-T
+Requests and tokens per minute follow the generic cell rate algorithm (virtual scheduling: ITU-T
 Recommendation I.371, annex A): a key's limit refills steadily, and a whole minute's worth may be
-used at once. A theoretical arrival time for each limit is all that is stored. Tokens of a prompt
-are charged when the request comes, those of the answer when it has ended: the next request may so
-find a debt. Concurrency is a set of requests, each of which leaves it by itself at its deadline,
-should its router die. How it is kept in Redis: ``router/access/limit_scripts.py``.
+used at once. Redis stores one theoretical arrival time for each limit. Tokens of a prompt are
+charged when the request arrives, tokens of the answer when it has ended, so the next request may
+find a debt. Concurrency is a set of requests. An entry expires at its request's deadline, in case
+its router dies. ``router/access/limit_scripts.py`` has the scripts that Redis runs.
 
-    there ─a question has no answer in time→ away ─after a moment→ there
+    reachable ─a call has no answer in time→ unreachable ─after AWAY_S→ reachable
 
-When Redis does not answer, no request is refused, and this is counted. Only requests that enter go
-uncounted: requests that leave are remembered, and reported to Redis when it is back.
+While Redis is unreachable, no request is refused, and this is counted. Only requests that enter go
+uncounted. Requests that leave are remembered, and reported when Redis is reachable again.
 """
 
 from __future__ import annotations
@@ -32,20 +32,25 @@ from baton.config.cluster import KeyConfig
 from baton.errors import RateLimitExceeded, RequestTooLarge
 from baton.host.background import end_tasks
 from baton.telemetry.metrics import RouterMetrics
-from router.access.allowance import Allowance
-from router.access.limit_scripts import ENTER, LEAVE
-from router.access.script_queue import MAX_TOGETHER, ScriptCall, ScriptQueue, call_together
+from router.access.limit_scripts import (
+    ENTER,
+    LEAVE,
+    MAX_TOGETHER,
+    ScriptCall,
+    ScriptQueue,
+    call_together,
+)
 from router.core.ewma import RunningMean
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 0.25
-"""A request waits no longer than this for a connection and the answer; then it goes uncounted."""
+"""Maximum wait of a request for a connection and the answer; after it, it goes uncounted."""
 AWAY_S = 1.0
-"""After a failure Redis is not asked for this long: its death costs one wait, not one a request."""
+"""Pause after a failure, so that a dead Redis costs one wait, not one per request."""
 MAX_CONNECTIONS = 4
 MAX_WAITING = 1024
-"""Requests that wait for a connection; a further one goes uncounted."""
+"""Maximum requests that wait for a connection; a further one goes uncounted."""
 MAX_LEAVES = 16384
 """Maximum ended requests not yet reported to Redis, about 10 MB. The oldest are dropped: their
 entries end by themselves at their deadlines."""
@@ -53,24 +58,46 @@ _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
 _CONCURRENCY = 3
-"""The limit of that number, in what the script answers."""
+"""Number of the concurrency limit in the answer of the script."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What is left of one limit of a key at one moment."""
+
+    name: str
+    """``requests`` or ``tokens``."""
+    limit: int
+    """Per minute."""
+    remaining: int
+    reset_s: float
+    """Seconds until the limit is full again."""
+
+    def headers(self) -> dict[str, str]:
+        """Headers as OpenAI's API names and writes them."""
+        prefix = "x-ratelimit"
+        return {
+            f"{prefix}-limit-{self.name}": str(self.limit),
+            f"{prefix}-remaining-{self.name}": str(self.remaining),
+            f"{prefix}-reset-{self.name}": duration(self.reset_s),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A request that was counted against its key."""
+    """A request that is counted against its key."""
 
     key: KeyConfig
     entry: str
-    """Its name among the running requests, unique to it."""
+    """Unique name of the request in the set of running requests."""
     tokens: int
-    """Of its prompts."""
+    """Tokens of its prompts."""
     entered_at: float
     allowances: tuple[Allowance, ...]
-    """What is left after it."""
+    """What is left of the limits after it."""
 
     def headers(self) -> dict[str, str]:
-        """What is left, for the client."""
+        """Headers with what is left, for the client."""
         return {
             name: value
             for allowance in self.allowances
@@ -79,7 +106,7 @@ class Charge:
 
 
 class RateLimits:
-    """The limits of one cluster's keys. Owned by the router's event loop."""
+    """Counts requests against the limits of a cluster's keys. Owned by the router's event loop."""
 
     def __init__(
         self,
@@ -100,23 +127,23 @@ class RateLimits:
         self._entries = map(f"{secrets.token_hex(6)}-{{}}".format, count())
         self._queue = ScriptQueue(client, connections=MAX_CONNECTIONS, max_waiting=MAX_WAITING)
         self._leaves: dict[str, ScriptCall] = {}
-        """Reports that Redis does not have yet, by entry, the oldest first."""
-        self._teller: asyncio.Task[None] | None = None
+        """Ended requests not yet reported to Redis, by entry, the oldest first."""
+        self._reporting: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Wait a moment for what is still being told to Redis."""
+        """Wait up to ``2 * ANSWER_S`` for reports to Redis."""
         await self._queue.close()
-        # Calls that this has ended are taken back (``_undo``) once the loop goes on.
+        # The loop must run once: ``_undo`` takes back calls that this has ended.
         await asyncio.sleep(0)
-        if self._teller is not None:
-            await asyncio.wait([self._teller], timeout=2 * ANSWER_S)
-            await end_tasks([self._teller])
+        if self._reporting is not None:
+            await asyncio.wait([self._reporting], timeout=2 * ANSWER_S)
+            await end_tasks([self._reporting])
 
     async def enter(self, key: KeyConfig, tokens: int, deadline_s: float) -> Charge | None:
-        """Count a request with so many prompt tokens. None where nothing was counted.
+        """Count a request with ``tokens`` prompt tokens. Returns None if it is not counted.
 
-        Raises RateLimitExceeded with what is left and when to come back, and RequestTooLarge for
-        more tokens than the key ever has.
+        Raises RateLimitExceeded with what is left and when to retry, and RequestTooLarge for more
+        tokens than the key's limit per minute.
         """
         if not key.limited:
             return None
@@ -140,16 +167,16 @@ class RateLimits:
         return charge
 
     def leave(self, charge: Charge, generated: int, *, refund: bool) -> None:
-        """A request has ended after so many tokens; ``refund``: it was turned away elsewhere.
+        """End a request that generated ``generated`` tokens; ``refund``: it was rejected elsewhere.
 
-        Nobody waits until Redis knows.
+        Does not wait for Redis.
         """
         if refund:
-            self._tell_leave(charge, -1, -charge.tokens)
+            self._queue_report(charge, -1, -charge.tokens)
             return
         stay = self._stays.setdefault(charge.key.name, RunningMean(_WEIGHT))
         stay.add(self._clock() - charge.entered_at)
-        self._tell_leave(charge, 0, generated)
+        self._queue_report(charge, 0, generated)
 
     def _refusal(self, charge: Charge, refused: int, wait_s: float) -> RateLimitExceeded:
         key = charge.key
@@ -159,7 +186,7 @@ class RateLimits:
             f"{key.concurrency} requests at a time",
         )[refused - 1]
         if refused == _CONCURRENCY:
-            # Of as many as run, one ends in this time on the average.
+            # On average, one of the running requests ends in this time.
             stay = self._stays.get(key.name)
             mean = stay.value if stay is not None and stay.value is not None else _FIRST_STAY_S
             wait_s = mean / max(1, key.concurrency)
@@ -170,7 +197,7 @@ class RateLimits:
         )
 
     async def _ask(self, charge: Charge, left_us: int) -> Any:
-        """The answer of Redis to a request that would enter; None where Redis is away."""
+        """Redis' answer to a request that enters; None if Redis is unreachable."""
         if self._clock() < self._away_until:
             return None
         key = charge.key
@@ -181,7 +208,7 @@ class RateLimits:
             return None
         answer, counted = asked.answer, False
         try:
-            # ``wait`` leaves the command alone: neither a hang-up nor this deadline ends it.
+            # ``wait`` does not cancel the command, neither at a disconnect nor at this deadline.
             await asyncio.wait([answer], timeout=ANSWER_S)
             counted = answer.done() and answer.exception() is None
         finally:
@@ -199,27 +226,27 @@ class RateLimits:
         return None
 
     def _undo(self, charge: Charge, answer: asyncio.Future[Any]) -> None:
-        """Take back what Redis has counted late: the request has gone on uncounted."""
+        """Take back what Redis counts too late: the request went on uncounted."""
         error = answer.exception()
         if error is not None:
-            # Perhaps it was counted all the same, if there was a connection.
+            # It may have been counted, if there was a connection.
             if charge.key.concurrency and not isinstance(error.__context__, ConnectionRefusedError):
-                self._tell_leave(charge, 0, 0)
+                self._queue_report(charge, 0, 0)
         elif answer.result()[0] == 0:
-            self._tell_leave(charge, -1, -charge.tokens)
+            self._queue_report(charge, -1, -charge.tokens)
 
-    def _tell_leave(self, charge: Charge, requests: int, tokens: int) -> None:
+    def _queue_report(self, charge: Charge, requests: int, tokens: int) -> None:
         key = charge.key
         args = (key.requests_per_minute, key.tokens_per_minute, requests, tokens, charge.entry)
         self._leaves[charge.entry] = ScriptCall(self._leave, self._keys(key), args)
         if len(self._leaves) > MAX_LEAVES:
             del self._leaves[next(iter(self._leaves))]
             self._metrics.rate_limit_failures.inc()
-        if self._teller is None or self._teller.done():
-            self._teller = asyncio.create_task(self._tell_leaves(), name="leaves")
+        if self._reporting is None or self._reporting.done():
+            self._reporting = asyncio.create_task(self._report_leaves(), name="leaves")
 
-    async def _tell_leaves(self) -> None:
-        """Report until Redis knows all. A report may arrive twice, but counts once."""
+    async def _report_leaves(self) -> None:
+        """Send all reports. A report may arrive twice, but counts once."""
         while self._leaves:
             calls = dict(islice(self._leaves.items(), MAX_TOGETHER))
             try:
@@ -237,3 +264,14 @@ class RateLimits:
     def _keys(self, key: KeyConfig) -> list[str]:
         kinds = ("requests", "tokens", "running", "clock")
         return [f"{self._prefix}:{key.name}:{kind}" for kind in kinds]
+
+
+def duration(seconds: float) -> str:
+    """``250ms``, ``1.5s``, ``2m0s``: rounded up to milliseconds, from a minute on to seconds."""
+    milliseconds = max(0, -int(-seconds * 1000 // 1))
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    if milliseconds < 60_000:
+        return f"{milliseconds / 1000:g}s"
+    whole = -(-milliseconds // 1000)
+    return f"{whole // 60}m{whole % 60}s"

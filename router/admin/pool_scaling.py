@@ -12,7 +12,7 @@ import redis
 
 from baton.config.cluster import Config, PoolConfig
 from baton.errors import InvalidRequest, LastWorker, NotFound, Unavailable
-from baton.store.pool_sizes import MAX_WORKERS, PoolSizes
+from baton.store.supervision import MAX_WORKERS, PoolSizes
 from router.routing.policy import route_settings
 
 

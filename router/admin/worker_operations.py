@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.config.cluster import Config
 from baton.rpc.grpc_errors import guarded
-from baton.store.pool_sizes import MAX_WORKERS
+from baton.store.supervision import MAX_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.admin.operator_api import Operators
 from router.admin.pool_scaling import PoolScaling

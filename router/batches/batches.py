@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from baton.config.cluster import Config
-from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk
@@ -11,6 +10,7 @@ from router.batches.line_runner import LineRunner, line_handlers
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
 from router.core.request import Dispatcher
+from router.core.request_recorder import RequestStats
 from router.core.served_model import ServedModel
 from router.text.tokenizer import Tokenizer
 
@@ -26,18 +26,18 @@ class Batches:
         dispatcher: Dispatcher,
         tokenizer: Tokenizer,
         model: ServedModel,
-        metrics: RouterMetrics,
+        stats: RequestStats,
         config: Config,
         access: Access,
     ) -> None:
         """``access`` knows the keys of those who upload and ask."""
-        handlers = line_handlers(dispatcher, tokenizer, model, metrics, config)
+        handlers = line_handlers(dispatcher, tokenizer, model, stats, config)
         self._store = BatchStore(config.data_folder, config.files_most_bytes)
         self._runner = BatchRunner(
             self._store,
             LineRunner(handlers).run,
             model.id,
-            metrics,
+            stats.metrics,
             max_in_flight=config.batch_most_in_flight,
             max_line_bytes=config.max_body_bytes,
         )

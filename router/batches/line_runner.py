@@ -30,6 +30,7 @@ from router.access.api_keys import Caller
 from router.batches.batch import Batch, LineResult
 from router.batches.line import Line
 from router.core.request import Dispatcher, GenerationRequest, OutputDelta
+from router.core.request_recorder import RequestStats
 from router.core.served_model import ServedModel
 from router.embeddings.api import EmbeddingsApi
 from router.http.errors import error_object
@@ -94,7 +95,7 @@ def line_handlers(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
     model: ServedModel,
-    metrics: RouterMetrics,
+    stats: RequestStats,
     config: Config,
 ) -> Mapping[str, Handler]:
     """The handlers for lines, by the url that a line asks."""
@@ -106,8 +107,8 @@ def line_handlers(
         }
     )
     background = _BackgroundDispatcher(dispatcher, config.request_deadline_s)
-    access = _LineAccess(config, metrics)
-    parts = (background, tokenizer, model, metrics, patient, access)
+    access = _LineAccess(config, stats.metrics)
+    parts = (background, tokenizer, model, stats, patient, access)
     api, exchange = OpenAiApi(*parts), Exchange(*parts)
     return {
         "/v1/chat/completions": api.chat_completions,

@@ -21,13 +21,12 @@ from starlette.responses import Response
 from baton.config.cluster import Config
 from baton.errors import NotFound
 from baton.liveness.listening import listening
-from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.console.look import Cluster, ConsoleLook, read_router
 from router.console.watch import Watch
 from router.console.what_if import WhatIfProgram
 from router.console.what_if_question import TRAFFIC_S, Answer, WhatIfRequest, question, rate_share
-from router.core.request_recorder import UNKNOWN_CLASS
+from router.core.request_recorder import UNKNOWN_CLASS, RequestStats
 from router.http.body import read_object, validate
 from router.http.openapi import json_body
 from router.http.sse import EventStream, EventStreamResponse
@@ -61,23 +60,23 @@ _HEADERS = {
 
 class ConsoleApi:
     """HTTP. ``close`` ends all streams. Who may ask is the gate's affair:
-    ``router.access.scopes``."""
+    ``router.access.access``."""
 
     def __init__(
         self,
         cluster: Cluster,
-        metrics: RouterMetrics,
+        stats: RequestStats,
         config: Config,
         model: str,
         access: Access,
         what_if: WhatIfProgram | None = None,
     ) -> None:
         """``model``: its name. ``what_if`` None: such questions are not answered."""
-        look = ConsoleLook(cluster, metrics, config, model, what_if=what_if is not None)
+        look = ConsoleLook(cluster, stats.metrics, config, model, what_if=what_if is not None)
         self._access = access
         self.watch = Watch(look.snapshot, look.clear)
         self._cluster = cluster
-        self._metrics = metrics
+        self._stats = stats
         self._config = config
         self._what_if = what_if
 
@@ -150,10 +149,10 @@ class ConsoleApi:
         return Response(answer.model_dump_json(), media_type="application/json")
 
     async def _answer(self, program: WhatIfProgram, asked: WhatIfRequest) -> Answer:
-        recent = self._metrics.recent.since(time.monotonic() - TRAFFIC_S)
+        recent = self._stats.recent.since(time.monotonic() - TRAFFIC_S)
         links = self._cluster.workers
         records = [link.record for link in links.all() if links.is_up(link)]
-        counts, _ = await asyncio.to_thread(read_router, self._metrics)
+        counts, _ = await asyncio.to_thread(read_router, self._stats.metrics)
         # One that was refused before its class was known is not among the recent ones.
         ended = [
             value
@@ -166,7 +165,7 @@ class ConsoleApi:
             records,
             self._config,
             transfer_line=self._cluster.transfer_line,
-            share=rate_share(self._metrics.recent.ended, ended),
+            share=rate_share(self._stats.recent.ended, ended),
             is_cpu=not await asyncio.to_thread(_NVIDIA.exists),
         )
         return await program.ask(asked_of)

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from baton.config.cluster import Config
 from baton.errors import InvalidRequest, Unavailable
 from baton.store.registry import WorkerRecord
-from baton.telemetry.recent_requests import RecentRequest
 from router.core.fields import Int
+from router.core.request_recorder import RecentRequest
 
 TRAFFIC_S = 600.0
 """The present traffic is that of so many seconds."""

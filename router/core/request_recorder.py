@@ -1,14 +1,14 @@
-"""Counts each request once, whatever becomes of it."""
+"""Counts each request once, whatever becomes of it, and keeps figures of the latest ones."""
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass
 
-from baton.autoscaling.traffic_meter import FIRST_ANSWER_TOKENS
+from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS, TrafficMeter
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
 from baton.telemetry.metrics import RouterMetrics
-from baton.telemetry.recent_requests import RecentRequest
 from router.core.request import OutputDelta
 from router.core.request_span import RequestSpan
 
@@ -30,6 +30,18 @@ class Slo:
 
     ttft_s: float
     tpot_s: float
+
+
+class RequestStats:
+    """All that a router process counts of its requests. Owned by its event loop."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self.metrics = metrics
+        """Exported series; they may be sums over several processes."""
+        self.traffic = TrafficMeter()
+        """Of this process alone, for the autoscaler."""
+        self.recent = RecentRequests()
+        """Of this process alone, for what-if questions."""
 
 
 def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
@@ -55,7 +67,7 @@ class RequestRecorder:
 
     def __init__(
         self,
-        metrics: RouterMetrics,
+        stats: RequestStats,
         slo: Slo,
         context_class: str,
         prompt_tokens: int,
@@ -64,14 +76,14 @@ class RequestRecorder:
         span: RequestSpan | None = None,
     ) -> None:
         """``max_tokens``: of the answer. ``span`` is told the same, and ended."""
-        self._metrics = metrics
+        self._metrics = stats.metrics
         self._span = span
         # In a histogram a trace stands for the requests of its bucket.
         traced = span is not None and span.trace_id
         self._exemplar = {"trace_id": span.trace_id} if span is not None and traced else None
         self._slo = slo
         self._class = context_class
-        self._recent = metrics.recent
+        self._recent = stats.recent
         self._prompt_tokens = prompt_tokens
         self._cached_tokens = 0
         self._received_at = received_at
@@ -80,9 +92,9 @@ class RequestRecorder:
         self._tokens = 0
         self._ended = False
         self._summary: dict[str, object] = {}
-        self._series = metrics.of_class(context_class)
+        self._series = stats.metrics.of_class(context_class)
         self._series.prompt_tokens.inc(prompt_tokens)
-        self._traffic = metrics.traffic
+        self._traffic = stats.traffic
         self._traffic.came(context_class, prompt_tokens, max_tokens)
 
     @property
@@ -176,3 +188,38 @@ class RequestRecorder:
             self._span.end(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self._class, outcome, code).inc()
+
+
+MAX_RECENT_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRequest:
+    """A request that has ended, however it did."""
+
+    received_at: float
+    """Seconds, of the clock of whoever adds it."""
+    prompt_tokens: int
+    output_tokens: int | None
+    """None where nobody knows how long its answer would have been."""
+    cached_tokens: int
+    """Of the prompt, that were found in a cache."""
+
+
+class RecentRequests:
+    """The last ``MAX_RECENT_REQUESTS`` that have ended."""
+
+    def __init__(self) -> None:
+        self._requests: deque[RecentRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
+        self.ended = 0
+        """All that ever were added."""
+
+    def add(self, request: RecentRequest) -> None:
+        """One has ended."""
+        self._requests.append(request)
+        self.ended += 1
+
+    def since(self, start: float) -> list[RecentRequest]:
+        """Those that came at ``start`` or later, in the order in which they came."""
+        found = [one for one in self._requests if one.received_at >= start]
+        return sorted(found, key=lambda one: one.received_at)

@@ -11,11 +11,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 
-from baton.autoscaling.traffic_board import TrafficBoard
+from baton.autoscaling.traffic import TrafficCounts
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.errors import WorkerFailed
-from baton.host.background import end_tasks, spawn
-from baton.host.loop_lag import watch_loop
+from baton.host.background import end_tasks, spawn, watch_loop
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry
 from baton.telemetry.metrics import RouterMetrics
@@ -33,7 +33,7 @@ from router.routing.policies import make_policy
 from router.routing.policy import route_settings
 from router.routing.prefix_lookup import PrefixLookup
 from router.routing.route_finder import RouteFinder
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 from router.text.tokenizer import Tokenizer
 from router.workers.worker_discovery import WorkerDiscovery
 from router.workers.worker_links import WorkerLinks
@@ -52,11 +52,12 @@ class ClusterDispatcher:
         config: Config,
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
+        traffic: TrafficCounts,
         registry: Registry,
         index: PrefixIndex,
-        board: TrafficBoard | None = None,
+        board: TrafficStore | None = None,
     ) -> None:
-        """``board``: where the autoscaler reads the traffic; None where there is none."""
+        """``board`` reports ``traffic`` to an autoscaler; None without one."""
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -66,7 +67,7 @@ class ClusterDispatcher:
         )
         self._discovery = WorkerDiscovery(config, registry, index, self._links, metrics)
         policy = make_policy(config.policy, route_settings(config))
-        self._ledger = Ledger(policy, config.block_size, metrics.traffic.counts)
+        self._ledger = Ledger(policy, config.block_size, traffic)
         self._prefixes = PrefixLookup(index, metrics)
         routes = RouteFinder(config, self._links, self._ledger, self._prefixes, metrics)
         self._queue = AdmissionQueue(config, metrics, self._capacity)
@@ -81,9 +82,7 @@ class ClusterDispatcher:
             config, self._placement, self._links, self._budget, self._quarantine, metrics
         )
         self._hang_detector = HangDetector(config, self._links, self._placement, self._failover)
-        self._report = (
-            None if board is None else TrafficReport(board, self.router_id, metrics.traffic.counts)
-        )
+        self._report = None if board is None else TrafficReport(board, self.router_id, traffic)
         self._running: set[RunningRequest] = set()
         """Those that were admitted."""
         self._draining = False
@@ -104,8 +103,8 @@ class ClusterDispatcher:
             await self._queue.acquire(request)
             self._budget.admitted()
             begins_at = time.monotonic() if request.background else received_at
-            assemblers = [self._assembler(request) for _ in range(request.choices)]
-            running = RunningRequest(request, assemblers, begins_at + request.deadline_s)
+            processors = [self._processor(request) for _ in range(request.choices)]
+            running = RunningRequest(request, processors, begins_at + request.deadline_s)
             self._running.add(running)
             try:
                 await self._placement.place(running, range(request.choices))
@@ -130,10 +129,10 @@ class ClusterDispatcher:
             self._active -= 1
             self._queue.release(request.request_id, finished=finished, held_s=held_s)
 
-    def _assembler(self, request: GenerationRequest) -> OutputAssembler:
+    def _processor(self, request: GenerationRequest) -> OutputProcessor:
         sampling = request.sampling
         eos = self._tokenizer.eos_ids if sampling.ends_at_eos else frozenset()
-        return OutputAssembler(
+        return OutputProcessor(
             self._tokenizer.detokenizer(
                 request.prompt_ids,
                 request.shown_ids,

@@ -29,7 +29,7 @@ from baton.rpc.grpc_errors import error_from_code
 from router.core.request import GenerationRequest, OutputDelta, without_answer
 from router.dispatch.retry_limits import FailedWorkers
 from router.routing.ledger import Promise
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 from router.workers.worker_link import WorkerLink
 
 _PART = 64
@@ -41,14 +41,14 @@ class RunningRequest:
     def __init__(
         self,
         request: GenerationRequest,
-        assemblers: Sequence[OutputAssembler],
+        processors: Sequence[OutputProcessor],
         deadline: float,
     ) -> None:
-        """An assembler for each choice. ``deadline`` is on the monotonic clock."""
+        """A processor for each choice. ``deadline`` is on the monotonic clock."""
         self.request = request
         self.deadline = deadline
         self.choices: Sequence[RunningChoice] = tuple(
-            RunningChoice(number, assembler) for number, assembler in enumerate(assemblers)
+            RunningChoice(number, processor) for number, processor in enumerate(processors)
         )
         self.awaits_prompt = request.awaits_prompt
         """Whether nothing is given yet, since the prompt's log probabilities or its embedding are
@@ -107,7 +107,7 @@ class RunningRequest:
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found: the worker's sequence is to be ended."""
-        return any(choice.assembler.stopped for choice in self.choices)
+        return any(choice.processor.stopped for choice in self.choices)
 
     @property
     def finished(self) -> bool:
@@ -138,7 +138,7 @@ class RunningRequest:
 
     def fail(self, error: BatonError) -> None:
         """End the request with an error, unless all of its answer is there."""
-        is_there = all(choice.assembler.finished for choice in self.choices)
+        is_there = all(choice.processor.finished for choice in self.choices)
         if self._error is None and (self.awaits_prompt or not is_there):
             self._error = error
             self._changed.set()
@@ -236,9 +236,9 @@ class Attempt:
 class RunningChoice:
     """One answer of a request."""
 
-    def __init__(self, number: int, assembler: OutputAssembler, attempt: int = 0) -> None:
+    def __init__(self, number: int, processor: OutputProcessor, attempt: int = 0) -> None:
         self.number = number
-        self.assembler = assembler
+        self.processor = processor
         self.attempt = attempt
         self.prefill_worker = self.decode_worker = ""
         """The names of the workers that it was placed at last."""
@@ -258,7 +258,7 @@ class RunningChoice:
     @property
     def ended(self) -> bool:
         """Whether no more tokens are wanted of it."""
-        return self.worker_finished or self.assembler.finished
+        return self.worker_finished or self.processor.finished
 
     def place(self, attempt: int, prefill_worker: str, decode_worker: str) -> None:
         """It begins, or goes on elsewhere behind the tokens that were accepted."""
@@ -285,7 +285,7 @@ class RunningChoice:
         new = output.token_ids[known:]
         if new or cached_prompt_tokens or output.finish_reason is not None:
             self.token_ids.extend(new)
-            delta = self.assembler.push(
+            delta = self.processor.push(
                 new, output.finish_reason, cached_prompt_tokens, output.logprobs[known:]
             )
             if delta is not None:
@@ -314,7 +314,7 @@ class RunningChoice:
 
     def take_stopped(self) -> bool:
         """Whether its sequence is to be ended at the worker; once."""
-        wanted = self.assembler.stopped and not (self.worker_finished or self._stop_taken)
+        wanted = self.processor.stopped and not (self.worker_finished or self._stop_taken)
         self._stop_taken = self._stop_taken or wanted
         return wanted
 

@@ -11,8 +11,8 @@ import logging
 
 import redis
 
-from baton.autoscaling.traffic_board import TELL_S, TrafficBoard
-from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
+from baton.autoscaling.traffic import RouterTraffic, TrafficCounts
+from baton.autoscaling.traffic_store import TELL_S, TrafficStore
 from baton.host.background import end_tasks, spawn
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class TrafficReport:
     """While Redis is away nothing is told, and nothing is lost: counts only grow."""
 
-    def __init__(self, board: TrafficBoard, router_id: str, counts: TrafficCounts) -> None:
+    def __init__(self, board: TrafficStore, router_id: str, counts: TrafficCounts) -> None:
         """``router_id`` is of this process's life; ``counts`` goes on being counted in."""
         self._board = board
         self._router_id = router_id
@@ -44,7 +44,7 @@ class TrafficReport:
         while True:
             self._beat += 1
             try:
-                await self._board.write(self._router_id, ToldTraffic(self._beat, self._counts))
+                await self._board.write(self._router_id, RouterTraffic(self._beat, self._counts))
             except (redis.RedisError, OSError) as error:
                 log.info("the traffic cannot be told: %s", error)
             await asyncio.sleep(TELL_S)

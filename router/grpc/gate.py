@@ -10,8 +10,7 @@ import grpc.aio
 
 from baton.errors import BatonError
 from baton.rpc.grpc_errors import grpc_boundary
-from router.access.access import Access
-from router.access.scopes import scope_of_service
+from router.access.access import Access, scope_of_service
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

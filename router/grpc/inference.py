@@ -19,13 +19,12 @@ from baton.grammars.grammar_gate import GrammarGate
 from baton.logprobs import TokenLogprobs
 from baton.rpc.convert import finish_to_proto
 from baton.rpc.grpc_errors import grpc_boundary
-from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access.access import Access
 from router.core.chat_options import ChatOptions, checked_variables
 from router.core.choice import Choice, choices_for
 from router.core.request import Dispatcher, GenerationRequest, OutputDelta, ShownText
-from router.core.request_recorder import count_refusal
+from router.core.request_recorder import RequestStats, count_refusal
 from router.core.served_model import ServedModel
 from router.grpc.call import Context, Service, arrival_of, check_size, metadata_of, write_to
 from router.grpc.health import HealthServicer
@@ -51,7 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         builder: RequestBuilder,
         tokenizer: Tokenizer,
         model: ServedModel,
-        metrics: RouterMetrics,
+        stats: RequestStats,
         config: Config,
         access: Access,
     ) -> None:
@@ -59,9 +58,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._access = access
         self._tokenizer = tokenizer
         self._model = model
-        self._metrics = metrics
+        self._metrics = stats.metrics
         self._config = config
-        self._delivery = Delivery(dispatcher, metrics, config, show=tokenizer.decode)
+        self._delivery = Delivery(dispatcher, stats, config, show=tokenizer.decode)
 
     # A coroutine that writes is as legal as a generator, and is cancelled where it stands when
     # the client leaves; the generated signature knows generators alone.
@@ -225,7 +224,7 @@ def add_grpc_front(
     dispatcher: Dispatcher,
     tokenizer: Tokenizer,
     model: ServedModel,
-    metrics: RouterMetrics,
+    stats: RequestStats,
     config: Config,
     access: Access | None = None,
     *,
@@ -236,13 +235,13 @@ def add_grpc_front(
     Without ``access``, keys are those of ``config``, and their limits are not kept. ``more``
     services are added: the operators'.
     """
-    access = access or Access(config, metrics)
+    access = access or Access(config, stats.metrics)
     grammars = GrammarGate(
-        tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
+        tokenizer.grammars, stats.metrics.grammar_compile_seconds.labels(role="router").observe
     )
     builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-    servicer = InferenceServicer(dispatcher, builder, tokenizer, model, metrics, config, access)
+    servicer = InferenceServicer(dispatcher, builder, tokenizer, model, stats, config, access)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     health = HealthServicer(dispatcher, (inference,))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -13,9 +13,16 @@ from router.core.request import OutputDelta
 from router.openai.conversation import calls_turn, plain_turns, result_turn
 from router.tool_calls.pieces import Arguments, CallBegun, Content
 from router.tool_calls.prompt import Turn
-from router.tool_calls.protocol import Mode, ToolChoice, check_name, checked_tool, use_of
-from router.tool_calls.tool import Tool, ToolUse
 from router.tool_calls.tool_output import ToolOutput
+from router.tool_calls.tools import (
+    Mode,
+    Tool,
+    ToolChoice,
+    ToolUse,
+    check_name,
+    checked_tool,
+    use_of,
+)
 
 _MODES: dict[int, Mode] = {
     tools_pb2.TOOL_MODE_UNSPECIFIED: "auto",

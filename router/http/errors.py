@@ -1,11 +1,10 @@
-"""Every error as OpenAI's error object with the right status."""
+"""HTTP responses of errors, in the shape that clients of a path expect: OpenAI's or Anthropic's."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -47,7 +46,7 @@ _ANTHROPIC_TYPES = {
 
 
 def error_object(error: BatonError) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """The error object of OpenAI's API."""
     return _object(error.message, error.error_type, error.param, error.code)
 
 
@@ -57,10 +56,18 @@ def anthropic_error(error: BatonError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def error_response(
-    error: BatonError, shape: Callable[[BatonError], dict[str, Any]] = error_object
-) -> Response:
-    """The answer to a request that failed before its headers were out."""
+def is_anthropic(path: str) -> bool:
+    """Whether clients of ``path`` expect Anthropic's shapes."""
+    return path.startswith("/v1/messages")
+
+
+def internal_error(error: Exception) -> BatonError:
+    """What clients see of an unexpected error."""
+    return BatonError(f"internal error: {type(error).__name__}")
+
+
+def error_response(error: BatonError, path: str) -> Response:
+    """The response to a request for ``path`` that failed before its response began."""
     headers = {}
     if error.retry_after is not None or error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 0)))
@@ -72,11 +79,12 @@ def error_response(
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     kind = LingeringResponse if isinstance(error, RequestTooLarge) else JSONResponse
+    shape = anthropic_error if is_anthropic(path) else error_object
     return kind(shape(error), error.http_status, headers)
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """The first thing that is wrong with a body, without repeating what the client sent."""
+    """The first error of a body. The message does not repeat what the client sent."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location = first["loc"]
     for place, part in enumerate(location):
@@ -101,9 +109,9 @@ def _object(message: str, kind: str, param: str | None, code: str | None) -> dic
 
 
 class LingeringResponse(JSONResponse):
-    """Answers before the body was read, then reads on for a moment and closes.
+    """A response sent before the body is read. It reads on for ``_LINGER_S``, then closes.
 
-    A socket closed with unread bytes is reset, and the client would lose the answer.
+    A socket closed with unread bytes is reset, and the client would lose the response.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,7 +135,7 @@ async def _drain(receive: Receive) -> None:
 
 async def _on_baton_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError)
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -146,18 +154,24 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of a path (RFC 9110, 15.5.6): Starlette knows those of one route alone."""
+    """The methods of a path (RFC 9110, 15.5.6); Starlette only knows those of one route."""
     routes: list[BaseRoute] = request.app.routes
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({name for one in matching for name in getattr(one, "methods", ())}))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    return error_response(InvalidRequest("the request is not valid"))
+    return error_response(InvalidRequest("the request is not valid"), request.scope["path"])
+
+
+async def _on_unexpected(request: Request, error: Exception) -> Response:
+    return error_response(internal_error(error), request.scope["path"])
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Make every error of ``app`` an OpenAI error object."""
+    """Answer every error of ``app`` with an error object."""
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
+    # The gate logs the error, which Starlette raises once it has answered.
+    app.add_exception_handler(Exception, _on_unexpected)

@@ -9,7 +9,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from router.access.scopes import OPEN
+from router.access.access import OPEN
+from router.http.errors import is_anthropic
 
 
 class ErrorBody(BaseModel):
@@ -106,7 +107,7 @@ def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
 
 def _describe_refusals(path: str, operation: dict[str, Any]) -> None:
     """What the gate and the handlers may answer beside what they were asked for."""
-    shape = {} if path.startswith("/v1/messages") else _ERROR
+    shape = {} if is_anthropic(path) else _ERROR
     refusal = {"content": {JSON: {"schema": shape}}}
     responses = operation["responses"]
     # FastAPI's own; a request that is not valid is told so with 400 here.

@@ -85,9 +85,8 @@ def _start_message(more: Mapping[str, str]) -> Message:
 class EventStreamResponse(Response):
     """Streams what ``work`` sends; a client that leaves cancels it.
 
-    A BatonError of ``work`` before the first event is answered by ``refusal``, or without one
-    raised, so that the error handlers answer it; later it becomes ``last_words``, an error event,
-    and the stream ends without ``[DONE]``.
+    The response raises a BatonError of ``work`` before the first event, so that it is answered with
+    its status. A later one becomes ``last_words``, an error event that ends the stream.
     """
 
     media_type = "text/event-stream"
@@ -96,12 +95,10 @@ class EventStreamResponse(Response):
         self,
         work: Callable[[EventStream], Awaitable[None]],
         last_words: Callable[[BatonError], bytes] = error_event,
-        refusal: Callable[[BatonError], Response] | None = None,
     ) -> None:
         super().__init__()
         self._work = work
         self._last_words = last_words
-        self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = EventStream(send)
@@ -109,10 +106,7 @@ class EventStreamResponse(Response):
             await unless_disconnected(receive, self._work(events))
         except BatonError as error:
             if not events.started:
-                if self._refusal is None:
-                    raise
-                await self._refusal(error)(scope, receive, send)
-                return
+                raise
             await _send_last(events, self._last_words(error))
 
 

@@ -13,10 +13,9 @@ from typing import cast
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded
 from baton.telemetry.logs import of_request
-from baton.telemetry.metrics import RouterMetrics
 from router.core.request import Dispatcher, GenerationRequest, OutputDelta
 from router.core.request_log import RequestLog, Show
-from router.core.request_recorder import RequestRecorder, Slo
+from router.core.request_recorder import RequestRecorder, RequestStats, Slo
 from router.core.request_span import RequestSpan
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ class Delivery:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        metrics: RouterMetrics,
+        stats: RequestStats,
         config: Config,
         clock: Callable[[], float] = time.monotonic,
         show: Show = str,
@@ -39,7 +38,7 @@ class Delivery:
         """``show`` makes text of a prompt's ids, for a log that is to have it."""
         self._log = RequestLog(config, show)
         self._dispatcher = dispatcher
-        self._metrics = metrics
+        self._stats = stats
         self._class_of = config.class_of
         self._slos = {
             c.name: Slo(config.slo_ttft_of(c.name), config.slo_tpot_s) for c in config.classes
@@ -82,7 +81,7 @@ class Delivery:
         span = RequestSpan(request, context_class, received_at)
         request = replace(request, trace=span.context)
         recorder = RequestRecorder(
-            self._metrics,
+            self._stats,
             self._slos[context_class],
             context_class,
             len(request.prompt_ids),

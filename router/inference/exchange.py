@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -13,16 +13,14 @@ from starlette.responses import JSONResponse, Response
 from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.grammars.grammar_gate import GrammarGate
-from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.access.api_keys import Caller
 from router.core.choice import Choice, choices_for
 from router.core.request import Dispatcher, GenerationRequest, OutputDelta
-from router.core.request_recorder import count_refusal
+from router.core.request_recorder import RequestStats, count_refusal
 from router.core.served_model import ServedModel
 from router.http.body import read_object
 from router.http.disconnect import unless_disconnected
-from router.http.errors import error_response
 from router.http.sse import EventStream, EventStreamResponse, encode_named
 from router.inference.delivery import Delivery, Sink
 from router.inference.request_builder import Arrival, RequestBuilder
@@ -63,18 +61,18 @@ class Exchange:
         dispatcher: Dispatcher,
         tokenizer: Tokenizer,
         model: ServedModel,
-        metrics: RouterMetrics,
+        stats: RequestStats,
         config: Config,
         access: Access,
     ) -> None:
         grammars = GrammarGate(
-            tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
+            tokenizer.grammars, stats.metrics.grammar_compile_seconds.labels(role="router").observe
         )
         self.builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
         self._access = access
-        self._metrics = metrics
+        self._metrics = stats.metrics
         self._config = config
-        self._delivery = Delivery(dispatcher, metrics, config, show=tokenizer.decode)
+        self._delivery = Delivery(dispatcher, stats, config, show=tokenizer.decode)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Raises Unauthenticated."""
@@ -111,12 +109,8 @@ class Exchange:
         arrival: Arrival,
         *,
         stream: bool,
-        refusal: Callable[[BatonError], Response] = error_response,
     ) -> Response:
-        """Generate and answer, in one piece or as it comes.
-
-        ``refusal`` answers an error before the first event of a stream.
-        """
+        """Generate and answer, in one piece or as it comes."""
         (choice,) = choices_for([built])
         if stream:
 
@@ -132,9 +126,7 @@ class Exchange:
                     await self._delivery.deliver_all([built], arrival.at, show)
                     await events.write(encode_named(answer.last_events(choice)), more=False)
 
-            return EventStreamResponse(
-                work, lambda error: encode_named(answer.failure(error)), refusal
-            )
+            return EventStreamResponse(work, lambda error: encode_named(answer.failure(error)))
 
         async def keep(_: int, delta: OutputDelta) -> None:
             choice.add(delta, keep_text=True)

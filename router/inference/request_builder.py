@@ -32,10 +32,10 @@ from router.inference.sampling_input import (
 )
 from router.text.template_process import MAX_WAIT_S
 from router.text.tokenizer import Tokenizer
-from router.tool_calls.formats.known import format_for
+from router.tool_calls.formats import format_for
 from router.tool_calls.grammar import calls_grammar, free_grammar
 from router.tool_calls.prompt import Turn, fitted, is_about_tools
-from router.tool_calls.tool import ToolUse
+from router.tool_calls.tools import ToolUse
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""

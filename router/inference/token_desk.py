@@ -11,7 +11,7 @@ from router.inference.request_builder import RequestBuilder
 from router.inference.sampling_input import check_token_ids
 from router.text.tokenizer import Tokenizer
 from router.tool_calls.prompt import Turn
-from router.tool_calls.tool import ToolUse
+from router.tool_calls.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from router.core.request import OutputDelta
 from router.http.errors import anthropic_error
 from router.inference.exchange import Event
 from router.messages.output import MessageOutput
-from router.tool_calls.format import ToolFormat
-from router.tool_calls.tool import ToolUse
+from router.tool_calls.formats import ToolFormat
+from router.tool_calls.tools import ToolUse
 
 
 class MessagesAnswer:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from baton.errors import BatonError, UnsupportedParameter
+from baton.errors import UnsupportedParameter
 from router.http.body import validate
-from router.http.errors import anthropic_error, error_response
 from router.inference.exchange import Exchange
 from router.inference.sampling_input import SamplingInput
 from router.messages.answer import MessagesAnswer
@@ -20,20 +19,13 @@ from router.messages.protocol import CountTokensRequest, MessagesRequest
 
 
 class MessagesApi:
-    """The handlers. They answer errors themselves, in their own shape."""
+    """The handlers. They raise BatonError; ``router.http.errors`` answers it."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     async def create(self, request: Request) -> Response:
         """Continue a conversation."""
-        return await _answering_errors(lambda: self._create(request))
-
-    async def count_tokens(self, request: Request) -> Response:
-        """How many tokens a conversation has as a prompt."""
-        return await _answering_errors(lambda: self._count(request))
-
-    async def _create(self, request: Request) -> Response:
         arrival_at = time.monotonic()
         exchange = self._exchange
         async with exchange.counting_refusals():
@@ -47,11 +39,10 @@ class MessagesApi:
             arrival = exchange.arrival(request, caller, answer.id, arrival_at)
             turns = message_turns(body)
             built = await exchange.builder.chat(arrival, turns, _sampling(body), body.priority, use)
-        return await exchange.respond(
-            request, answer, built, arrival, stream=bool(body.stream), refusal=_refusal
-        )
+        return await exchange.respond(request, answer, built, arrival, stream=bool(body.stream))
 
-    async def _count(self, request: Request) -> Response:
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a conversation has as a prompt."""
         exchange = self._exchange
         async with exchange.counting_refusals():
             exchange.caller(request.headers)
@@ -59,17 +50,6 @@ class MessagesApi:
             exchange.builder.check_model(body.model)
             ids = await exchange.builder.chat_ids(message_turns(body), message_tools(body))
         return JSONResponse({"input_tokens": len(ids)})
-
-
-async def _answering_errors(work: Callable[[], Awaitable[Response]]) -> Response:
-    try:
-        return await work()
-    except BatonError as error:
-        return _refusal(error)
-
-
-def _refusal(error: BatonError) -> Response:
-    return error_response(error, anthropic_error)
 
 
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:

@@ -10,8 +10,7 @@ from baton.errors import InvalidRequest, UnsupportedParameter
 from router.messages.protocol import CountTokensRequest, MessageInput
 from router.openai.conversation import calls_turn, result_turn
 from router.tool_calls.prompt import Turn
-from router.tool_calls.protocol import ToolChoice, check_name, checked_tool, use_of
-from router.tool_calls.tool import Tool, ToolUse
+from router.tool_calls.tools import Tool, ToolChoice, ToolUse, check_name, checked_tool, use_of
 
 Block = Mapping[str, Any]
 _THOUGHTS = ("thinking", "redacted_thinking")

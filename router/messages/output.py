@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from router.tool_calls.format import ToolFormat
+from router.tool_calls.formats import ToolFormat
 from router.tool_calls.pieces import Arguments, CallBegun, Content, Piece
-from router.tool_calls.tool import ToolUse
 from router.tool_calls.tool_output import ToolOutput
+from router.tool_calls.tools import ToolUse
 
 Fields = dict[str, Any]
 

@@ -16,7 +16,6 @@ from baton.config.cluster import Config
 from baton.errors import BatonError, InvalidRequest
 from baton.grammars.grammar_gate import GrammarGate
 from baton.sampling_params import SCALAR_FIELDS
-from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.access.api_keys import Caller
 from router.core.choice import Choice, choices_for
@@ -28,7 +27,7 @@ from router.core.request import (
     ShownText,
     without_answer,
 )
-from router.core.request_recorder import count_refusal
+from router.core.request_recorder import RequestStats, count_refusal
 from router.core.served_model import ServedModel
 from router.http.body import read_object, validate
 from router.http.disconnect import unless_disconnected
@@ -62,8 +61,7 @@ from router.openai.protocol import (
 from router.openai.tool_answer import ToolChatAnswer
 from router.openai.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
 from router.text.tokenizer import Tokenizer
-from router.tool_calls.protocol import tool_use
-from router.tool_calls.tool import ToolUse
+from router.tool_calls.tools import ToolUse, tool_use
 
 _SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
 
@@ -76,20 +74,20 @@ class OpenAiApi:
         dispatcher: Dispatcher,
         tokenizer: Tokenizer,
         model: ServedModel,
-        metrics: RouterMetrics,
+        stats: RequestStats,
         config: Config,
         access: Access,
     ) -> None:
         self._access = access
         self._tokenizer = tokenizer
         self._model = model
-        self._metrics = metrics
+        self._metrics = stats.metrics
         self._config = config
         grammars = GrammarGate(
-            tokenizer.grammars, metrics.grammar_compile_seconds.labels(role="router").observe
+            tokenizer.grammars, stats.metrics.grammar_compile_seconds.labels(role="router").observe
         )
         self._builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
-        self._delivery = Delivery(dispatcher, metrics, config, show=tokenizer.decode)
+        self._delivery = Delivery(dispatcher, stats, config, show=tokenizer.decode)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""

@@ -10,7 +10,7 @@ import pydantic_core
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.openai.protocol import ContentPart, Message
 from router.tool_calls.prompt import Turn
-from router.tool_calls.protocol import check_name
+from router.tool_calls.tools import check_name
 
 # `developer` is the newer name of the same thing; templates know the older one.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

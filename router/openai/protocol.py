@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from router.core.fields import Count, Int, Ints, Strings
-from router.tool_calls.protocol import MessageToolCall, MessageToolCalls, ToolDefinitions
+from router.tool_calls.tools import MessageToolCall, MessageToolCalls, ToolDefinitions
 
 
 class _Request(BaseModel):

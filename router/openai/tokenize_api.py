@@ -15,7 +15,7 @@ from router.inference.exchange import Exchange
 from router.inference.token_desk import TokenDesk
 from router.openai.conversation import openai_turns
 from router.openai.protocol import Message
-from router.tool_calls.protocol import ToolDefinitions, tool_use
+from router.tool_calls.tools import ToolDefinitions, tool_use
 
 
 class _Body(BaseModel):

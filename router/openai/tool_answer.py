@@ -12,11 +12,10 @@ from router.core.request import OutputDelta
 from router.http.sse import to_json
 from router.openai import protocol as openai_protocol
 from router.openai.answer import ChatAnswer, usage_of
-from router.tool_calls.format import ToolFormat
+from router.tool_calls.formats import ToolFormat
 from router.tool_calls.pieces import CallBegun, Content, Piece
-from router.tool_calls.protocol import CalledFunction, MessageToolCall
-from router.tool_calls.tool import ToolUse
 from router.tool_calls.tool_output import OutputCall, ToolOutput
+from router.tool_calls.tools import CalledFunction, MessageToolCall, ToolUse
 
 
 class ToolChatAnswer(ChatAnswer):

@@ -15,8 +15,8 @@ from router.core.choice import Choice
 from router.core.request import GenerationRequest, OutputDelta
 from router.inference.exchange import Event
 from router.responses.output import Fields, ResponseOutput
-from router.tool_calls.format import ToolFormat
-from router.tool_calls.tool import Tool, ToolUse
+from router.tool_calls.formats import ToolFormat
+from router.tool_calls.tools import Tool, ToolUse
 
 _OUR_FAULT = 500
 

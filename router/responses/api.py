@@ -22,8 +22,7 @@ from router.responses.protocol import ResponsesRequest
 from router.responses.text_format import format_grammar, text_format
 from router.responses.tools import response_choice, response_tools
 from router.tool_calls.prompt import Turn
-from router.tool_calls.protocol import use_of
-from router.tool_calls.tool import ToolUse
+from router.tool_calls.tools import ToolUse, use_of
 
 # Known fields that are not served, and the values of them that ask for nothing; null always does.
 _UNSERVED: dict[str, tuple[Any, ...]] = {

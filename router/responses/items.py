@@ -8,7 +8,7 @@ from typing import Any
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.openai.conversation import calls_turn, result_turn
 from router.tool_calls.prompt import Turn
-from router.tool_calls.protocol import check_name
+from router.tool_calls.tools import check_name
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = {"input_text", "output_text", "text"}

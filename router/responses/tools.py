@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
-from router.tool_calls.protocol import (
+from router.tool_calls.tools import (
     MAX_TOOLS,
+    Tool,
     ToolChoice,
     bad_choice,
     checked_tool,
     choice_mode,
 )
-from router.tool_calls.tool import Tool
 
 
 def response_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:

@@ -12,7 +12,7 @@ import heapq
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from baton.autoscaling.traffic_counts import TrafficCounts
+from baton.autoscaling.traffic import TrafficCounts
 from router.routing.cost_model import TransferCosts, mean_context
 from router.routing.policy import Decision, Policy, RouteRequest
 from router.routing.worker_table import WorkerTable

@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the text that the model was trained on."""
+"""A model's chat template: renders messages to the text form that the model was trained on."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from router.text.template_process import TemplateProcess
 from router.text.template_program import chat_environment
 
 MAX_SOURCE_CHARACTERS = 1 << 20
-"""Characters of a template."""
+"""Maximum characters of a template."""
 _MESSAGE_CHARACTERS = 64
-"""What a message costs besides its text, as characters of text."""
+"""Cost of a message besides its text, as characters of text."""
 _TOOL_VARIABLES = ("tools", "xml_tools")
-"""Names by which templates know the tools; SmolLM3's is the second."""
+"""Names of the tools in templates; SmolLM3 uses the second."""
 
 
 class ChatTemplate:
-    """A template, rendered by a process of its own. Raises ConfigError when it cannot be parsed.
+    """A template, rendered by a process of its own.
 
-    ``knows_tools``: it writes tools into the prompt. ``knows_calls``: also the calls of earlier
-    answers. ``knows_results``: it has something to do for messages of the role ``tool``.
+    ``knows_tools``: it writes tools into the prompt. ``knows_calls``: it writes the calls of
+    earlier answers. ``knows_results``: it handles messages of the role ``tool``.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None
     ) -> None:
-        """``special_tokens`` are names that templates use, such as ``bos_token``.
+        """``special_tokens``: text by the names that templates use, such as ``bos_token``.
 
         ``tool_use`` is the source of the model's other template, for conversations with tools.
+        Raises ConfigError if a template cannot be parsed.
         """
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise ConfigError(
                 f"the model's chat template has more than {MAX_SOURCE_CHARACTERS} characters"
             )
         try:
-            # It is not compiled here: jinja2 would already compute what is constant in it.
+            # It is not compiled here: jinja2 would compute its constants without bounds.
             names, texts = _mentioned(chat_environment().parse(source))
         except Exception as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
@@ -61,9 +62,9 @@ class ChatTemplate:
         return self._tool_use or self
 
     async def start(self) -> None:
-        """Start its process, which the first rendering would start otherwise.
+        """Start the process before the first rendering needs it.
 
-        Raises ConfigError when the template does not compile, BatonError.
+        Raises ConfigError if the template does not compile, BatonError if no process starts.
         """
         await asyncio.wrap_future(self._process.start())
         if self._tool_use is not None:
@@ -80,9 +81,9 @@ class ChatTemplate:
     ) -> Future[str]:
         """The prompt's text, ready for the answer; at most ``limit`` characters.
 
-        ``more`` are variables that the template may ask for; without ``generation_prompt`` the
-        assistant's turn is not begun. The future raises what that of ``TemplateProcess.render``
-        does: InvalidRequest when the template refuses the messages.
+        ``more``: further variables of the template. Without ``generation_prompt`` the text does
+        not begin the assistant's turn. The future raises the errors of ``TemplateProcess.render``:
+        InvalidRequest if the template refuses the messages.
         """
         variables: dict[str, Any] = {
             **self._special_tokens,
@@ -99,7 +100,7 @@ class ChatTemplate:
 
 
 def _mentioned(template: jinja2.nodes.Template) -> tuple[set[str], set[str]]:
-    """The variables that a template reads, and the keys and constants that stand in it."""
+    """The variables that a template reads, and the keys and constants in it."""
     names = {node.name for node in template.find_all(jinja2.nodes.Name) if node.ctx == "load"}
     texts = {node.attr for node in template.find_all(jinja2.nodes.Getattr)}
     constants = (node.value for node in template.find_all(jinja2.nodes.Const))
@@ -109,7 +110,7 @@ def _mentioned(template: jinja2.nodes.Template) -> tuple[set[str], set[str]]:
 def load_chat_template(
     folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """The template of a model's folder; None when it has none. Raises ConfigError."""
+    """The template of a model's folder; None if it has none. Raises ConfigError."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens)

@@ -1,4 +1,4 @@
-"""Token ids to text, token by token, without ever cutting a character in two."""
+"""Detokenizers: token ids to text, one token at a time, never splitting a character."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 _MAX_PENDING = 8
-"""Tokens held back while they end in half a character; a character has at most four bytes."""
+"""Maximum tokens held back that end in half a character; a character has at most four bytes."""
 
 
 class Detokenizer(Protocol):
-    """The state of one answer's text."""
+    """Detokenizes one answer."""
 
     def step(self, token_id: int) -> str:
-        """The characters that this token completes; "" while a character is incomplete."""
+        """Take a token. Returns the characters that it completes, "" if none."""
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for bytes that are no character."""
+        """Take the rest at the end: U+FFFD for bytes that are no character."""
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: a token is bytes, and text is their UTF-8 decoding."""
+    """For byte-level vocabularies: tokens are bytes, and text is their UTF-8 decoding."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -36,10 +36,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other vocabulary: decode a window of tokens and show what is new in it.
+    """For other vocabularies: decodes a window of tokens, and yields the text that is new in it.
 
     The window begins with the tokens shown last, because a decoder may treat the first token of a
-    text unlike the others (it drops a leading space, say). ``context`` is the prompt's end.
+    text in its own way: some drop a leading space. ``context`` is the prompt's end.
     """
 
     def __init__(
@@ -87,8 +87,7 @@ class WindowDetokenizer:
 
 
 class MarkerDetokenizer:
-    """Shows some special tokens, by id and text, which are else skipped: the markers of a format
-    that somebody reads out of the text."""
+    """Adds the text of some special tokens, by id: markers that a parser finds in the text."""
 
     def __init__(self, plain: Detokenizer, texts: Mapping[int, str]) -> None:
         self._plain = plain

@@ -21,13 +21,13 @@ from baton.errors import BatonError, ConfigError, DeadlineExceeded, InvalidReque
 from router.text import template_program
 
 MAX_CPU_S = 5.0
-"""CPU seconds of one rendering, or of compiling the template."""
+"""Maximum CPU seconds of one rendering, and of compiling the template."""
 MAX_MEMORY_BYTES = 1 << 30
-"""Address space of a process. Its own code takes 26 MiB, the largest body some 300."""
+"""Maximum address space of a process. Its own code uses 26 MiB, the largest body about 300."""
 MAX_WAIT_S = 30.0
-"""Seconds to wait for an answer: more than a rendering may compute, for the machine may be busy."""
+"""Maximum wait for an answer, seconds. It exceeds the CPU time: the machine may be busy."""
 SHORT_CHARACTERS = 1 << 18
-"""Conversations up to this length never wait for longer ones."""
+"""Conversations up to this many characters never wait for longer ones."""
 
 
 class TemplateProcess:
@@ -41,23 +41,23 @@ class TemplateProcess:
         self._short, self._long = _Lane(source), _Lane(source)
 
     def start(self) -> Future[None]:
-        """Compile the template. The future raises ConfigError when it does not compile."""
+        """Compile the template. The future raises ConfigError if it does not compile."""
         return self._short.start()
 
     def render(self, variables: Mapping[str, Any], limit: int, size: int) -> Future[str]:
-        """The text that the template makes of ``variables``, at most ``limit`` characters.
+        """Render the template with ``variables`` to a text of at most ``limit`` characters.
 
-        ``size``: the conversation's approximate characters. The future raises InvalidRequest when
+        ``size``: the conversation's approximate characters. The future raises InvalidRequest if
         the template refuses the variables, fails on them, or exceeds its bounds; DeadlineExceeded
-        after ``MAX_WAIT_S``; ConfigError when it does not compile; BatonError when no process can
-        be started.
+        after ``MAX_WAIT_S``; ConfigError if it does not compile; BatonError if no process can be
+        started.
         """
         lane = self._short if size <= SHORT_CHARACTERS else self._long
         return lane.render({"variables": variables, "limit": limit})
 
 
 class _Lane:
-    """One process, and the thread that waits for it; requests wait in the thread's queue."""
+    """One process and the thread that waits for it. Requests wait in the thread's queue."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -102,7 +102,7 @@ class _Lane:
                     f"the model's chat template ends its process on these messages ({error})",
                     param="messages",
                 ) from None
-            # Something outside has killed it: a new one may do it.
+            # It was killed from outside: a new process may succeed.
             answer = self._asked_again(request)
         if "refused" in answer:
             reason = f"the model's chat template refuses these messages: {answer['refused']}"
@@ -122,7 +122,7 @@ class _Lane:
 
 
 class _ChildEnded(Exception):
-    """The process has ended instead of answering; the text says how."""
+    """The process ended instead of answering; the text says how."""
 
     def __init__(self, code: int) -> None:
         by_time = code == -signal.SIGPROF
@@ -139,10 +139,10 @@ def _signal_name(code: int) -> str:
 
 
 class _Child:
-    """A process of template_program, and the socket to it."""
+    """A process of ``template_program``, and the socket to it."""
 
     def __init__(self) -> None:
-        """Raises BatonError when it cannot be started."""
+        """Start the process. Raises BatonError if it cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -167,7 +167,10 @@ class _Child:
         return self._process.poll() is not None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer. Raises _ChildEnded, or DeadlineExceeded, after which it has ended too."""
+        """Send a request, and wait for its answer.
+
+        Raises _ChildEnded, and DeadlineExceeded after killing the process.
+        """
         text = json.dumps(request, ensure_ascii=False, default=dict)
         self._socket.settimeout(MAX_WAIT_S)
         try:
@@ -187,7 +190,7 @@ class _Child:
         return answer
 
     def _code(self) -> int:
-        """How it ended: its socket is closed, which only its end does."""
+        """The exit code. The socket is closed, so the process is ending."""
         try:
             return self._process.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:

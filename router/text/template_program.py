@@ -1,7 +1,7 @@
-"""The program that renders a model's chat template, in a process that router.text.template_process
-starts. It bounds its own time and memory.
+"""The program of a chat template's process, started by router.text.template_process.
 
-It reads JSON documents from standard input, which is a socket, one a line, and answers each there:
+It bounds its own time and memory. Standard input is a socket: the program reads one JSON document a
+line, and writes one answer a line.
 
     {"source": "...", "cpu_s": 5, "memory_bytes": 9}    {"ready": true}, {"broken": "why"}
     {"variables": {...}, "limit": 9}                    {"text": "..."}, {"long": 9},

@@ -23,11 +23,11 @@ from router.text.detokenizer import (
 )
 
 _CONTEXT_TOKENS = 8
-"""Tokens of the prompt's end that decide how the answer's first token is spelled."""
+"""Tokens at the prompt's end that influence the text of the answer's first token."""
 
 
 class Tokenizer:
-    """Wraps a ``tokenizers.Tokenizer`` with what a server needs besides."""
+    """A ``tokenizers.Tokenizer`` with the model's ends of sequence, grammars and chat template."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class Tokenizer:
         vocab_size: int | None = None,
         chat_template: ChatTemplate | None = None,
     ) -> None:
-        """``vocab_size`` is the model's, where it exceeds the tokenizer's."""
+        """``vocab_size``: the model's, if it exceeds the tokenizer's."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._template = chat_template
         self.eos_ids = frozenset(eos_ids)
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
-        # Compiled here to be checked; the workers compile for themselves what they are sent.
+        # The router compiles grammars to check them; workers compile those that they receive.
         self.grammars = grammars_of(backend.to_str, self.vocab_size, sorted(self.eos_ids))
         added = backend.get_added_tokens_decoder()
         self._special = frozenset(number for number, token in added.items() if token.special)
@@ -57,7 +57,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read a model's folder. Raises ConfigError, naming the file at fault."""
+        """Read a model's folder. Raises ConfigError with the name of a bad file."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"{folder} has no tokenizer.json")
@@ -79,19 +79,19 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of ``text``. Other threads run meanwhile."""
+        """Token ids of ``text``. Releases the interpreter lock."""
         # Of the library's calls, only the batched ones release the interpreter lock.
         return tuple(
             self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         )
 
     def fewest_tokens(self, text: str) -> int:
-        """A bound from below on the tokens of ``text``, without tokenising it."""
+        """A lower bound on the tokens of ``text``, without tokenizing it."""
         return -(-len(text) // self._longest) if self._longest else 0
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """Raises InvalidRequest when the model has none."""
+        """The template. Raises InvalidRequest if the model has none."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
@@ -103,14 +103,14 @@ class Tokenizer:
         return self._template is not None
 
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """The ids of those of ``texts`` that are special tokens, by text."""
+        """Ids by text, of the ``texts`` that are special tokens."""
         ids = ((text, self._backend.token_to_id(text)) for text in texts)
         return {text: number for text, number in ids if number in self._special}
 
     async def start(self) -> None:
-        """Start what renders chats, where the model has a template.
+        """Start the chat template's process, if the model has a template.
 
-        Raises ConfigError when the template does not compile, BatonError.
+        Raises ConfigError if the template does not compile, BatonError if no process starts.
         """
         if self._template is not None:
             await self._template.start()
@@ -124,22 +124,21 @@ class Tokenizer:
         *,
         generation_prompt: bool = True,
     ) -> Future[str]:
-        """The messages as the model's text; at most ``limit`` characters.
+        """Render messages to a text of at most ``limit`` characters; see ``ChatTemplate.render``.
 
-        ``tools`` that are not None, if only for earlier calls, take the template for tools.
-        Its token ids are those of ``encode(…, add_special_tokens=False)``: the template writes
-        the special tokens. The rest is as ``ChatTemplate.render`` takes it. Raises InvalidRequest
-        when the model has no template; the future raises what that of ``ChatTemplate.render`` does.
+        ``tools`` other than None, even an empty list, select the template for tools. The template
+        writes the special tokens, so ``encode`` the text with ``add_special_tokens=False``. Raises
+        InvalidRequest if the model has no template.
         """
         template = self.chat_template if tools is None else self.chat_template.for_tools
         return template.render(messages, limit, tools, more, generation_prompt=generation_prompt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``."""
+        """Text of ``token_ids``."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def spell(self, token_id: int) -> str:
-        """A token as the vocabulary writes it; "" for an id that has no text."""
+        """A token as the vocabulary writes it; "" for an id without text."""
         return self._backend.id_to_token(token_id) or ""
 
     def detokenizer(
@@ -149,10 +148,10 @@ class Tokenizer:
         *,
         special_tokens: bool = False,
     ) -> Detokenizer:
-        """A fresh detokenizer for an answer to ``prompt_ids``.
+        """A new detokenizer for an answer to ``prompt_ids``.
 
-        ``shown_ids`` are special tokens whose text is shown nevertheless; ``special_tokens`` shows
-        that of all.
+        The text of special tokens is hidden, except for ``shown_ids``. ``special_tokens``: it is
+        shown for all of them.
         """
         plain = self._plain_detokenizer(prompt_ids, special_tokens=special_tokens)
         texts = {} if special_tokens else {token_id: self.spell(token_id) for token_id in shown_ids}
@@ -167,11 +166,11 @@ class Tokenizer:
         return WindowDetokenizer(self.decode, self._special.__contains__, context)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token has no text of its own in an answer."""
+        """Whether a token is special: it has no text in an answer."""
         return token_id in self._special
 
     def spelling(self, token_id: int) -> bytes:
-        """A token's own bytes: maybe half a character; a special token's name."""
+        """A token's bytes, perhaps half a character; of a special token, its name."""
         if token_id in self._special:
             return (self._backend.id_to_token(token_id) or "").encode()
         return self._token_bytes(token_id)
@@ -206,7 +205,7 @@ def _spell_piece(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    """The byte-level alphabet: printable Latin-1 as it is, other bytes from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
@@ -244,7 +243,7 @@ def _ids(value: int | list[int] | None) -> list[int]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The named tokens (``bos_token`` …) of a tokenizer_config.json, as text."""
+    """Text of the named tokens (``bos_token`` …) of a tokenizer_config.json."""
     tokens = {}
     for name, value in settings.items():
         content = value.get("content") if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The grammars of answers that must call tools, or may, in llguidance's Lark dialect."""
+"""Grammars of answers that must or may call tools, in llguidance's Lark dialect."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.grammar import Grammar, GrammarKind
-from router.tool_calls.format import ToolFormat
-from router.tool_calls.tool import Tool, ToolUse
+from router.tool_calls.formats import ToolFormat
+from router.tool_calls.tools import Tool, ToolUse
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write each value: a small model may else write white space for ever."""
+"""One way to write each value: a small model may otherwise write white space forever."""
 
 
 def calls_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Grammar:
-    """One call, or more where ``use`` allows that, each with arguments that fit its schema.
+    """A grammar of one call, or of several if ``use`` allows it, each fitting its tool's schema.
 
-    ``special`` gives the ids of markers that are special tokens: their text alone would be drawn
-    as other tokens, and the model would not know its own marker.
+    ``special`` gives the ids of markers that are special tokens. Their text alone would be drawn
+    as other tokens, which the model does not know as its marker.
     """
     before, between, behind = _frame(form, special)
     more = "" if use.single else f" ({between} call)*"
@@ -27,9 +27,9 @@ def calls_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) ->
 
 
 def free_grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Grammar | None:
-    """Any text; but what comes behind an opening marker is a call that fits its schema.
+    """A grammar of any text in which each opening marker begins a call that fits its schema.
 
-    None for formats in which a call may stand without its marker.
+    Returns None for formats in which a call may come without its marker.
     """
     if form.markers.bare:
         return None
@@ -77,7 +77,7 @@ def _call_rules(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> l
 
 
 def _text(text: str, special: Mapping[str, int]) -> str:
-    """A rule's part for ``text``."""
+    """The part of a rule that matches ``text``."""
     if not special:
         return json.dumps(text) if text else ""
     parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text)
@@ -85,6 +85,6 @@ def _text(text: str, special: Mapping[str, int]) -> str:
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    # What the library cannot check is refused where the client asked for strictness.
+    # With strict, a schema that llguidance cannot check in full is refused.
     style = _JSON_STYLE if tool.strict else {**_JSON_STYLE, "lenient": True}
     return {"type": "object", **tool.parameters, "x-guidance": style}

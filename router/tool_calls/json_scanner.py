@@ -1,4 +1,4 @@
-"""Follows one JSON value that comes in pieces: where it ends, and whether it is JSON (RFC 8259)."""
+"""An incremental scanner of one JSON value (RFC 8259): finds its end, or where it breaks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 WHITE = " \t\n\r"
 MAX_DEPTH = 64
-"""Lists and objects within each other; what is deeper counts as broken."""
+"""Maximum depth of nested lists and objects; a deeper value is broken."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _LITERAL = re.compile(r"[-+.0-9a-zA-Z]*")
 _LITERALS = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _MAX_LITERAL = 1024
-"""Characters of a number; what is longer counts as broken."""
+"""Maximum characters of a number; a longer one is broken."""
 
 
 class _At(enum.Enum):
@@ -30,7 +30,7 @@ class _At(enum.Enum):
 
 
 class JsonScanner:
-    """The state of one value; white space before it belongs to it."""
+    """Scans one value. White space before it belongs to it."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -49,7 +49,7 @@ class JsonScanner:
         }
 
     def take(self, text: str, start: int = 0) -> int:
-        """Follow ``text`` from ``start``: how far it belongs to the value.
+        """Scan ``text`` from ``start``. Returns the place where the value ends.
 
         The character at which a value breaks does not belong to it. A number ends with the first
         character behind it.

@@ -1,4 +1,4 @@
-"""Fits a conversation with tools to what the model's chat template knows of them."""
+"""Rewrites a conversation with tools for chat templates that know less of them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.text.chat_template import ChatTemplate
-from router.tool_calls.format import ToolFormat
-from router.tool_calls.tool import ToolUse
+from router.tool_calls.formats import ToolFormat
+from router.tool_calls.tools import ToolUse
 
 Turn = Mapping[str, Any]
-"""``role`` and ``content``; ``tool_calls`` of an assistant; ``tool_call_id`` of a tool's result."""
+"""A message: ``role``, ``content``, an assistant's ``tool_calls``, a result's ``tool_call_id``."""
 
 
 def is_about_tools(turn: Turn) -> bool:
-    """Whether it has calls, or is a call's result."""
+    """Whether ``turn`` has calls, or is a call's result."""
     return turn["role"] == "tool" or "tool_calls" in turn
 
 
 def fitted(
     turns: Sequence[Turn], use: ToolUse | None, template: ChatTemplate, form: ToolFormat
 ) -> list[Turn]:
-    """What the template does not know is written into the messages' text.
+    """Write what ``template`` does not know into the text of the messages.
 
-    Tools go into the system message, calls into the assistant's, and results, as those of Hermes
-    and Qwen do, into messages of the user.
+    Tools go into the system message, calls into the assistant's. Results go into messages of the
+    user, as the templates of Hermes and Qwen do it.
     """
     fit: list[Turn] = list(turns)
     if not template.knows_calls:

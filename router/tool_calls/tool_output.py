@@ -1,17 +1,17 @@
-"""An answer that may call tools, as it comes: content and numbered calls with ids."""
+"""A streamed answer that may call tools: its content, and its calls with their ids."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.tool_calls.format import ToolFormat
+from router.tool_calls.formats import ToolFormat
 from router.tool_calls.pieces import Arguments, CallBegun, Content, Piece, joined
-from router.tool_calls.tool import ToolUse
+from router.tool_calls.tools import ToolUse
 
 
 @dataclass(slots=True)
 class OutputCall:
-    """A call that has begun."""
+    """A call that has begun; ``arguments`` grow."""
 
     id: str
     name: str
@@ -19,7 +19,7 @@ class OutputCall:
 
 
 class ToolOutput:
-    """The state of one choice. ``calls`` and ``content`` hold what has come."""
+    """Parses one choice. ``calls`` and ``content`` hold what it has so far."""
 
     def __init__(self, form: ToolFormat, use: ToolUse) -> None:
         self._form = form
@@ -30,9 +30,9 @@ class ToolOutput:
         self.calls: list[OutputCall] = []
 
     def feed(self, text: str, *, last: bool) -> list[Piece]:
-        """What the next part of the text has told; ``last``: no more comes.
+        """Parse the next part of the text. Returns its pieces; ``last``: no more text comes.
 
-        Where only one call is wanted, further ones are dropped.
+        If the request allows one call, later ones are dropped.
         """
         pieces = self._parser.feed(text)
         if last:

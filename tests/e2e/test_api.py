@@ -249,7 +249,7 @@ def test_health_and_pages(cluster: UpProcess) -> None:
 
 def test_grpc(cluster: UpProcess, client: openai.OpenAI) -> None:
     with Client(cluster.grpc) as baton:
-        assert [model.id for model in baton.list_models()] == [cluster.model]
+        assert [model.id for model in baton.models()] == [cluster.model]
         messages = [ChatMessage(role="user", content=str(HELLO[0]["content"]))]
         sampling = SamplingParameters(temperature=0, max_tokens=24)
         responses = list(baton.generate(messages=messages, sampling=sampling))

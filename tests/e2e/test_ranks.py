@@ -17,7 +17,7 @@ import pytest
 from baton.rpc.grpc_channel import open_blocking_channel
 from baton.security.tls import PeerRole, TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc
-from deploy.workers.node_roll import NodeRoll
+from deploy.workers.node import NodeWorkers
 from tests.support.certificates import Authority
 from tests.support.e2e.answers import answer_of, end_amid_an_answer, streamed
 from tests.support.e2e.cluster import START_S, UpProcess
@@ -52,7 +52,7 @@ def cluster(model: Path) -> Iterator[UpProcess]:
 
 def rank_pids(up: UpProcess) -> dict[str, int]:
     """The process ids of workers and their other ranks, by their names."""
-    living = NodeRoll(Path(up.state.run_directory) / "workers").living()
+    living = NodeWorkers(Path(up.state.run_directory) / "workers").living()
     return {worker.slot: worker.process.pid for worker in living}
 
 

@@ -28,7 +28,7 @@ import pytest
 
 from baton.config.cluster import TlsConfig
 from baton.valkey_binary import valkey_binary
-from deploy.store.redis_users import StoreUser, url_with_certificates, user_rules
+from deploy.store.redis_access import StoreUser, url_with_certificates, user_rules
 from tests.support.machines import Machine, machines
 from tests.support.models import make_tiny_model
 from tests.support.tls_redis import PASSWORDS, PROGRAM, needs_redis

@@ -126,7 +126,7 @@ def told_by(cluster_id: str, ask: Callable[[psutil.Process], T]) -> list[T]:
 
 def guardian(cluster_id: str) -> psutil.Process:
     lines = told_by(cluster_id, lambda process: (process, process.cmdline()))
-    return next(process for process, line in lines if "deploy.launcher.reaper" in line)
+    return next(process for process, line in lines if "deploy.launcher.guardian" in line)
 
 
 def beyond_loopback(cluster_id: str) -> list[str]:

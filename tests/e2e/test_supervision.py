@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from deploy.processes.run_directory import RunDirectory
-from deploy.standby.standby import FileLock
-from deploy.supervisor.pool_keeper import SILENCE_S
-from deploy.supervisor.slot_board import TTL_S
+from deploy.supervisor.reconciler import SILENCE_S
+from deploy.supervisor.status_store import TTL_S
+from deploy.workers.standby import FileLock
 from tests.support.e2e.cluster import BATON, START_S, UpProcess, processes_of
 from tests.support.e2e.load import Load
 

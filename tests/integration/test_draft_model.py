@@ -14,7 +14,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import EngineSettings, build_engine
 from engine.local import generate
-from engine.speculation.model.model_speculation import ModelSpeculation
+from engine.speculation.model.speculation import ModelSpeculation
 from prefill_worker import handoff, role
 from tests.support.engine.drafters import FixedLength
 from tests.support.mini_cluster import MiniCluster, mini_cluster

@@ -14,7 +14,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import EngineSettings, build_engine
 from engine.local import generate
-from engine.speculation.model.model_speculation import ModelSpeculation
+from engine.speculation.model.speculation import ModelSpeculation
 from tests.support.drafter_heads import (
     make_counting_eagle,
     make_counting_medusa,

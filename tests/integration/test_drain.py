@@ -164,7 +164,7 @@ def compute_is_slow(cluster: MiniCluster) -> None:
     """So slow, by what the workers believe, that fetching pays: as with a model of some size."""
     for worker in cluster.workers.values():
         assert worker.context is not None
-        worker.context.control.prompt_pace = Pace(1e-2, 1e9)
+        worker.context.core.prompt_pace = Pace(1e-2, 1e9)
 
 
 async def test_a_drained_workers_sequences_take_their_blocks_along(

@@ -27,7 +27,7 @@ async def embedded(cluster: MiniCluster, prompts: list[tuple[int, ...]]) -> list
         cluster.dispatcher,
         cluster.tokenizer,
         ServedModel("tiny", 0, 512, SIZE),
-        cluster.metrics,
+        cluster.stats,
         cluster.config,
     )
     transport = httpx.ASGITransport(app)

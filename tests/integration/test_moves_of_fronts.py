@@ -150,7 +150,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def fronts_of(cluster: MiniCluster) -> AsyncIterator[Fronts]:
     access = Access(cluster.config, cluster.metrics)
-    parts = (cluster.dispatcher, cluster.tokenizer, MODEL, cluster.metrics, cluster.config, access)
+    parts = (cluster.dispatcher, cluster.tokenizer, MODEL, cluster.stats, cluster.config, access)
     batches, server = Batches(*parts), make_server()
     add_grpc_front(server, *parts)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -221,7 +221,7 @@ async def test_embeddings_are_computed_again_elsewhere(chat_model: Path, redis_u
         policy="round_robin",
     ) as cluster:
         app = create_app(
-            cluster.dispatcher, cluster.tokenizer, MODEL, cluster.metrics, cluster.config
+            cluster.dispatcher, cluster.tokenizer, MODEL, cluster.stats, cluster.config
         )
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(

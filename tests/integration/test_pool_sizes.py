@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from baton.store.pool_sizes import TTL_S, PoolSizes
 from baton.store.redis_client import redis_client
-from baton.store.supervision_page import supervision_key, supervision_page
-from deploy.supervisor.slot_board import SlotBoard, Supervision
+from baton.store.supervision import TTL_S, PoolSizes, supervision_key, supervision_page
+from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 
 KEY = "baton:{sizes-test}:pool-sizes"
 
@@ -39,9 +38,9 @@ async def test_a_size_that_was_lost_is_restored_and_a_newer_choice_stays(redis_u
 
 async def test_the_supervisors_page_is_found_as_long_as_it_tells(redis_url: str) -> None:
     async with redis_client(redis_url) as client:
-        board = SlotBoard(client, "page-test")
+        board = StatusStore(client, "page-test")
         assert await supervision_page(client, "page-test") is None
-        await board.write(Supervision(7, "127.0.0.1:9"))
+        await board.write(SupervisionStatus(7, "127.0.0.1:9"))
         assert await supervision_page(client, "page-test") == "127.0.0.1:9"
         for other in ('{"pid": 1}', "[]", "?"):
             await client.set(supervision_key("page-test"), other, ex=5)

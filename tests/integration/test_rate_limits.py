@@ -18,7 +18,7 @@ from baton import errors
 from baton.config.cluster import KeyConfig
 from baton.store.redis_client import redis_client
 from baton.telemetry.metrics import RouterMetrics
-from router.access import limit_scripts, rate_limits, script_queue
+from router.access import limit_scripts, rate_limits
 from router.access.access import Access
 from router.access.rate_limits import Charge, RateLimits
 from router.core.request import GenerationRequest
@@ -281,7 +281,7 @@ async def test_a_leave_whose_answer_is_lost_is_charged_once(
     limited = key(tokens_per_minute=1000, requests_per_minute=10)
     charges = [await enter(limits, limited, 100) for _ in range(2)]
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
-    answered, lost = script_queue.call_together, []
+    answered, lost = limit_scripts.call_together, []
 
     async def call(*args: Any) -> list[Any]:
         answers = await answered(*args)
@@ -309,7 +309,7 @@ async def test_a_leave_that_redis_refuses_is_logged_and_told_again(
 ) -> None:
     charge = await enter(limits, key(concurrency=1))
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
-    answered, refusals = script_queue.call_together, [redis.ResponseError("NOPERM no permission")]
+    answered, refusals = limit_scripts.call_together, [redis.ResponseError("NOPERM no permission")]
 
     async def call(*args: Any) -> list[Any]:
         return [refusals.pop()] if refusals else await answered(*args)
@@ -426,7 +426,7 @@ async def test_a_clock_that_is_set_back_refuses_no_request_for_as_long(
 @asynccontextmanager
 async def app_of(front: Front, limits: RateLimits) -> AsyncIterator[httpx.AsyncClient]:
     access = Access(front.config, front.metrics, limits)
-    app = create_app(front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    app = create_app(front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
         yield http

@@ -18,7 +18,7 @@ from engine.execution.runner import ModelRunner
 from engine.local import generate
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.ngram_drafter import NgramDrafter
+from engine.speculation.drafter import NgramDrafter
 from engine.speculation.speculation import Speculation
 from router.text.tokenizer import Tokenizer
 from tests.support.engine.drafters import WholeDrafts

@@ -76,7 +76,7 @@ async def clients_of(model: Path, redis_url: str, **changes: Any) -> AsyncIterat
     async with mini_cluster(model, redis_url, **(FIELDS | changes)) as cluster:
         access = Access(cluster.config, cluster.metrics)
         app = create_app(
-            cluster.dispatcher, cluster.tokenizer, MODEL, cluster.metrics, cluster.config, access
+            cluster.dispatcher, cluster.tokenizer, MODEL, cluster.stats, cluster.config, access
         )
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", timeout=DEADLINE_S

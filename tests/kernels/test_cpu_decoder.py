@@ -17,7 +17,7 @@ from engine.cpu import library
 from engine.cpu.decoder import CpuDecoder, cpu_decoder
 from engine.cpu.library import cpu_library
 from engine.kv.kv_cache import KvCache
-from engine.model.linear import Linear
+from engine.model.layers import Linear
 from engine.model.model import DecoderModel
 from engine.model.torch_step import TorchStepModel
 from engine.model.weights import load_weights

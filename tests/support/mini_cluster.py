@@ -33,6 +33,7 @@ from baton.valkey_binary import valkey_binary
 from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole
 from router.core.request import GenerationRequest, OutputDelta
+from router.core.request_recorder import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.text.tokenizer import Tokenizer
 from worker.following import FollowingWorker
@@ -132,9 +133,15 @@ class MiniCluster:
         self.registry = Registry(self.redis, self.cluster_id)
         self.index = PrefixIndex(self.redis, self.cluster_id)
         self.metrics = RouterMetrics(CollectorRegistry())
+        self.stats = RequestStats(self.metrics)
         self.tokenizer = Tokenizer.load(model)
         self.dispatcher = ClusterDispatcher(
-            config, self.tokenizer, self.metrics, self.registry, self.index
+            config,
+            self.tokenizer,
+            self.metrics,
+            self.stats.traffic.counts,
+            self.registry,
+            self.index,
         )
         self.workers: dict[str, WorkerProcess] = {}
         self._ranks: list[threading.Thread] = []

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from deploy.processes.ports import free_port
-from deploy.store.redis_users import STORE_USERS, StoreUser, user_rules
+from deploy.store.redis_access import STORE_USERS, StoreUser, user_rules
 from tests.support.certificates import Authority
 
 DEADLINE_S = 60.0

@@ -1,7 +1,7 @@
 """How many prompt tokens a step may compute beside sequences that decode: what their SLO leaves.
 
 Predicted by the calibrated costs, each times how much longer steps have taken than predicted: a
-step shares its host with others. Plain Python; owned by the control loop.
+step shares its host with others. Plain Python; owned by the engine core.
 """
 
 from __future__ import annotations

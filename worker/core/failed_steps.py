@@ -6,7 +6,7 @@ them have a request in common: routers place such a request again, until it has 
 A step that was planned before the failure was known does not count either: it lacks what the failed
 one should have brought.
 
-Pure. Owned by the control loop.
+Pure. Owned by the engine core.
 """
 
 from __future__ import annotations

@@ -1,28 +1,94 @@
-"""Keeps a worker's metrics up to date. Label sets are resolved once."""
+"""A worker's metrics: counts of sequences and blocks, and how well steps use the device.
+
+Label sets are resolved once for each role. Written on the event loop; prometheus-client's own locks
+guard the readers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
 
-from baton.store.redis_calls import RedisCalls
-from baton.telemetry.metrics import WorkerMetrics
-from engine.roofline.roofline import Work
+from baton.store.redis_client import RedisCalls
+from baton.telemetry.worker_metrics import WorkerMetrics
+from engine.checkpoint.model_config import ModelConfig
+from engine.roofline import Ceilings, Roof, Storage, Work, step_work
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 
 _BLOCK_STATES = ("free", "used", "cached", "quarantined")
+_NO_WORK = Work(0.0, 0.0, 0.0)
+
+
+class UtilizationMeter:
+    """Work of a worker's steps, against the ceilings of its device.
+
+    See ``engine/roofline.py``. Drafts that a step checked are not counted: they are the
+    price of its tokens, not their work. Plain Python.
+    """
+
+    def __init__(self, config: ModelConfig, storage: Storage, ceilings: Ceilings | None) -> None:
+        """``ceilings``: None where they are not known."""
+        self._config = config
+        self._storage = storage
+        self._ceilings = ceilings
+        self._work = _NO_WORK
+        self._seconds = 0.0
+
+    def observe(self, plan: StepPlan, seconds: float) -> Work:
+        """A step has ended after ``seconds``. Returns its work."""
+        work = step_work(self._config, self._storage, plan.rows)
+        self._work += work
+        self._seconds += seconds
+        return work
+
+    def take(self) -> tuple[float, float] | None:
+        """(MFU, MBU) of the steps since the last call, while they ran; zeros where there were none.
+
+        None where the ceilings are not known.
+        """
+        work, seconds = self._work, self._seconds
+        self._work, self._seconds = _NO_WORK, 0.0
+        if self._ceilings is None:
+            return None
+        if seconds <= 0.0:
+            return 0.0, 0.0
+        roof = Roof(work, self._ceilings, seconds)
+        return roof.mfu, roof.mbu
 
 
 class WorkerGauges:
-    """Written by the control loop; prometheus-client's own locks guard the readers."""
+    """See the module's text."""
 
     def __init__(
-        self, metrics: WorkerMetrics, worker: str, role: str, price_per_hour: float = 0.0
+        self,
+        metrics: WorkerMetrics,
+        worker: str,
+        role: str,
+        price_per_hour: float = 0.0,
+        meter: UtilizationMeter | None = None,
     ) -> None:
-        """``price_per_hour``: what the worker costs, in whatever currency; 0: not known."""
-        labels = {"worker": worker, "role": role}
+        """``price_per_hour``: price of the worker, in any currency; 0: not known.
+
+        ``meter``: None for an engine without weights, whose steps have no known work.
+        """
         self._metrics = metrics
+        self._worker = worker
+        self._price_per_hour = price_per_hour
+        self._meter = meter
+        self._preempted: int | None = None
+        self._known_pairs: set[tuple[str, str, str]] = set()
+        self._drafted = metrics.drafted_tokens
+        self._accepted = metrics.accepted_tokens
+        self._staging = metrics.transfer_staging
+        self._pairs = metrics.transfer_pairs
+        self._in_flight = metrics.transfer_in_flight.labels(worker=worker)
+        self._label(role)
+
+    def _label(self, role: str) -> None:
+        metrics, worker = self._metrics, self._worker
+        labels = {"worker": worker, "role": role}
         self._labels = (worker, role)
         self._running = metrics.sequences.labels(**labels, state="running")
         self._waiting = metrics.sequences.labels(**labels, state="waiting")
@@ -32,14 +98,6 @@ class WorkerGauges:
         self._preemptions = metrics.preemptions.labels(**labels)
         self._queue = metrics.queue_seconds.labels(role=role)
         self._step = metrics.step_seconds.labels(**labels)
-        self._drafted = metrics.drafted_tokens
-        self._accepted = metrics.accepted_tokens
-        self._preempted: int | None = None
-        self._worker = worker
-        self._known_pairs: set[tuple[str, str, str]] = set()
-        self._staging = metrics.transfer_staging
-        self._pairs = metrics.transfer_pairs
-        self._in_flight = metrics.transfer_in_flight.labels(worker=worker)
         self._operations = metrics.model_operations.labels(**labels)
         self._memory_bytes = metrics.model_memory_bytes.labels(**labels)
         self._index_pending = metrics.index_pending_blocks.labels(**labels)
@@ -47,11 +105,15 @@ class WorkerGauges:
         self._loop_lag = metrics.event_loop_lag_seconds.labels(role)
         self.registry_calls: RedisCalls = metrics.redis_calls(role, "registry_put")
         self.index_calls: RedisCalls = metrics.redis_calls(role, "index_publish")
-        if price_per_hour:
-            metrics.worker_price_per_hour.labels(**labels).set(price_per_hour)
+        if self._price_per_hour:
+            metrics.worker_price_per_hour.labels(**labels).set(self._price_per_hour)
 
-    def retire(self) -> None:
-        """The worker plays this role no longer: what it has now is shown under another one."""
+    def change_role(self, role: str) -> None:
+        """Show all under another role from now on, and nothing current under the present one."""
+        self._retire()
+        self._label(role)
+
+    def _retire(self) -> None:
         for state in ("running", "waiting"):
             self._metrics.sequences.remove(*self._labels, state)
         for state in _BLOCK_STATES:
@@ -108,20 +170,25 @@ class WorkerGauges:
         """A sequence has waited this long for its first step."""
         self._queue.observe(seconds)
 
-    def step(self, seconds: float, computed_prompt_tokens: int) -> None:
+    def step(self, plan: StepPlan, result: StepResult, computed_prompt_tokens: int) -> None:
         """A step has ended."""
-        self._step.observe(seconds)
+        self._step.observe(result.seconds)
         self._computed.inc(computed_prompt_tokens)
+        if self._meter is not None:
+            work = self._meter.observe(plan, result.seconds)
+            self._operations.inc(work.operations)
+            self._memory_bytes.inc(work.bytes)
 
-    def worked(self, work: Work) -> None:
-        """What a step did at least."""
-        self._operations.inc(work.operations)
-        self._memory_bytes.inc(work.bytes)
+    def show_utilization(self) -> None:
+        """Utilization of the device by the steps since the last call, where its peaks are known.
 
-    def utilization(self, mfu: float, mbu: float) -> None:
-        """Of the steps since the last heartbeat, while they ran."""
-        self._metrics.model_flops_utilization.labels(*self._labels).set(mfu)
-        self._metrics.model_bandwidth_utilization.labels(*self._labels).set(mbu)
+        To be called every ``heartbeat_s``.
+        """
+        found = None if self._meter is None else self._meter.take()
+        if found is not None:
+            mfu, mbu = found
+            self._metrics.model_flops_utilization.labels(*self._labels).set(mfu)
+            self._metrics.model_bandwidth_utilization.labels(*self._labels).set(mbu)
 
     def index_told(self, pending_blocks: int, lag_s: float) -> None:
         """What the prefix index does not know yet, and since when."""

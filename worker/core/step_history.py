@@ -2,7 +2,7 @@
 
 Where drafts were right a step brings a sequence several tokens. What a router wants to know is the
 time from one token to the next, so the milliseconds are those of as many tokens as there were
-sequences: of one token each. Plain Python; owned by the control loop.
+sequences: of one token each. Plain Python; owned by the engine core.
 """
 
 from __future__ import annotations

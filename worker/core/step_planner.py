@@ -1,13 +1,13 @@
 """When the next step may be planned, and how many prompt tokens it may compute.
 
-The part of the control loop that needs neither a thread nor an event loop. Plain Python; owned by
-the control loop.
+The part of the engine core that needs neither a thread nor an event loop. Plain Python; owned by
+the engine core.
 """
 
 from __future__ import annotations
 
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import ReturnsHere, Scheduler
 from worker.core.chunk_slack import ChunkSlack
 from worker.core.step_history import MeanStep, StepHistory
 
@@ -18,14 +18,23 @@ _DEPTH = 2
 class StepPlanner:
     """See the module's text."""
 
-    def __init__(self, scheduler: Scheduler, slack: ChunkSlack | None, *, is_cpu: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        slack: ChunkSlack | None,
+        *,
+        is_cpu: bool,
+        returns_here: ReturnsHere | None = None,
+    ) -> None:
         """``slack`` bounds the prompt tokens of a step in which others decode; without it nothing
 
         but the step's own limits does. ``is_cpu``: whether steps are computed on a CPU.
+        ``returns_here`` is as ``Scheduler.schedule`` takes it.
         """
         self._scheduler = scheduler
         self._slack = slack
         self._is_cpu = is_cpu
+        self._returns_here = returns_here
         self._history = StepHistory()
         self._last_plan: StepPlan | None = None
 
@@ -33,7 +42,7 @@ class StepPlanner:
         """The next step, None where it is not its time yet or nothing is to be computed."""
         if not self._may_plan():
             return None
-        plan = self._scheduler.schedule(self._max_prompt_tokens())
+        plan = self._scheduler.schedule(self._max_prompt_tokens(), self._returns_here)
         if plan is not None:
             self._last_plan = plan
         return plan

@@ -45,7 +45,7 @@ class DeviceWatch:
     A fault stays unseen until the next CUDA call, and an idle worker makes none. The thread records
     an event on a stream of its own twice a second, and waits for that: two cheap calls, which give
     the error of any earlier call of the process. It neither waits for steps nor holds them up. A
-    device that does not answer blocks this thread alone; see ``worker.core.control_loop`` for that.
+    device that does not answer blocks this thread alone; see ``worker.core.engine_core`` for that.
     """
 
     def __init__(self, device: torch.device, fail: Fail, look_s: float = LOOK_S) -> None:

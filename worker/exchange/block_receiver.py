@@ -16,7 +16,7 @@ from typing import Protocol
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.request import Geometry
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.share_layout import ShareLayout, shares_to
@@ -28,14 +28,8 @@ NO_TRANSPORT = "none"
 """Counts as the transport of a ticket that ended before a byte of it came."""
 
 
-class TicketListener(Protocol):
-    """Whoever waits for a ticket."""
-
-    def completed(self, ticket: Ticket) -> None:
-        """Every byte of an open ticket is in place."""
-
-    def released(self, ticket: Ticket, error: BatonError) -> None:
-        """A ticket has ended before its commit, and why."""
+OnReleased = Callable[[Ticket, BatonError], None]
+"""Gets a ticket that has ended before its commit, and why."""
 
 
 class TicketRanks(Protocol):
@@ -88,7 +82,7 @@ class BlockReceiver(TicketReceiver):
         ``worker``: the slot's name, as metrics have it. ``clock``: see ``TicketReceiver``.
         """
         super().__init__(clock)
-        self.listeners: list[TicketListener] = []
+        self._listeners: dict[object, OnReleased] = {}
         self.pool = pool
         self._metrics = metrics
         self.block_bytes = block_bytes
@@ -99,6 +93,19 @@ class BlockReceiver(TicketReceiver):
         self._opening: dict[str, _Opening] = {}
         self._completing: dict[str, asyncio.Future[None]] = {}
         """Of tickets for whose last bytes somebody waits."""
+
+    def subscribe(self, on_released: OnReleased) -> Callable[[], None]:
+        """Call ``on_released`` for each ticket that ends before its commit.
+
+        Returns what ends the subscription; idempotent.
+        """
+        subscription = object()
+        self._listeners[subscription] = on_released
+
+        def unsubscribe() -> None:
+            self._listeners.pop(subscription, None)
+
+        return unsubscribe
 
     def promise(
         self,
@@ -166,10 +173,14 @@ class BlockReceiver(TicketReceiver):
     def whole(self, ticket_id: str) -> asyncio.Future[None] | None:
         """Done once every byte is in place on all ranks; fails with what ends the ticket.
 
-        None: it is. Raises TicketEnded for one that there is not.
+        None: it is. Raises TicketEnded for one that is unknown or has ended. Shield it where the
+        caller may be cancelled: others may wait for the same one.
         """
-        if self.book.get(ticket_id).is_complete:
+        ticket = self.book.get(ticket_id)
+        if ticket.is_complete:
             return None
+        if not ticket.is_open:
+            raise TicketEnded(f"ticket {ticket_id} has ended")
         whole = self._completing.get(ticket_id)
         if whole is None:
             whole = self._completing[ticket_id] = asyncio.get_running_loop().create_future()
@@ -193,8 +204,6 @@ class BlockReceiver(TicketReceiver):
             whole = self._completing.pop(ticket.ticket_id, None)
             if whole is not None and not whole.done():
                 whole.set_result(None)
-            for listener in self.listeners:
-                listener.completed(ticket)
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
         """Bytes were damaged, or did not come: the ticket ends."""
@@ -357,8 +366,8 @@ class BlockReceiver(TicketReceiver):
             self.pool.release(ticket.missing)
             self.book.drop(ticket)
         self._count(ticket, outcome)
-        for listener in self.listeners:
-            listener.released(ticket, error)
+        for on_released in list(self._listeners.values()):
+            on_released(ticket, error)
 
     def _count(self, ticket: Ticket, outcome: str) -> str:
         transport = self._transports.pop(ticket.ticket_id, NO_TRANSPORT)

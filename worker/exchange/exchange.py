@@ -60,7 +60,7 @@ class Exchange:
         self._address = ""
         self.receiver = receiver
         self.inbound = Inbound(identity, transports, receiver, limits)
-        receiver.listeners.append(self.inbound)
+        receiver.subscribe(self.inbound.released)
         self._transports = transports
         self._tls = tls
         self._pool = receiver.pool

@@ -37,7 +37,7 @@ class OutboundPairs:
     ) -> None:
         """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels.
 
-        ``clock`` is that of peers' silence, in seconds; see ``baton.liveness.listening_clock``.
+        ``clock`` is that of peers' silence, in seconds; see ``baton.liveness.listening``.
         """
         self._clock = clock
         self._identity = identity

@@ -20,7 +20,7 @@ import grpc.aio
 
 from baton.errors import BatonError, HandoffError, Unavailable, WorkerFailed
 from baton.host.background import end_tasks
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.rpc import convert
 from baton.rpc.grpc_channel import listen, make_server, open_channel
 from baton.rpc.grpc_errors import grpc_boundary

@@ -17,7 +17,7 @@ class TicketReceiver:
     """The shared part of ``kvtransfer.pairs.inbound.TicketKeeper``."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` is that of leases, in seconds; see ``baton.liveness.listening_clock``."""
+        """``clock`` is that of leases, in seconds; see ``baton.liveness.listening``."""
         self.clock = clock
         self.book = TicketBook()
         self._transports: dict[str, str] = {}

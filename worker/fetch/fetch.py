@@ -4,7 +4,7 @@
     RESERVED, RECEIVING ─holder gone, refused, too slow, damaged, aborted→ RELEASED
 
 The states are those of ``kvtransfer.tickets.ticket``: here the reader's own. Whatever goes wrong
-costs time, never the request: the blocks are computed then. Owned by the control loop.
+costs time, never the request: the blocks are computed then. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Fetcher:
             return None
         transport = self._exchange.inbound.pairs().get(holder, "")
         count = len(missing) * self._receiver.block_bytes
-        compute_s = len(missing) * size * self._context.control.prompt_pace.unit_s
+        compute_s = len(missing) * size * self._context.core.prompt_pace.unit_s
         now = time.monotonic()
         if not self._estimates.pays(holder, transport, count, compute_s, now):
             return None

@@ -2,7 +2,7 @@
 
     built ─start→ running ─stop→ stopped
 
-Owned by the control loop, which asks it before and after it plans a step.
+Owned by the engine core, which calls it before and after it schedules steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from baton.config.cluster import MIB, Config
 from baton.host.background import end_tasks
 from baton.host.cache import cache_dir
-from baton.telemetry.metrics import TierSeries, WorkerMetrics
+from baton.telemetry.worker_metrics import TierSeries, WorkerMetrics
 from engine.engine import Engine
 from engine.scheduling.block_tier import BlockTier
 from engine.scheduling.block_tiers import BlockTiers
@@ -73,15 +73,13 @@ class KvTiers:
         *,
         worker: str,
         role: str,
-        pump: Callable[[], None],
         estimates: TierEstimates | None = None,
     ) -> None:
-        """Call it on the control loop. ``storages`` are ``make_storages``'; there is at least one.
+        """Call it on the event loop. ``storages`` are ``make_storages``'; there is at least one.
 
-        ``memories`` gives the pool's blocks, to one thread at a time each. ``pump`` plans steps.
+        ``memories`` gives the pool's blocks, to one thread at a time each.
         """
         self._scheduler = engine.scheduler
-        self._pump = pump
         self._storages = {name: storage for name, (_, storage) in storages.items()}
         self.tiers = BlockTiers(
             engine.pool, [BlockTier(name, slots) for name, (slots, _) in storages.items()]
@@ -104,7 +102,6 @@ class KvTiers:
             estimates=estimates or TierEstimates(storages),
             series=series,
         )
-        engine.scheduler.stays = self.loader.returns_sooner
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -133,10 +130,13 @@ class KvTiers:
         """Blocks that can be found in each tier."""
         return {tier.name: len(tier) for tier in self.tiers.tiers}
 
-    # What the control loop asks
+    # The engine core's calls
 
-    def before_plan(self) -> None:
-        """Begin to bring back the first in line, if it lost its blocks and they are in a tier."""
+    def before_schedule(self, schedule: Callable[[], None]) -> None:
+        """Begin to bring back the first in line, if it lost its blocks and they are in a tier.
+
+        ``schedule`` schedules steps once they are back; it is not called in here.
+        """
         waiting = self._scheduler.waiting
         first = waiting[0] if waiting else None
         if first is None or not first.preempted or first.returning:
@@ -144,18 +144,18 @@ class KvTiers:
         if first.block_table or first.in_flight or not self.loader.may_return(first):
             return
         first.returning = True
-        task = asyncio.create_task(self._bring_back(first), name="tier-return")
+        task = asyncio.create_task(self._bring_back(first, schedule), name="tier-return")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _bring_back(self, sequence: Sequence) -> None:
+    async def _bring_back(self, sequence: Sequence, schedule: Callable[[], None]) -> None:
         try:
             await self.loader.bring_back(sequence)
         finally:
             sequence.returning = False
-            self._pump()
+            schedule()
 
-    def after_plan(self) -> None:
+    def after_schedule(self) -> None:
         """Blocks may have become idle; tell the metrics."""
         self.spiller.wake()
         for tier in self.tiers.tiers:

@@ -22,7 +22,7 @@ from functools import partial
 
 from baton.errors import ChecksumMismatch
 from baton.hashing import last_hashes
-from baton.telemetry.metrics import TierSeries
+from baton.telemetry.worker_metrics import TierSeries
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_tiers import BlockTiers, Found
 from engine.scheduling.scheduler import Scheduler

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from baton.errors import ChecksumMismatch
-from baton.telemetry.metrics import TierSeries
+from baton.telemetry.worker_metrics import TierSeries
 from engine.scheduling.block_tiers import BlockTiers, Spill
 from kvtransfer.memory import copying
 from kvtransfer.memory.memory import BlockMemory

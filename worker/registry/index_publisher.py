@@ -37,7 +37,7 @@ class HeldBlocks(Protocol):
 
 
 class IndexPublisher:
-    """Owned by the control loop. Redis may be away: what has changed meanwhile is told later."""
+    """Owned by the event loop. Redis may be away: what has changed meanwhile is told later."""
 
     def __init__(self, index: PrefixIndex, pool: HeldBlocks, incarnation: str) -> None:
         self._index = index

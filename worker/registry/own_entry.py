@@ -11,7 +11,7 @@ attempt, and they accept only its tokens. What peers promised to this life has e
 leases. Messages for another incarnation are refused. And where all stood still, the registry as
 well, no process has acted.
 
-Owned by the control loop.
+Owned by the event loop.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 
 class OwnLease:
-    """Owned by the control loop, which calls ``beat`` every quarter of a heartbeat or so."""
+    """Owned by the event loop, which calls ``beat`` every quarter of a heartbeat or so."""
 
     def __init__(self, ttl_s: float, heartbeat_s: float) -> None:
         """``ttl_s`` is how long an entry lives that is not renewed."""

@@ -99,7 +99,7 @@ def chat(
         clear_errors(),
         Client(address, api_key, tls=files) as client,
     ):
-        model = client.list_models()[0]
+        model = client.models()[0]
         most = max_tokens or max(1, min(MAX_TOKENS, model.context_length // 2))
         sampling = SamplingParameters(max_tokens=most, temperature=temperature, seed=seed)
         conversation = Chat(client, sampling)
@@ -130,16 +130,21 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _converse(chat: Chat, console: Console, where: str) -> None:
-    from deploy.cli.client import chat_input  # noqa: PLC0415
-    from deploy.cli.client.chat_terminal import ChatTerminal  # noqa: PLC0415
+    from deploy.cli.client.chat_terminal import (  # noqa: PLC0415
+        ChatTerminal,
+        QuestionInput,
+        history_file,
+        keys_held_back,
+        open_history,
+    )
 
-    history = chat_input.open_history(chat_input.history_file())
-    with chat_input.keys_held_back():
+    history = open_history(history_file())
+    with keys_held_back():
         console.print(where, style="bold", markup=False, highlight=False)
         console.print(
             "/help lists the commands. Ctrl-D ends the conversation.", style="dim", highlight=False
         )
-        ChatTerminal(chat, chat_input.QuestionInput(history), console, complain).run()
+        ChatTerminal(chat, QuestionInput(history), console, complain).run()
 
 
 def _converse_plainly(chat: Chat) -> None:

@@ -1,18 +1,22 @@
-"""Which cluster a command acts on.
+"""Which cluster a command acts on, what a shell completes, and confirmation before a change.
 
-1. ``--cluster ID`` or ``--http HOST:PORT`` names it.
+1. ``--cluster ID`` or ``--http HOST:PORT`` names the cluster.
 2. Otherwise it is the only cluster that this user runs on this machine, from whatever terminal it
    was started.
 3. Of several, none is taken: the error lists them.
-4. If there is none, a command that only reads asks the default address, and says so, as `chat` and
-   `bench` do. A command that changes something fails, and so does `batch`.
+4. If there is none, a command that only reads queries the default address, and says so, as `chat`
+   and `bench` do. A command that changes something fails, and so does `batch`.
+
+Completion reads the clusters' state files and uses no network. So it does not know the workers of
+other machines, and it never fails.
 """
 
 from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -21,12 +25,78 @@ from urllib.parse import urlsplit
 
 import typer
 
-from deploy.cli.operate.completion import cluster_ids
 from deploy.cli.options.command_line import CONNECTION, DEFAULT_HTTP, fail, say
 from deploy.cli.options.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from deploy.processes.cluster_state import ClusterState
+
+_LOOPBACK = {"localhost": frozenset({"localhost", "127.0.0.1", "::1"})}
+_ROUTER = "router"
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would happen, and change nothing.")
+]
+
+
+def cluster_ids(incomplete: str) -> list[tuple[str, str]]:
+    """Ids, each with its model and address."""
+    return [
+        (one.cluster_id, f"{one.model} at {one.http}")
+        for one in _clusters()
+        if one.cluster_id.startswith(incomplete)
+    ]
+
+
+def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The workers of the selected cluster."""
+    return [
+        name
+        for name in _names(ctx)
+        if _pool_of(name) not in ("", _ROUTER) and name.startswith(incomplete)
+    ]
+
+
+def worker_and_router_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The workers and the routers of the selected cluster."""
+    names = [name for name in _names(ctx) if _pool_of(name) or name == _ROUTER]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def pool_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The pools that have a worker on this machine."""
+    pools = {_pool_of(name) for name in _names(ctx)} - {"", _ROUTER}
+    return sorted(name for name in pools if name.startswith(incomplete))
+
+
+def _names(ctx: typer.Context) -> list[str]:
+    """Of processes."""
+    cluster_id, http = ctx.params.get("cluster"), ctx.params.get("http")
+    return sorted(
+        {
+            name
+            for one in _clusters()
+            if cluster_id in (None, one.cluster_id)
+            if http is None or any(is_same_address(http, at) for at in (one.http, one.operators))
+            for name in one.processes
+        }
+    )
+
+
+def _pool_of(name: str) -> str:
+    """Of a worker's slot, such as decode-0: the pool; empty for a process without a number."""
+    pool, _, number = name.rpartition("-")
+    return pool if number.isdecimal() else ""
+
+
+def _clusters() -> Iterator[ClusterState]:
+    try:
+        from deploy.processes.cluster_state import running_clusters  # noqa: PLC0415
+
+        yield from running_clusters()
+    except Exception:
+        return
+
 
 ClusterId = Annotated[
     str | None,
@@ -38,9 +108,6 @@ ClusterId = Annotated[
         autocompletion=cluster_ids,
     ),
 ]
-
-
-_LOOPBACK = {"localhost": frozenset({"localhost", "127.0.0.1", "::1"})}
 
 
 class NoChoice(Exception):
@@ -256,3 +323,25 @@ def _user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"uid {uid}"
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Return if the user agrees; otherwise end the command with ``ExitCode.REFUSED``.
+
+    ``question`` has no question mark. Without a terminal, a script must give ``yes``.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        fail(
+            f"not confirmed: {question}",
+            "there is no terminal to ask on, so nothing was changed: give --yes",
+            code=ExitCode.REFUSED,
+        )
+    try:
+        agreed = typer.confirm(f"{question}?", err=True)
+    except typer.Abort:
+        typer.echo(err=True)
+        agreed = False
+    if not agreed:
+        fail("not confirmed: nothing was changed", code=ExitCode.REFUSED)

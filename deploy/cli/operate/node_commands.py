@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.operate.confirmation import DryRun, Yes, confirm
+from deploy.cli.operate.cluster_selection import DryRun, Yes, confirm
 from deploy.cli.options.command_line import (
     DEFAULT_GRPC,
     DEFAULT_HTTP,
@@ -77,7 +77,7 @@ def join(
     from rich.console import Console  # noqa: PLC0415
 
     from baton.config.cluster import split_host_port  # noqa: PLC0415
-    from deploy.node.joiner import run_node  # noqa: PLC0415
+    from deploy.launcher.node_agent import run_node  # noqa: PLC0415
     from deploy.processes.progress import Progress  # noqa: PLC0415
 
     to = address or os.environ.get("RAY_ADDRESS", "")
@@ -113,8 +113,8 @@ def leave(
     The command waits until they have exited. Ray starts no other workers on the node. If there are
     no workers, nothing happens.
     """
-    from deploy.node.node_leave import leave as leave_node  # noqa: PLC0415
-    from deploy.node.node_leave import node_rolls, workers_by_cluster  # noqa: PLC0415
+    from deploy.launcher.node_agent import leave as leave_node  # noqa: PLC0415
+    from deploy.launcher.node_agent import node_rolls, workers_by_cluster  # noqa: PLC0415
 
     rolls = node_rolls()
     workers = workers_by_cluster(rolls)
@@ -177,8 +177,8 @@ def router(
         export BATON_CLUSTER_ID=blue
         baton router --model Qwen/Qwen3-0.6B --redis-url redis://10.0.0.1:6379
     """
-    from deploy.cli.operate.router_command import serve_router  # noqa: PLC0415
     from deploy.cli.options.api_key_file import requiring, taken_from_environment  # noqa: PLC0415
+    from deploy.launcher.router_process import serve_router  # noqa: PLC0415
 
     keys = taken_from_environment()
     settings = load(

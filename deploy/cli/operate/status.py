@@ -20,8 +20,8 @@ from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
 from deploy.cli.options.command_line import not_a_router
 from deploy.processes.cluster_state import ClusterState
-from deploy.supervisor.pool_keeper import SlotState
-from deploy.supervisor.slot_board import SlotBoard, Supervision
+from deploy.supervisor.reconciler import SlotState
+from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 
 _DEADLINE_S = 5.0
 _UNKNOWN = "-"
@@ -233,14 +233,14 @@ def pairs_table(status: Status) -> Table:
     return drawn
 
 
-def supervisor_line(supervision: Supervision | None) -> str:
+def supervisor_line(supervision: SupervisionStatus | None) -> str:
     """Whether anybody replaces the dead."""
     if supervision is None:
         return "away: workers serve on, and none that dies is replaced until it is back"
     return f"process {supervision.pid}, metrics at {supervision.metrics_address}"
 
 
-def slots_of(supervision: Supervision | None) -> tuple[SlotRow, ...]:
+def slots_of(supervision: SupervisionStatus | None) -> tuple[SlotRow, ...]:
     """The slots as the supervisor told of them last, by name."""
     told = {} if supervision is None else supervision.slots
     return tuple(
@@ -309,7 +309,7 @@ def _error_text(answer: httpx.Response) -> str:
         return f"HTTP {answer.status_code}"
 
 
-def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], Supervision | None] | None:
+def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], SupervisionStatus | None] | None:
     """None when Redis does not answer: the router's page will do."""
     try:
         return asyncio.run(_read(cluster))
@@ -317,7 +317,7 @@ def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], Supervision | Non
         return None
 
 
-async def _read(cluster: ClusterState) -> tuple[list[WorkerRecord], Supervision | None]:
+async def _read(cluster: ClusterState) -> tuple[list[WorkerRecord], SupervisionStatus | None]:
     async with asyncio.timeout(_DEADLINE_S), redis_client(cluster.redis_url) as client:
         records = await Registry(client, cluster.cluster_id).all()
-        return list(records.values()), await SlotBoard(client, cluster.cluster_id).read()
+        return list(records.values()), await StatusStore(client, cluster.cluster_id).read()

@@ -49,8 +49,8 @@ def status(
     url = tls.url_of(chosen.http, chosen.cluster, operators=True)
     files = tls.files(chosen.cluster, chosen.http or "")
     if watch:
-        from deploy.cli.operate.watch_command import watch as watch_router  # noqa: PLC0415
-        from deploy.cli.operate.watch_command import watch_json  # noqa: PLC0415
+        from deploy.cli.operate.watch import watch as watch_router  # noqa: PLC0415
+        from deploy.cli.operate.watch import watch_json  # noqa: PLC0415
 
         with clear_ends():
             if output == "json":

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli.operate.cluster_selection import ClusterId, Target, target
-from deploy.cli.operate.completion import pool_names, worker_and_router_names, worker_names
-from deploy.cli.operate.confirmation import DryRun, Yes, confirm
+from deploy.cli.operate.cluster_selection import (
+    ClusterId,
+    DryRun,
+    Target,
+    Yes,
+    confirm,
+    pool_names,
+    target,
+    worker_and_router_names,
+    worker_names,
+)
 from deploy.cli.operate.operator_client import ClusterFacts, OperatorClient, WorkerFacts
 from deploy.cli.options.choices import Role
 from deploy.cli.options.command_line import CONNECTION, MAX_WORKERS, Http, fail

@@ -1,30 +1,34 @@
 """An EAGLE-3 head guesses what the model will say, token by token: chains, no trees.
 
 A row of the head is a token and the feature of the token before it
-(engine/speculation/heads/eagle_model.py); the
-keys and values of a token's row lie in the token's own slot. So what a full block holds depends on
-the block's tokens and those before them alone, and can be shared like the model's part. Of the
-first token, and of one whose predecessor's feature is not here (it was computed elsewhere, or came
-from the prefix cache), the row has zeros for the feature: one row of many, and one step without a
-draft after a handoff.
+(engine/speculation/heads/eagle_model.py); the keys and values of a token's row lie in the token's
+own slot. So what a full block holds depends on the block's tokens and those before them alone, and
+can be shared like the model's part. Of the first token, and of one whose predecessor's feature is
+not here (it was computed elsewhere, or came from the prefix cache), the row has zeros for the
+feature: one row of many, and one step without a draft after a handoff.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from engine.cpu.decoder import CpuDecoder
 from engine.sampling.sampling import SampleRow, draw_of
 from engine.scheduling.plan import PlanRow
-from engine.speculation.heads.draft_draws import DraftDraws
 from engine.speculation.heads.eagle_model import EagleModel
-from engine.speculation.model.filled_slots import FilledSlots
-from engine.speculation.model_drafter import ComputedRow, DraftQuery
+from engine.speculation.model_drafter import (
+    CachedDrafter,
+    ComputedRow,
+    DraftDraws,
+    DraftQuery,
+    FilledSlots,
+    Sampler,
+    part_of,
+)
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
-from engine.step.step import CoreShare, StepInput, StepModel
+from engine.step.step import StepInput, StepModel
 
 _MAX_WAITING = 16
 """Tokens of a sequence whose rows may wait until it drafts: so many cost little more than one."""
@@ -61,8 +65,8 @@ class _Part:
     token_ids: list[int]
 
 
-class EagleDrafter:
-    """Implements ``engine.speculation.model_drafter.ModelDrafter``. Owned by the engine thread."""
+class EagleDrafter(CachedDrafter):
+    """Implements ``ModelDrafter``. Owned by the engine thread."""
 
     name = "eagle"
     max_tokens = MAX_DRAFT_TOKENS
@@ -72,17 +76,14 @@ class EagleDrafter:
         model: EagleModel,
         steps: StepModel,
         filled: FilledSlots,
-        sampler: Callable[[torch.Tensor, list[SampleRow]], list[int]],
+        sampler: Sampler,
     ) -> None:
         """``steps`` computes the head over the cache's group ``drafter``; ``filled`` is of that."""
+        super().__init__(steps, filled)
         self._model = model
-        self._steps = steps
-        self._filled = filled
         self._draws = DraftDraws(model.token_ids, model.config.vocab_size, sampler)
         self._shape = (len(model.feature_layers), model.target_hidden_size)
         self._waiting: dict[int, _Waiting] = {}
-        self._done: dict[int, int] = {}
-        """Of each sequence: so many of its tokens' rows are known to be filled."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -95,13 +96,13 @@ class EagleDrafter:
         waiting = self._waiting.get(query.row.sequence_id)
         if waiting is None or waiting.end != last:
             return None
-        filled = self._filled_of(query.row, last)
+        filled = self._filled.count(query.row, last)
         return None if self._missing(query.row, filled) > _MAX_MISSING else last - filled
 
     def catch_up(self, query: DraftQuery, most: int) -> None:
         """See ``ModelDrafter``."""
         row = query.row
-        start = self._filled_of(row, row.start)
+        start = self._filled.count(row, row.start)
         end = min(start + most, row.start)
         self._take_in([_part(row, query.known.token_ids, start, end)])
 
@@ -110,7 +111,7 @@ class EagleDrafter:
         parts = []
         for query in queries:
             row, tokens = query.row, query.known.token_ids
-            parts.append(_part(row, tokens, self._filled_of(row, row.start), row.start + 1))
+            parts.append(_part(row, tokens, self._filled.count(row, row.start), row.start + 1))
         states: torch.Tensor | None = self._states(parts)
         features: torch.Tensor | None = None
         drafts: list[list[int]] = [[] for _ in queries]
@@ -135,7 +136,7 @@ class EagleDrafter:
             if len(on) < len(features):
                 features = features[on]
             parts = [
-                _Part(_rows(queries[n].row, queries[n].row.start + length, 1), drafts[n][-1:])
+                _Part(part_of(queries[n].row, queries[n].row.start + length, 1), drafts[n][-1:])
                 for n in going
             ]
         return drafts
@@ -151,10 +152,6 @@ class EagleDrafter:
             return self._draws.named(found.best), behind
         assert found.logits is not None, "a step gives the one or the other"
         return self._draws.draw(found.logits, draws), behind
-
-    def begin(self, rows: Sequence[PlanRow]) -> None:
-        """See ``ModelDrafter``."""
-        self._filled.spoil(rows)
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
@@ -174,7 +171,7 @@ class EagleDrafter:
                 self._fill(row, row.start, row.start + 1)
             end = row.start + found.right
             self._keep(row, hidden[found.first : found.first + found.right])
-            start = self._filled_of(row, end)
+            start = self._filled.count(row, end)
             if self._missing(row, start) > _MAX_MISSING:
                 # The last one is what a row behind it needs.
                 self._forget_before(row.sequence_id, end - 1)
@@ -234,30 +231,13 @@ class EagleDrafter:
             self._waiting[sequence_id] = _Waiting(position, [kept])
 
     def _fill(self, row: PlanRow, start: int, end: int) -> None:
-        self._filled.fill(row.block_table, start, end)
-        self._done[row.sequence_id] = end
+        self._filled.fill(row, start, end)
         self._forget_before(row.sequence_id, end - 1)
-
-    def _filled_of(self, row: PlanRow, tokens: int) -> int:
-        """How many of a sequence's first ``tokens`` tokens are taken in."""
-        known = min(tokens, self._done.get(row.sequence_id, 0))
-        found = self._filled.count(row.block_table, tokens, known)
-        self._done[row.sequence_id] = found
-        return found
 
     def forget(self, sequence_id: int) -> None:
         """See ``ModelDrafter``."""
+        super().forget(sequence_id)
         self._waiting.pop(sequence_id, None)
-        self._done.pop(sequence_id, None)
-
-    def use_threads(self, threads: int) -> None:
-        """See ``ModelDrafter``."""
-        self._steps.use_threads(threads)
-
-    def share_cores(self, share: CoreShare) -> None:
-        """See ``ModelDrafter``."""
-        if isinstance(self._steps, CpuDecoder):
-            self._steps.share_cores(share)
 
 
 def _is_chunk(found: ComputedRow) -> bool:
@@ -282,12 +262,7 @@ def _step(
 
 
 def _part(row: PlanRow, tokens: Sequence[int], start: int, end: int) -> _Part:
-    return _Part(_rows(row, start, end - start), list(tokens[start:end]))
-
-
-def _rows(row: PlanRow, start: int, count: int) -> PlanRow:
-    """Some tokens of a row's sequence."""
-    return PlanRow(row.sequence_id, start, count, row.block_table, True)
+    return _Part(part_of(row, start, end - start), list(tokens[start:end]))
 
 
 def _last_places(parts: Iterable[_Part]) -> list[int]:

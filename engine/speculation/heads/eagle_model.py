@@ -14,11 +14,13 @@ import torch
 
 from baton.errors import ConfigError
 from engine.kv.kv_cache import KvGroup
-from engine.model.mlp import GatedMlp
+from engine.model.layers import GatedMlp
 from engine.model.model import Batch, DecoderModel, Layer
 from engine.model.named_tensors import Matrix, NamedTensors
 from engine.model.rope import rope_table
+from engine.model.torch_step import TorchStepModel
 from engine.speculation.heads.eagle_config import FEATURE_LAYERS, EagleConfig
+from engine.step.step import StepInput, StepOutput
 
 _LAYERS = ("midlayer", "layers.0", "model.layers.0")
 """What the names of the layer's tensors begin with: as published, and as some convert it."""
@@ -149,3 +151,28 @@ def _token_ids(config: EagleConfig, weights: Mapping[str, Matrix]) -> torch.Tens
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab:
         raise ConfigError("the EAGLE-3 head's d2t names tokens that the target does not have")
     return token_ids
+
+
+class EagleTorchStep(TorchStepModel):
+    """The reference implementation of ``engine.step.step.StepModel`` for a head.
+
+    It takes ``StepInput.features`` or ``states``; its ``hidden`` is what its one layer puts out.
+    """
+
+    def __init__(self, model: EagleModel, cache: KvGroup, device: torch.device) -> None:
+        super().__init__(model, cache, device)
+        self._eagle = model
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> StepOutput:
+        assert step.hidden_layers in ((), (1,))
+        features = step.features
+        if features is None:
+            assert step.states is not None
+            features = self._eagle.features(step.states)
+        found = self._eagle.outputs(self._batch(step), features, self._cache, self._layer_done)
+        hidden = found[:, None] if step.hidden_layers else None
+        logits = self._eagle.logits(found[step.outputs])
+        if step.greedy:
+            return StepOutput(logits.argmax(dim=-1).tolist(), None, hidden)
+        return StepOutput(None, logits, hidden)

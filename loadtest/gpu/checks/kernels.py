@@ -11,7 +11,6 @@ import torch
 from engine.checkpoint.rope_spec import RopeSpec
 from engine.gpu.draws import GREEDY, Draw, keep_allowed
 from engine.gpu.kernels.activation import gated, gated_reference
-from engine.gpu.kernels.attention.mask import forbid, forbid_reference
 from engine.gpu.kernels.block_pack import pack_blocks, pack_blocks_reference, unpack_blocks
 from engine.gpu.kernels.embedding import embed, known_tokens
 from engine.gpu.kernels.kv_blocks import KvBlocks, dequantise, quantise
@@ -24,7 +23,7 @@ from engine.gpu.kernels.linear.quantized import (
 )
 from engine.gpu.kernels.norm import add_norm, add_norm_reference
 from engine.gpu.kernels.rope_cache import rope_cache, rope_cache_reference
-from engine.gpu.kernels.sample import draw, draw_reference
+from engine.gpu.kernels.sample import draw, draw_reference, forbid, forbid_reference
 from engine.model.rope import rope_table
 from engine.quantization.weight import KINDS, QuantKind
 from engine.sampling.grammar_state import pack

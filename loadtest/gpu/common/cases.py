@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.quantization.weight import QuantKind
-from engine.roofline.roofline import Storage, Work, step_work
+from engine.roofline import Storage, Work, step_work
 from engine.scheduling.plan import PlanRow
 from loadtest.gpu.common.shapes import SHAPES, miniature
 

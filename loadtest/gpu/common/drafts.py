@@ -21,7 +21,6 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.execution.runner import Ending, ModelRunner
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.fused_weights import gpu_weights
-from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import OverlapSpeculation, make_overlap_speculation
 from engine.kv.kv_cache import KvCache
@@ -30,9 +29,9 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence as EngineSequence
-from engine.speculation.draft_costs import DraftCosts
-from engine.speculation.draft_length import MAX_IN_A_STEP, DraftLength, Proposal
+from engine.speculation.costs import DraftCosts, OverlapCosts
 from engine.speculation.drafter import Draft, Drafter
+from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 from loadtest.gpu.common.models import random_model
 from loadtest.gpu.common.place import Place

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import triton
 
-from engine.roofline.ceilings import measure_ceilings
+from engine.roofline import measure_ceilings
 from loadtest.gpu.common.place import Place
 from loadtest.gpu.common.results import Fact, Item
 

@@ -25,7 +25,7 @@ from engine.gpu.kernels.rope_cache import rope_cache
 from engine.gpu.kernels.sample import draw
 from engine.model.rope import rope_table
 from engine.quantization.weight import DEFAULT_GROUP, QuantizedWeight, QuantKind
-from engine.roofline.ceilings import best_elapsed
+from engine.roofline import best_elapsed
 from loadtest.gpu.common.cases import (
     BLOCK,
     ChunkAttention,

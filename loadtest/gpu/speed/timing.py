@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.roofline.ceilings import elapsed
+from engine.roofline import elapsed
 from loadtest.gpu.common.place import Place
 from loadtest.gpu.common.results import Timing
 

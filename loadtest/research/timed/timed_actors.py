@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deploy.supervisor.supervisor_actor import SupervisorActor
-from deploy.workers.actor import WorkerActor
+from deploy.workers.worker_actor import WorkerActor
 from deploy.workers.worker_process import worker_settings
 
 if TYPE_CHECKING:
     from deploy.workers.actor_settings import ActorSettings
-    from deploy.workers.node_share import NodeShare
+    from deploy.workers.node import NodeShare
     from worker.process import WorkerProcess
 
 

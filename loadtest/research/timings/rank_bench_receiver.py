@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from baton.errors import BatonError
 from baton.request import Geometry
 from baton.rpc.grpc_channel import make_server
 from baton.v1 import transfer_pb2_grpc
@@ -54,16 +53,6 @@ class _Tickets:
         self._receiver = receiver
         self._writer = writer
         self._count = 0
-        self._changed = asyncio.Event()
-        receiver.listeners.append(self)
-
-    def completed(self, ticket: Ticket) -> None:
-        """See ``TicketListener``."""
-        self._changed.set()
-
-    def released(self, ticket: Ticket, error: BatonError) -> None:
-        """See ``TicketListener``."""
-        self._changed.set()
 
     async def answer(self, question: Fields) -> Fields:
         """``{"promise": [blocks, …], "writer": …}``, then ``{"commit": [ticket, …], …}``."""
@@ -95,10 +84,11 @@ class _Tickets:
         )
 
     async def _complete(self, ticket_ids: Sequence[str]) -> None:
-        """Wait until they are. Raises TicketEnded where one has ended."""
-        while not all(self._receiver.book.get(each).is_complete for each in ticket_ids):
-            self._changed.clear()
-            await self._changed.wait()
+        """Wait until they are. Raises BatonError where one has ended."""
+        for each in ticket_ids:
+            whole = self._receiver.whole(each)
+            if whole is not None:
+                await asyncio.shield(whole)
 
 
 if __name__ == "__main__":

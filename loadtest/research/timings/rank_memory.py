@@ -23,7 +23,7 @@ import torch
 
 from engine.checkpoint.model_config import ModelConfig, load_model_config
 from engine.model.weights import load_weights
-from engine.parallel.model_share import share_of
+from engine.parallel.shard import share_of
 from engine.parallel.weight_slices import WeightSlices
 
 _MIB = 1 << 20

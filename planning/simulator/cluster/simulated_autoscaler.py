@@ -13,8 +13,7 @@ from dataclasses import replace
 from baton.autoscaling.autoscaler import Autoscaler, Bounds, ChangeRole
 from baton.autoscaling.cluster_figures import ClusterFigures, WorkerFigures, WorkerState
 from baton.autoscaling.demand import DemandReader
-from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
-from baton.autoscaling.traffic_flow import TrafficFlow
+from baton.autoscaling.traffic import RouterTraffic, TrafficCounts, TrafficTracker
 from baton.config.cluster import Config, Role
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.role_change import RoleChange
@@ -55,7 +54,7 @@ class SimulatedAutoscaler:
         )
         pools: dict[Role, str] = {"prefill": "prefill", "decode": "decode"}
         self._autoscaler = Autoscaler(config.autoscaler, bounds, pools)
-        self._flow = TrafficFlow()
+        self._flow = TrafficTracker()
         self._demand = DemandReader(config.slo_tpot_s)
         self._looks = 0
         self._turning = 0
@@ -78,7 +77,7 @@ class SimulatedAutoscaler:
 
     def _figures(self, now: float) -> ClusterFigures:
         self._looks += 1
-        told = ToldTraffic(self._looks, self._router.traffic.counts.since(TrafficCounts()))
+        told = RouterTraffic(self._looks, self._router.traffic.counts.since(TrafficCounts()))
         traffic = self._flow.look({"router": told}, now)
         records = [self._router.record(worker) for worker in self._workers.values()]
         figures = tuple(

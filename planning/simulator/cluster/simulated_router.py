@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from baton.autoscaling.traffic_meter import TrafficMeter
+from baton.autoscaling.traffic import TrafficMeter
 from baton.config.cluster import DEFAULT_TENANT, Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.request import Geometry

@@ -46,10 +46,10 @@ PUBLISH_S = 0.05
 class WorkerListener(Protocol):
     """Whoever handles what runs on a worker."""
 
-    def on_step(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
         """A step that was not leapt over has ended."""
 
-    def on_expired(self, worker: SimulatedWorker, sequences: list[EngineSequence]) -> None:
+    def on_expire(self, worker: SimulatedWorker, sequences: list[EngineSequence]) -> None:
         """These sequences' deadlines have passed; they have ended."""
 
 
@@ -218,7 +218,7 @@ class SimulatedWorker:
             rest = (*self.scheduler.waiting, *self.scheduler.running)
             self._deadline = min((s.deadline for s in rest), default=math.inf)
             if expired:
-                self._listener.on_expired(self, expired)
+                self._listener.on_expire(self, expired)
         while (plan := self._planner.next_plan()) is not None:
             self._plans.append((plan, self._leapt_ever))
             if len(self._plans) == 1:
@@ -351,9 +351,9 @@ class SimulatedWorker:
         for update in updates:
             if update.token_ids:
                 _owner(update.sequence).took_token(self.number, step)
-        # As in ``worker.core.control_loop``: planned first, then told.
+        # As in ``worker.core.engine_core``: planned first, then told.
         self.settle()
-        self._listener.on_step(self, updates)
+        self._listener.on_emit(self, updates)
         self.catch_up()
         self.settle()
 

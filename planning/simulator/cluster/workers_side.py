@@ -233,7 +233,7 @@ class WorkersSide:
 
     # What steps bring
 
-    def on_step(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
         """See ``WorkerListener``."""
         for update in updates:
             attempt = self._attempts.get(update.sequence)
@@ -359,7 +359,7 @@ class WorkersSide:
 
     # Ends before their time
 
-    def on_expired(self, worker: SimulatedWorker, sequences: list[Sequence]) -> None:
+    def on_expire(self, worker: SimulatedWorker, sequences: list[Sequence]) -> None:
         """See ``WorkerListener``."""
         for sequence in sequences:
             attempt = self._attempts.pop(sequence, None)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from baton.autoscaling.traffic import TrafficCounts
 from baton.config.cluster import Config, PoolConfig, Role
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
@@ -102,6 +103,7 @@ class Company:
             config,
             Tokenizer.load(self._model),
             metrics,
+            TrafficCounts(),
             Registry(redis, self._cluster_id),
             PrefixIndex(redis, self._cluster_id),
         )

@@ -254,7 +254,7 @@ def _report(process: WorkerProcess) -> dict[str, Any]:
         "total": context.engine.pool.total,
         "tickets": len(context.exchange.receiver.book),
         "in_flight_bytes": context.exchange.in_flight_bytes,
-        "is_idle": context.control.scheduler.is_idle() and context.exchange.is_idle(),
+        "is_idle": context.core.scheduler.is_idle() and context.exchange.is_idle(),
     }
 
 

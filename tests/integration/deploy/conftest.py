@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.launcher.reaper import sweep
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
+from deploy.launcher.guardian import sweep
+from deploy.processes.run_directory import ClusterMark, RunDirectory
 
 
 @pytest.fixture

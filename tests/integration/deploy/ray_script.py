@@ -18,10 +18,9 @@ import grpc
 import psutil
 
 from baton.config.cluster import load_config
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
+from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.ray.ray_cluster import RayCluster
-from deploy.workers.rank_group_places import WORKER_RESOURCE
+from deploy.workers.ranks import WORKER_RESOURCE
 
 DEADLINE_S = 180.0
 MAX_STARTS = 8
@@ -35,19 +34,18 @@ class Echo:
         return os.getpid(), os.environ.get("BATON_CLUSTER_ID", "")
 
     def ask_for_standby(self) -> None:
-        from deploy.standby.standby import StandbyPlace  # noqa: PLC0415
-        from deploy.standby.standby_keeper import ask_for_standby  # noqa: PLC0415
+        from deploy.workers.standby import StandbyPlace, ask_for_standby  # noqa: PLC0415
 
         ask_for_standby(StandbyPlace.own())
 
     def somebody_stands_by(self) -> bool:
-        from deploy.standby.standby import StandbyPlace  # noqa: PLC0415
+        from deploy.workers.standby import StandbyPlace  # noqa: PLC0415
 
         return StandbyPlace.own().lock.is_held()
 
     def take(self) -> bool:
         """Whether what a worker needs was there before."""
-        from deploy.standby.standby import take_here  # noqa: PLC0415
+        from deploy.workers.standby import take_here  # noqa: PLC0415
 
         take_here()
         return "worker.process" in sys.modules

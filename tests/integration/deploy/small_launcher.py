@@ -8,8 +8,7 @@ from pathlib import Path
 
 from deploy.launcher.guardian import Guardian
 from deploy.processes.child import Child
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
+from deploy.processes.run_directory import ClusterMark, RunDirectory
 
 TREE = Path(__file__).with_name("stubborn_tree.py")
 

@@ -20,17 +20,16 @@ import psutil
 
 from baton.config.cluster import PoolConfig, load_config
 from baton.store.redis_client import redis_client
-from deploy.processes.cluster_mark import RUN_VARIABLE, ClusterMark
 from deploy.processes.process_identity import ProcessIdentity
-from deploy.processes.run_directory import RunDirectory
+from deploy.processes.run_directory import RUN_VARIABLE, ClusterMark, RunDirectory
 from deploy.ray.ray_cluster import RayCluster
-from deploy.supervisor.pool_keeper import Phase
-from deploy.supervisor.slot_board import SlotBoard, SlotNews, Supervision
+from deploy.supervisor.reconciler import Phase
+from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
 from deploy.supervisor.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
-from deploy.workers.actor import Answer
+from deploy.workers.actor_process import RayPlace
 from deploy.workers.actor_settings import ActorSettings
-from deploy.workers.ray_place import RayPlace
 from deploy.workers.ray_worker import place
+from deploy.workers.worker_actor import PingReply
 
 DEADLINE_S = 250.0
 NODE_SCRIPT = str(Path(__file__).with_name("node_script.py"))
@@ -54,7 +53,7 @@ class LightWorker:
         }
 
     def ping(self, unlisted_s: float) -> str:
-        return Answer.SERVING.value
+        return PingReply.SERVING.value
 
 
 class LightSupervisor(SupervisorActor):
@@ -114,20 +113,20 @@ class Stage:
     def broken(self, slot: str) -> Path:
         return self.run.log(slot).with_suffix(".broken")
 
-    async def until(self, holds: Callable[[Supervision], bool]) -> Supervision:
+    async def until(self, holds: Callable[[SupervisionStatus], bool]) -> SupervisionStatus:
         """What is told, once it is as it should be."""
         async with redis_client(self.redis_url) as client:
-            board = SlotBoard(client, self.mark.cluster_id)
+            board = StatusStore(client, self.mark.cluster_id)
             while True:
                 told = await board.read()
                 if told is not None and holds(told):
                     return told
                 await asyncio.sleep(0.05)
 
-    async def until_running(self, slot: str, but: int = 0) -> SlotNews:
+    async def until_running(self, slot: str, but: int = 0) -> SlotStatus:
         """Until a life with another process id than ``but`` serves."""
 
-        def holds(told: Supervision) -> bool:
+        def holds(told: SupervisionStatus) -> bool:
             news = told.slots.get(slot)
             return (
                 news is not None and news.state.phase is Phase.RUNNING and news.pid not in (0, but)
@@ -135,7 +134,7 @@ class Stage:
 
         return (await self.until(holds)).slots[slot]
 
-    def pids(self, told: Supervision) -> dict[str, int]:
+    def pids(self, told: SupervisionStatus) -> dict[str, int]:
         return {slot: news.pid for slot, news in told.slots.items()}
 
 

@@ -133,7 +133,7 @@ def test_a_question_that_is_too_long_alone_fails_and_nothing_is_forgotten() -> N
 
 
 def test_models_are_listed(client: Client) -> None:
-    assert [model.id for model in client.list_models()] == ["parrot"]
+    assert [model.id for model in client.models()] == ["parrot"]
 
 
 def test_one_input_is_needed(client: Client) -> None:
@@ -146,7 +146,7 @@ def test_one_input_is_needed(client: Client) -> None:
 def test_nobody_there_is_unavailable() -> None:
     address = f"127.0.0.1:{free_port()}"
     with Client(address) as client, pytest.raises(Unavailable, match=address):
-        client.list_models(deadline_s=DEADLINE_S)
+        client.models(deadline_s=DEADLINE_S)
 
 
 def test_errors_of_the_router_keep_their_meaning(client: Client) -> None:

@@ -12,14 +12,16 @@ import pytest
 from baton.config.cluster import Config, PoolConfig
 from baton.errors import BatonError
 from baton.store.redis_client import redis_client
-from deploy.launcher.launcher_claim import (
+from deploy.processes import launcher_lease as lease_module
+from deploy.processes.launcher_lease import (
     OF_LAUNCHERS,
     OF_ROUTERS,
+    TTL_S,
     LauncherClaim,
+    LauncherLease,
+    lease_lost,
     what_workers_are_told,
 )
-from deploy.processes import launcher_lease as lease_module
-from deploy.processes.launcher_lease import TTL_S, LauncherLease, lease_lost
 
 
 async def test_one_launcher_has_it_at_a_time(

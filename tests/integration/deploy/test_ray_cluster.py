@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
+from deploy.processes.run_directory import ClusterMark, RunDirectory
 
 SCRIPT = str(Path(__file__).with_name("ray_script.py"))
 DEADLINE_S = 200.0

@@ -15,22 +15,20 @@ import redis
 import redis.asyncio
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaling.traffic_board import TrafficBoard
-from baton.autoscaling.traffic_counts import ToldTraffic, TrafficCounts
+from baton.autoscaling.traffic import RouterTraffic, TrafficCounts
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config, KeyConfig, TlsConfig
 from baton.security.tls import TlsFiles
-from baton.store.pool_sizes import PoolSizes
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
-from baton.store.supervision_page import supervision_page
+from baton.store.supervision import PoolSizes, supervision_page
 from baton.telemetry.metrics import RouterMetrics
 from deploy.launcher.cluster_keys import forget_cluster
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
-from deploy.store.redis_users import STORE_USERS, StoreUser, store_url, url_with_user
+from deploy.processes.run_directory import ClusterMark, RunDirectory
+from deploy.store.redis_access import STORE_USERS, StoreUser, store_url, url_with_user
 from deploy.store.valkey import EmbeddedValkey
-from deploy.supervisor.slot_board import SlotBoard, Supervision
+from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 from router.access.rate_limits import RateLimits
 from tests.integration.test_redis import record_of
 from tests.support.certificates import Authority
@@ -65,15 +63,15 @@ async def work_as_a_cluster(url_of: Callable[[StoreUser], str]) -> None:
     ):
         await _work(worker)
         await _route(router)
-        board = SlotBoard(supervisor, ID)
-        await board.write(Supervision(1, "127.0.0.1:1"))
+        board = StatusStore(supervisor, ID)
+        await board.write(SupervisionStatus(1, "127.0.0.1:1"))
         assert await supervision_page(router, ID) == "127.0.0.1:1"
         assert await board.read() is not None
         assert await PoolSizes(supervisor, ID).read() == {"decode": 3}
         assert set(await Registry(supervisor, ID).all()) == {"w:1"}
         assert "w:1" in await Registry(supervisor, ID).leases()
-        assert set(await TrafficBoard(supervisor, ID).read()) == {"router-1"}
-        await TrafficBoard(supervisor, ID).remove(["nobody"])
+        assert set(await TrafficStore(supervisor, ID).read()) == {"router-1"}
+        await TrafficStore(supervisor, ID).remove(["nobody"])
 
 
 async def _work(client: redis.asyncio.Redis) -> None:
@@ -96,7 +94,7 @@ async def _route(client: redis.asyncio.Redis) -> None:
     assert (await index.size()).blocks == 20
     await index.collect("w:2")
     await registry.forget("w:2")
-    await TrafficBoard(client, ID).write("router-1", ToldTraffic(1, TrafficCounts()))
+    await TrafficStore(client, ID).write("router-1", RouterTraffic(1, TrafficCounts()))
     await PoolSizes(client, ID).write("decode", 3)
     limits = RateLimits(client, ID, RouterMetrics(CollectorRegistry()))
     key = KeyConfig(name="k", requests_per_minute=9, tokens_per_minute=999, concurrency=3)

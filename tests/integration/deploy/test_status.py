@@ -23,13 +23,13 @@ from deploy.cli.operate.status import (
     table,
 )
 from deploy.launcher.announcement import announcement
-from deploy.launcher.restarts import Restarts
+from deploy.launcher.part_watch import Restarts
 from deploy.processes import cluster_state
 from deploy.processes.cluster_state import ClusterState, running_clusters
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.run_directory import RunDirectory
-from deploy.supervisor.pool_keeper import Phase, SlotState
-from deploy.supervisor.slot_board import TTL_S, SlotBoard, SlotNews, Supervision
+from deploy.supervisor.reconciler import Phase, SlotState
+from deploy.supervisor.status_store import TTL_S, SlotStatus, StatusStore, SupervisionStatus
 
 PAGE = """\
 # TYPE baton_sequences gauge
@@ -95,9 +95,9 @@ def test_workers_are_read_from_the_registry() -> None:
     assert rows_from_registry([record]) == (expected,)
 
 
-def told(phase: Phase, wait_s: float = 0.0) -> Supervision:
+def told(phase: Phase, wait_s: float = 0.0) -> SupervisionStatus:
     state = SlotState(phase, deaths=6, last_error="[no] memory", wait_s=wait_s)
-    return Supervision(7, "127.0.0.1:9", {"decode-0": SlotNews(state, 8, "here")})
+    return SupervisionStatus(7, "127.0.0.1:9", {"decode-0": SlotStatus(state, 8, "here")})
 
 
 def test_slots_are_shown_as_the_supervisor_tells_of_them() -> None:
@@ -113,7 +113,7 @@ def test_slots_are_shown_as_the_supervisor_tells_of_them() -> None:
 
 async def test_what_the_supervisor_tells_comes_back_from_redis_and_goes(redis_url: str) -> None:
     async with redis_client(redis_url) as client:
-        board = SlotBoard(client, "board-test")
+        board = StatusStore(client, "board-test")
         assert await board.read() is None
         news = replace(told(Phase.BACKING_OFF, 2.0), autoscaler="prefill has 1 and needs 0.4")
         await board.write(news)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
+from deploy.processes.run_directory import ClusterMark, RunDirectory
 
 SCRIPT = str(Path(__file__).with_name("supervisor_script.py"))
 DEADLINE_S = 280.0

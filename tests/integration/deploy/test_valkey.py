@@ -8,9 +8,8 @@ import pytest
 import redis
 
 from baton.store.redis_client import redis_client
-from deploy.processes.cluster_mark import ClusterMark
-from deploy.processes.run_directory import RunDirectory
-from deploy.store.own_redis import check_redis
+from deploy.processes.run_directory import ClusterMark, RunDirectory
+from deploy.store.redis_access import check_redis
 from deploy.store.valkey import REST_BYTES, EmbeddedValkey
 
 DEADLINE_S = 60.0

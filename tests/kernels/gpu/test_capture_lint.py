@@ -36,7 +36,7 @@ def test_experts_one_after_another_wait_for_their_counts(case: Watched) -> None:
     found = captured(case)
     assert {violation.op for violation in found.violations} == {"aten::_local_scalar_dense"}
     (where,) = {violation.where for violation in found.violations}
-    assert where.startswith("engine/gpu/mixture.py")
+    assert where.startswith("engine/gpu/forward.py")
     assert where.endswith("mix_separate")
 
 

@@ -16,7 +16,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.engine import EngineSettings, build_engine
 from engine.gpu.memory_plan import MemoryPlan, StepLimits, memory_plan
 from engine.model.weights import load_weights
-from engine.quantization.native import CONFIG, native_tensors
+from engine.quantization.formats import NATIVE_CONFIG, native_tensors
 from engine.quantization.weight import quantize
 from engine.scheduling.scheduler_limits import SCORED_TOKENS
 from tests.kernels.gpu.fake.device import CUDA, FakeGpu, fake_gpu
@@ -48,7 +48,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
         else:
             stored[name] = weight
     save_file(stored, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": CONFIG}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = NATIVE_CONFIG
     (folder / "config.json").write_text(json.dumps(config))
     return EngineSettings(folder, device="cuda:0", gpu_memory_fraction=FRACTION)
 

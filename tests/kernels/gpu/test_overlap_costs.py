@@ -7,10 +7,9 @@ from random import Random
 
 import pytest
 
-from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.speculation import OverlapSpeculation
 from engine.scheduling.plan import PlanRow
-from engine.speculation.draft_costs import DraftCosts
+from engine.speculation.costs import DraftCosts, OverlapCosts
 from engine.speculation.drafter import Draft
 from engine.speculation.speculation import DraftedRow, kept_tokens
 from tests.support.engine.drafters import known_as

@@ -20,7 +20,6 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.execution.runner import Ending
-from engine.gpu.overlap_costs import OverlapCosts
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import (
     OverlapSpeculation,
@@ -32,6 +31,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as EngineSequence
+from engine.speculation.costs import OverlapCosts
 from engine.speculation.drafter import Draft, Drafter
 from engine.speculation.speculation import MAX_DRAFT_TOKENS, DraftedRow
 from tests.kernels.gpu.torch_steps import TorchSteps

@@ -8,8 +8,7 @@ import torch
 
 from engine.gpu.decoder import Masks, StartedStep
 from engine.gpu.draws import Draw, keep_allowed
-from engine.gpu.kernels.attention.mask import forbid_reference
-from engine.gpu.kernels.sample import draw_reference
+from engine.gpu.kernels.sample import draw_reference, forbid_reference
 from engine.step.step import StepInput, StepModel, StepOutput
 
 

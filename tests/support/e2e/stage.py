@@ -62,7 +62,7 @@ async def console_stage(model: Path, redis_url: str, **config: Any) -> AsyncIter
         access = Access(cluster.config, cluster.metrics)
         console = ConsoleApi(
             cluster.dispatcher,
-            cluster.metrics,
+            cluster.stats,
             cluster.config,
             MODEL,
             access,
@@ -72,7 +72,7 @@ async def console_stage(model: Path, redis_url: str, **config: Any) -> AsyncIter
             cluster.dispatcher,
             cluster.tokenizer,
             ServedModel(MODEL, 0, 512, 16),
-            cluster.metrics,
+            cluster.stats,
             cluster.config,
             access,
             more=(console,),

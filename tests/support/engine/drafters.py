@@ -7,9 +7,9 @@ from random import Random
 
 from baton.sampling_params import SamplingParams
 from engine.scheduling.known_sequence import KnownSequence
-from engine.speculation.draft_length import DraftLength, Proposal
 from engine.speculation.drafter import Draft
-from engine.speculation.model.model_draft_length import Candidate, ModelDraftLength
+from engine.speculation.length import DraftLength, Proposal
+from engine.speculation.model.length import Candidate, ModelDraftLength
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 
 

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.model.linear import Linear
-from engine.model.mlp import GatedMlp
+from engine.model.layers import GatedMlp, Linear
 from engine.model.model import DecoderModel, Layer
 from engine.quantization.weight import QuantizedWeight, dequantize
 

@@ -26,11 +26,12 @@ from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from baton.telemetry.metrics import RouterMetrics
 from router.core.request import GenerationRequest, OutputDelta
+from router.core.request_recorder import RequestStats
 from router.core.served_model import ServedModel
 from router.http.protocol import http_protocol
 from router.http_app import create_app
 from router.text.chat_template import ChatTemplate
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 from router.text.tokenizer import Tokenizer
 
 CONTEXT = 512
@@ -120,7 +121,7 @@ class ScriptedDispatcher:
     async def _speak_once(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         sampling = request.sampling
         special = request.shown.special_tokens
-        assembler = OutputAssembler(
+        assembler = OutputProcessor(
             self.tokenizer.detokenizer(
                 request.prompt_ids, request.shown_ids, special_tokens=special
             ),
@@ -183,13 +184,17 @@ class Front:
     """All parts of one front under test."""
 
     dispatcher: ScriptedDispatcher
-    metrics: RouterMetrics
+    stats: RequestStats
     config: Config
     tokenizer: Tokenizer
     model: ServedModel = MODEL
 
+    @property
+    def metrics(self) -> RouterMetrics:
+        return self.stats.metrics
+
     def app(self) -> ASGIApp:
-        return create_app(self.dispatcher, self.tokenizer, self.model, self.metrics, self.config)
+        return create_app(self.dispatcher, self.tokenizer, self.model, self.stats, self.config)
 
     def count(self, name: str, **labels: str) -> float:
         """A sample of the router's metrics; 0 when there is none."""
@@ -214,9 +219,9 @@ def make_front(
 ) -> Front:
     tokenizer = tiny_tokenizer(template=template)
     dispatcher = ScriptedDispatcher(tokenizer, script=script, context_length=context)
-    metrics = RouterMetrics(CollectorRegistry())
+    stats = RequestStats(RouterMetrics(CollectorRegistry()))
     model = replace(MODEL, context_length=context)
-    return Front(dispatcher, metrics, Config(**config), tokenizer, model)
+    return Front(dispatcher, stats, Config(**config), tokenizer, model)
 
 
 def listening_socket() -> socket.socket:

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from baton.autoscaling.traffic import TrafficCounts
 from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.request import Principal
@@ -47,6 +48,7 @@ async def main(model: str, redis_url: str, cluster_id: str) -> None:
             config,
             Tokenizer.load(Path(model)),
             RouterMetrics(CollectorRegistry()),
+            TrafficCounts(),
             Registry(client, cluster_id),
             PrefixIndex(client, cluster_id),
         )

@@ -42,13 +42,13 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
-from engine.speculation.ngram_drafter import NgramDrafter
+from engine.speculation.drafter import NgramDrafter
 from engine.speculation.speculation import Speculation
 from engine.step.step import StepInput, StepOutput
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.engine.drafters import WholeDrafts
 from tests.support.fake_grammars import FakeMatcher
-from worker.core.control_loop import ControlLoop
+from worker.core.engine_core import EngineCore
 from worker.core.step_planner import StepPlanner
 
 SIZE = 4
@@ -212,11 +212,12 @@ class Tiers:
         self.tiers = BlockTiers(pool, [BlockTier("host", slots)])
         self._model = model
         self._slots: dict[int, list[int]] = {}
+        self.loader = SimpleNamespace(returns_sooner=lambda sequence: False)
 
-    def before_plan(self) -> None:
+    def before_schedule(self, schedule: Callable[[], None]) -> None:
         """Nothing comes back for preempted sequences."""
 
-    def after_plan(self) -> None:
+    def after_schedule(self) -> None:
         while self.tiers.wants_spill and (spill := self.tiers.next_spill()) is not None:
             self._slots[spill.copy.slot] = list(self._model.memory[spill.place])
             self.tiers.end_spill(spill)
@@ -275,7 +276,7 @@ class World:
         self.reasons: list[str] = []
         self.plans: list[StepPlan] = []
         self.started: list[tuple[StepPlan, Ending | Exception]] = []
-        self.control = self._make_control()
+        self.core = self._make_core()
         self.answers: dict[tuple[int, int], Answer] = {}
         self._keys: dict[Sequence, tuple[int, int]] = {}
         self._choices: dict[int, list[Sequence]] = {}
@@ -295,22 +296,23 @@ class World:
         runner._sample = sample
         return runner
 
-    def _make_control(self) -> ControlLoop:
+    def _make_core(self) -> EngineCore:
         engine: Any = SimpleNamespace(
             scheduler=self.scheduler, pool=self.pool, runner=self.runner, config=None
         )
         gauges: Any = _Gauges()
-        control = ControlLoop(engine, gauges, "w:1", fail=self.reasons.append)
+        tiers: Any = self.tiers
+        core = EngineCore(engine, gauges, "w:1", tiers=tiers, fail=self.reasons.append)
         thread: Any = SimpleNamespace(submit=self.plans.append, start=lambda: None)
-        control._thread = thread
-        control._planner = StepPlanner(self.scheduler, None, is_cpu=not self.history.overlaps)
-        control.tiers = self.tiers
-        control.start(self)
-        return control
+        core._thread = thread
+        core._planner = StepPlanner(self.scheduler, None, is_cpu=not self.history.overlaps)
+        core.subscribe(self)
+        core.start()
+        return core
 
     # The listener
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
             answer = self.answers[self._keys[update.sequence]]
             if answer.end:
@@ -329,11 +331,11 @@ class World:
             answer = self.answers[self._keys[sequence]]
             answer.end = answer.end or "handed back"
 
-    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         for sequence in sequences:
             self._end(self._keys[sequence][0], "lost")
 
-    def on_expired(self, sequences: list[Sequence]) -> None:
+    def on_expire(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self._end(self._keys[sequence][0], "aborted")
 
@@ -384,7 +386,7 @@ class World:
     def turn(self) -> None:
         """The engine ends its oldest step; the control loop hears of it, and beats."""
         with self.faults.armed():
-            self.control.pump()
+            self.core.schedule_steps()
         if self.plans:
             plan = self.plans.pop(0)
             self._current = plan.step
@@ -394,7 +396,7 @@ class World:
             plan, ending = self.started.pop(0)
             self._current = plan.step
             with self.faults.armed():
-                self.control._on_result(plan, self._ended(ending), 0.0)
+                self.core._apply(plan, self._ended(ending), 0.0)
 
     def _begun(self, plan: StepPlan) -> Ending | Exception:
         try:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
@@ -24,9 +24,9 @@ from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transport import Peer
 from tests.support.engine.fake_engine import FakeEngine
-from worker.core import control_loop
+from worker.core import engine_core
 from worker.core.chunk_slack import ChunkSlack
-from worker.core.control_loop import ControlLoop
+from worker.core.engine_core import EngineCore
 from worker.core.gauges import WorkerGauges
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
@@ -84,8 +84,8 @@ class ManualWorker:
         """Call it on the event loop."""
         self.now = 100.0
         self.clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(control_loop, "time", self.clock)
-        monkeypatch.setattr(control_loop, "EngineThread", ManualThread)
+        monkeypatch.setattr(engine_core, "time", self.clock)
+        monkeypatch.setattr(engine_core, "EngineThread", ManualThread)
         monkeypatch.setattr(fetch, "time", self.clock)
         self.pool = BlockPool(blocks)
         limits = SchedulerLimits(SIZE, chunk_tokens, max_sequences, 64)
@@ -114,9 +114,7 @@ class ManualWorker:
         gauges = WorkerGauges(self.metrics, "worker-0", "decode")
         self.reasons: list[str] = []
         """For which the process would have ended."""
-        self.control = ControlLoop(
-            engine, gauges, INCARNATION, None, slack, fail=self.reasons.append
-        )
+        self.core = EngineCore(engine, gauges, INCARNATION, None, slack, fail=self.reasons.append)
         self.thread: ManualThread = runner.thread
         settings: Any = SimpleNamespace(
             config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),
@@ -129,7 +127,7 @@ class ManualWorker:
         self.context = WorkerContext(
             settings=settings,
             engine=engine,
-            control=self.control,
+            core=self.core,
             memory=cast(BlockMemory, None),
             exchange=cast(Exchange, exchange),
             metrics=self.metrics,

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.request import Geometry
 from baton.rpc.grpc_channel import make_server
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.layout.layout import SCALE_BYTES, KvLayout

@@ -15,13 +15,13 @@ from baton.errors import BatonError
 from baton.host.background import end_tasks
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate, make_sequence
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_update import SequenceUpdate
 from kvtransfer.memory.host_memory import HostMemory
-from worker.core.control_loop import ControlLoop
+from worker.core.engine_core import EngineCore
 from worker.core.gauges import WorkerGauges
 from worker.costs.step_costs import StepCosts
 from worker.offload.kv_tiers import KvTiers
@@ -72,7 +72,6 @@ class TierWorker:
         self.engine = engine
         self.metrics = WorkerMetrics(CollectorRegistry())
         gauges = WorkerGauges(self.metrics, "worker-0", "decode")
-        self.control = ControlLoop(engine, gauges, "worker-0:1", fail=pytest.fail)
         self.tiers = KvTiers(
             engine,
             storages,
@@ -81,25 +80,24 @@ class TierWorker:
             self.metrics,
             worker="worker-0",
             role="decode",
-            pump=self.control.pump,
             estimates=estimates,
         )
-        self.control.tiers = self.tiers
+        self.core = EngineCore(engine, gauges, "worker-0:1", tiers=self.tiers, fail=pytest.fail)
         self._ended: dict[Sequence, asyncio.Event] = {}
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
             if update.sequence.finish_reason and update.sequence in self._ended:
                 self._ended[update.sequence].set()
 
-    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         raise AssertionError("a step failed") from error
 
-    def on_expired(self, sequences: list[Sequence]) -> None:
+    def on_expire(self, sequences: list[Sequence]) -> None:
         raise AssertionError("a sequence expired")
 
     def make(self, spec: SequenceSpec) -> Sequence:
-        return make_sequence(self.engine, self.control.next_sequence_id(), spec)
+        return make_sequence(self.engine, self.core.next_sequence_id(), spec)
 
     async def answer(self, prompt: tuple[int, ...], max_tokens: int = 4) -> Sequence:
         """Load what pays, and run a prompt to its end."""
@@ -107,7 +105,7 @@ class TierWorker:
         deadline = asyncio.get_running_loop().time() + DEADLINE_S
         blocks = await self.tiers.loader.load(sequence, deadline)
         ended = self._ended[sequence] = asyncio.Event()
-        self.control.add(sequence, blocks)
+        self.core.add(sequence, blocks)
         async with asyncio.timeout(DEADLINE_S):
             await ended.wait()
         del self._ended[sequence]
@@ -164,7 +162,8 @@ async def tier_worker(
     if disk:
         storages["disk"] = disk, storage or DiskStorage(folder, disk, 4096)
     worker = TierWorker(engine, storages, costs, estimates)
-    worker.control.start(worker)
+    worker.core.subscribe(worker)
+    worker.core.start()
     worker.tiers.start()
     spilling = asyncio.create_task(worker.tiers.run())
     try:
@@ -172,4 +171,4 @@ async def tier_worker(
     finally:
         await end_tasks([spilling])
         await worker.tiers.stop(DEADLINE_S)
-        await asyncio.to_thread(worker.control.stop, DEADLINE_S)
+        await asyncio.to_thread(worker.core.stop, DEADLINE_S)

@@ -59,9 +59,9 @@ class ChoiceWorld(World):
         return self.role.outbox(ROUTER).take()
 
     def run_step(self, *tokens: int) -> StepPlan:
-        plan = self.control.plan()
+        plan = self.core.plan()
         result = StepResult(plan.step, tuple((token,) for token in tokens), 0.0)
-        self.role.on_step(self.control.scheduler.complete(plan, result))
+        self.role.on_emit(self.core.scheduler.complete(plan, result))
         return plan
 
 
@@ -145,11 +145,11 @@ def test_one_choice_is_ended_and_the_others_go_on(world: ChoiceWorld) -> None:
 def test_a_failure_of_one_ends_all(world: ChoiceWorld) -> None:
     world.commit_choices(7, 8)
     world.told()
-    running = list(world.control.scheduler.running)
-    world.control.scheduler.remove(running[0])
-    world.role.on_lost(running[:1], WorkerFailed("broken"))
+    running = list(world.core.scheduler.running)
+    world.core.scheduler.remove(running[0])
+    world.role.on_fail(running[:1], WorkerFailed("broken"))
     assert [output.error_code for output in world.told()] == ["worker_failed"]
-    assert world.control.scheduler.is_idle()
+    assert world.core.scheduler.is_idle()
 
 
 def test_a_commit_must_bring_all_first_tokens(world: ChoiceWorld) -> None:
@@ -163,9 +163,9 @@ def test_a_deadline_ends_all_choices(world: ChoiceWorld) -> None:
     world.commit_choices(7, 8, 9)
     world.told()
     world.now += 100.0
-    world.control.pump()
+    world.core.schedule_steps()
     assert {output.error_code for output in world.told()} == {"deadline_exceeded"}
-    assert world.control.scheduler.is_idle()
+    assert world.core.scheduler.is_idle()
 
 
 def test_specs_of_one_choice_promise_nothing_more(world: ChoiceWorld) -> None:

@@ -122,7 +122,7 @@ async def test_a_handoff(world: World) -> None:
     # What was committed runs on.
     stream.ask(abort(3))
     assert await stream.told() == Response(call=3, abort=decode_pb2.AbortResponse())
-    assert not world.control.scheduler.is_idle()
+    assert not world.core.scheduler.is_idle()
     await stream.leave()
     world.role.abort(("r", 0))
     world.check_nothing_is_held()
@@ -291,7 +291,7 @@ async def test_waiting_reserves_hash_no_prompts(
     matches = Mock(return_value=[])
     monkeypatch.setattr(world.pool, "match", matches)
     for _ in range(100):
-        world.role.on_step([])
+        world.role.on_emit([])
         await asyncio.sleep(0)
     assert hashed <= 1, "the hashes of the first reserve are kept"
     assert not matches.called, "by count there is no room"

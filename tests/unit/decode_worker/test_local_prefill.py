@@ -62,7 +62,8 @@ class World(ManualWorker):
         self.held: tuple[int, ...] = ()
         """Tokens of which the holder has all full blocks; nothing of them is cached here."""
         self.role = DecodeRole(self.context, Eager())
-        self.control.start(self.role)
+        self.core.subscribe(self.role)
+        self.core.start()
         self.role.outbox(ROUTER).open()
 
     async def ask(

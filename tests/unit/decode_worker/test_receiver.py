@@ -25,7 +25,7 @@ from baton.errors import (
 from baton.hashing import hash_key
 from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from decode_worker.receiver import HandoffReceiver, Offer
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler

@@ -15,7 +15,7 @@ from baton.errors import ChecksumMismatch, HandoffError, TicketEnded, WorkerFail
 from baton.hashing import hash_key
 from baton.request import FinishReason, Geometry, LoadSnapshot, SequenceSpec, TokenOutput
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from decode_worker import reserves as reserves_module
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
@@ -42,19 +42,19 @@ class Control:
         self.role: DecodeRole | None = None
         self._clock = clock
 
-    def pump(self) -> None:
+    def schedule_steps(self) -> None:
         expired = self.scheduler.expire(self._clock())
         if expired:
             assert self.role is not None
-            self.role.on_expired(expired)
+            self.role.on_expire(expired)
 
     def beat(self, now: float) -> None:
-        self.pump()
+        self.schedule_steps()
 
     def load(self) -> LoadSnapshot:
         return LoadSnapshot()
 
-    def pump_soon(self) -> None:
+    def schedule_soon(self) -> None:
         pass
 
     def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
@@ -71,7 +71,7 @@ class Control:
     def end(self, plan: StepPlan, token: int = 9) -> None:
         result = StepResult(plan.step, tuple((token,) for _ in plan.rows), 0.0)
         assert self.role is not None
-        self.role.on_step(self.scheduler.complete(plan, result))
+        self.role.on_emit(self.scheduler.complete(plan, result))
 
     def step(self, token: int = 9) -> None:
         self.end(self.plan(), token)
@@ -87,7 +87,7 @@ class World:
             monkeypatch.setattr(module, "time", clock)
         self.pool = BlockPool(32)
         scheduler = Scheduler(self.pool, SchedulerLimits(4, 64, 8, 64))
-        self.control = Control(scheduler, clock.monotonic)
+        self.core = Control(scheduler, clock.monotonic)
         self.metrics = WorkerMetrics(CollectorRegistry())
         self.blocks = BlockReceiver(
             self.pool,
@@ -105,14 +105,14 @@ class World:
                 cache=SimpleNamespace(geometry=lambda: GEOMETRY, block_size=4),
                 runner=SimpleNamespace(takes_prompt=lambda: False),
             ),
-            control=self.control,
+            core=self.core,
             exchange=SimpleNamespace(receiver=self.blocks),
             intake=Intake(),
             incarnation="decode-0:1",
             make_sequence=self.make_sequence,
         )
         self.role = DecodeRole(cast(WorkerContext, context))
-        self.control.role = self.role
+        self.core.role = self.role
         self._sequences = 0
 
     def make_sequence(self, spec: SequenceSpec, *, arrived: float, deadline: float) -> Sequence:
@@ -163,7 +163,7 @@ class World:
         return self.role.outbox(ROUTER).take()
 
     def check_nothing_is_held(self) -> None:
-        assert self.control.scheduler.is_idle()
+        assert self.core.scheduler.is_idle()
         assert self.pool.counts().used == self.pool.counts().quarantined == 0
         self.pool.check()
 
@@ -183,9 +183,9 @@ def token(index: int, token_id: int, finish: FinishReason | None = None) -> Toke
 async def test_the_first_token_is_told_again_and_the_others_once(world: World) -> None:
     world.commit(max_tokens=3)
     assert world.told() == [token(0, 7)]
-    world.control.step(8)
+    world.core.step(8)
     assert world.told() == [token(1, 8)]
-    world.control.step(9)
+    world.core.step(9)
     assert world.told() == [token(2, 9, FinishReason.LENGTH)]
     await world.role.heartbeat()
     world.check_nothing_is_held()
@@ -193,7 +193,7 @@ async def test_the_first_token_is_told_again_and_the_others_once(world: World) -
 
 async def test_a_sequence_whose_deadline_has_passed_is_told_and_stops(world: World) -> None:
     world.commit(deadline_s=5.0)
-    world.control.step()
+    world.core.step()
     world.told()
     world.now += 4.9
     await world.role.heartbeat()
@@ -208,11 +208,11 @@ async def test_a_sequence_whose_deadline_has_passed_is_told_and_stops(world: Wor
 async def test_a_deadline_that_passes_during_a_step(world: World) -> None:
     world.commit(deadline_s=5.0)
     world.told()
-    plan = world.control.plan()
+    plan = world.core.plan()
     world.now += 5.0
     await world.role.heartbeat()
     assert [bool(output.error) for output in world.told()] == [True]
-    world.control.end(plan)
+    world.core.end(plan)
     assert world.told() == [], "tokens after the error"
     world.check_nothing_is_held()
 
@@ -250,7 +250,7 @@ async def test_a_writer_gives_up_what_it_has_committed_without_knowing(world: Wo
     world.told()
     world.role.abort_handoff(("r", 0))
     world.role.abort_handoff(("r", 0))
-    world.control.step()
+    world.core.step()
     assert world.told() == [token(1, 9)]
     world.now += 5.0
     await world.role.heartbeat()
@@ -278,11 +278,11 @@ async def test_an_abort_ends_a_sequence_in_every_state(world: World) -> None:
     for request in ("reserved", "waiting"):
         world.role.abort((request, 0))
     world.commit("running")
-    plan = world.control.plan()
+    plan = world.core.plan()
     world.role.abort(("running", 0))
     world.role.abort(("running", 0))
     world.told()
-    world.control.end(plan)
+    world.core.end(plan)
     assert world.told() == []
     await world.role.heartbeat()
     world.check_nothing_is_held()
@@ -295,7 +295,7 @@ async def test_sequences_of_a_router_that_has_gone_end(world: World) -> None:
     outbox.close(reader, world.now)
     world.now += ROUTER_GRACE_S - 0.1
     await world.role.heartbeat()
-    assert not world.control.scheduler.is_idle()
+    assert not world.core.scheduler.is_idle()
     world.now += 0.2
     await world.role.heartbeat()
     world.check_nothing_is_held()
@@ -312,7 +312,7 @@ async def test_a_router_that_reconnects_in_time_keeps_its_sequences(world: World
     world.now += ROUTER_GRACE_S
     await world.role.heartbeat()
     assert world.told() == [token(0, 7)]
-    assert not world.control.scheduler.is_idle()
+    assert not world.core.scheduler.is_idle()
     world.role.abort(("r", 0))
     world.check_nothing_is_held()
 
@@ -320,8 +320,8 @@ async def test_a_router_that_reconnects_in_time_keeps_its_sequences(world: World
 async def test_an_engine_that_fails_ends_its_sequences_with_an_error(world: World) -> None:
     world.commit()
     world.told()
-    plan = world.control.plan()
-    world.role.on_lost(world.control.scheduler.fail(plan), WorkerFailed("no memory"))
+    plan = world.core.plan()
+    world.role.on_fail(world.core.scheduler.fail(plan), WorkerFailed("no memory"))
     (output,) = world.told()
     assert output.error == "no memory"
     assert (output.error_code, output.index) == ("worker_failed", 1)
@@ -365,7 +365,7 @@ async def test_a_commit_waits_for_the_last_byte(world: World) -> None:
     world.blocks.end_copy(ticket_id, "shm", BLOCK_BYTES)
     assert await commit == 2 * BLOCK_BYTES
     assert world.told() == [token(0, 7)]
-    world.control.step()
+    world.core.step()
     assert world.told() == [token(1, 9, FinishReason.LENGTH)]
     world.check_nothing_is_held()
 

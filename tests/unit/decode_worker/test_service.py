@@ -23,7 +23,7 @@ class Role:
         self.clock = time.monotonic
         self.closing = False
         self.beats = DEFAULT_BEATS
-        self.context = SimpleNamespace(control=SimpleNamespace(load=LoadSnapshot))
+        self.context = SimpleNamespace(core=SimpleNamespace(load=LoadSnapshot))
 
     def outbox(self, router_id: str) -> Outbox:
         return self.box

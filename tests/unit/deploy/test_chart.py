@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from baton.config.cluster import load_config
 from baton.valkey_binary import valkey_binary
 from deploy.cli.main import app
-from deploy.node.node_leave import ENDING_S as LEAVING_S
+from deploy.launcher.node_agent import ENDING_S as LEAVING_S
 from deploy.processes.ports import free_port
-from deploy.workers.rank_group_places import WORKER_RESOURCE
+from deploy.workers.ranks import WORKER_RESOURCE
 from tests.support.deploy.baton_commands import parse, unknown_variables
 from tests.support.deploy.chart import (
     VALUE_SETS,

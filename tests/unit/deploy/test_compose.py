@@ -22,7 +22,7 @@ from redis.retry import Retry
 
 from baton.config.cluster import load_config
 from baton.valkey_binary import valkey_binary
-from deploy.launcher.exposure import check_exposure
+from deploy.launcher.preflight import check_exposure
 from deploy.processes.ports import free_port
 from deploy.ray.ray_cluster import OBJECT_STORE_BYTES
 from tests.support.deploy.baton_commands import parse, unknown_variables

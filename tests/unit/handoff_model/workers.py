@@ -10,9 +10,9 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from baton.hashing import block_hashes, hash_key
-from baton.liveness.listening_clock import ListeningClock
+from baton.liveness.listening import ListeningClock
 from baton.request import Geometry
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
 from engine.scheduling.block_pool import BlockPool
@@ -34,7 +34,7 @@ from tests.unit.handoff_model.memory import (
 from tests.unit.handoff_model.network import Channel, Network, Server
 from tests.unit.handoff_model.process import Process
 from tests.unit.handoff_model.transports import PullTransport, PushTransport, Watch
-from worker.core.control_loop import ControlLoop
+from worker.core.engine_core import EngineCore
 from worker.core.gauges import WorkerGauges
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
@@ -53,7 +53,7 @@ LIMITS = PairLimits(window_bytes=3 * BLOCK_BYTES, silence_s=1.0, batch_deadline_
 
 
 class SimulatedEngineThread:
-    """Stands for ``worker.core.control_loop.EngineThread``: steps take virtual time.
+    """Stands for ``worker.core.engine_core.EngineThread``: steps take virtual time.
 
     Every step checks that the KV it reads is that of the sequence's own tokens.
     """
@@ -195,7 +195,7 @@ class Worker(Process):
             ),
         )
         gauges = WorkerGauges(metrics, self.name, role)
-        control = ControlLoop(engine, gauges, self.name, fail=self.complain)
+        core = EngineCore(engine, gauges, self.name, fail=self.complain)
         self.clock = ListeningClock(2 * HEARTBEAT_S, lambda: self.time.now)
         self.receiver = WatchedReceiver(
             self.pool,
@@ -216,7 +216,7 @@ class Worker(Process):
         self.context = WorkerContext(
             settings=cast(Any, settings),
             engine=engine,
-            control=control,
+            core=core,
             memory=self.memory,
             exchange=self.exchange,
             metrics=metrics,
@@ -229,7 +229,8 @@ class Worker(Process):
             servicer,
             self.server,  # type: ignore[arg-type]
         )
-        control.start(self.role)
+        core.subscribe(self.role)
+        core.start()
 
     def _make_exchange(self, names: tuple[str, ...]) -> SimulatedExchange:
         watch = Watch(self._is_given_back, self.complain, self._beginning, self._writing)
@@ -346,7 +347,7 @@ class Worker(Process):
         for calls in self.exchange._calls.values():
             assert calls._stream is None or not calls._stream._waiting, "a call waits for ever"
         if isinstance(self.role, DecodeRole):
-            assert not self.role._commits, "a commit waits for ever"
+            assert not self.receiver._completing, "a commit waits for ever"
             assert not any(stream._waiting for stream in self.role._streams)
 
     async def shut_down(self) -> None:
@@ -362,7 +363,7 @@ TIMED_MODULES = (
     "kvtransfer.pairs.outbound",
     "prefill_worker.handoff",
     "prefill_worker.role",
-    "worker.core.control_loop",
+    "worker.core.engine_core",
     "worker.fetch.fetch",
 )
 """All that read the clock."""

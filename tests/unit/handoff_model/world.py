@@ -55,7 +55,7 @@ class World:
         secrets = SimpleNamespace(token_hex=lambda _: f"ticket-{next(tickets)}")
         module = importlib.import_module("worker.exchange.block_receiver")
         self._patches.enter_context(mock.patch.object(module, "secrets", secrets))
-        module = importlib.import_module("worker.core.control_loop")
+        module = importlib.import_module("worker.core.engine_core")
         thread = mock.patch.object(module, "EngineThread", SimulatedEngineThread)
         self._patches.enter_context(thread)
 

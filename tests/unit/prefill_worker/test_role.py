@@ -24,7 +24,8 @@ class World(ManualWorker):
         super().__init__(monkeypatch, max_sequences=max_sequences)
         monkeypatch.setattr(role_module, "time", self.clock)
         self.role = PrefillRole(self.context)
-        self.control.start(self.role)
+        self.core.subscribe(self.role)
+        self.core.start()
 
     async def call(
         self, spec: SequenceSpec, receiver: str = ""

@@ -25,8 +25,8 @@ from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.access.access import Access
-from router.access.scopes import listed_scope, scope_of_path, scope_of_service
+from router.access.access import Access, listed_scope, scope_of_path, scope_of_service
+from router.core.request_recorder import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.fronts import make_fronts
 from router.http_app import Apps
@@ -64,14 +64,20 @@ async def fronts(**fields: Any) -> AsyncIterator[Gated]:
     given: dict[str, Any] = {"keys": KEYS, "require_key": True}
     config = Config(**given | fields)
     metrics = RouterMetrics(CollectorRegistry())
+    stats = RequestStats(metrics)
     tokenizer = tiny_tokenizer()
     client = redis_client("redis://127.0.0.1:1")
     dispatcher = ClusterDispatcher(
-        config, tokenizer, metrics, Registry(client, "test"), PrefixIndex(client, "test")
+        config,
+        tokenizer,
+        metrics,
+        stats.traffic.counts,
+        Registry(client, "test"),
+        PrefixIndex(client, "test"),
     )
     access = Access(config, metrics)
     made = make_fronts(
-        dispatcher, tokenizer, MODEL, metrics, config, access, client, cluster_id="test"
+        dispatcher, tokenizer, MODEL, stats, config, access, client, cluster_id="test"
     )
     port = made.grpc_server.add_insecure_port("127.0.0.1:0")
     await made.grpc_server.start()
@@ -100,7 +106,7 @@ async def test_every_path_takes_its_key() -> None:
                 assert (await client.request(method, path)).status_code != 401, path
                 continue
             assert listed_scope(path) is not None, (
-                f"{path} is not listed in router/access/scopes.py"
+                f"{path} is not listed in router/access/access.py"
             )
             filled = path.replace("{", "").replace("}", "")
             needed = scope_of_path(filled)

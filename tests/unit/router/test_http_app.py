@@ -579,7 +579,7 @@ async def test_the_supervisor_is_one_of_the_parts() -> None:
         front.dispatcher,
         front.tokenizer,
         front.model,
-        front.metrics,
+        front.stats,
         front.config,
         supervisor=supervisor,
     )

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import httpx
 
-from router.access.access import Access
-from router.access.scopes import OPEN
+from router.access.access import OPEN, Access
 from router.admin.cluster_view import ClusterApi
 from router.admin.operator_api import Operators
 from router.admin.pool_scaling import PoolScaling
@@ -47,11 +46,11 @@ def references(part: Any) -> Iterator[str]:
 async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
     front = make_front(data_dir=str(tmp_path))
     access = Access(front.config, front.metrics)
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     # Of these only the endpoints are looked at.
     more = (
         BatchesApi(cast(BatchDesk, None), front.config, access),
-        ConsoleApi(cast(ClusterDispatcher, None), front.metrics, front.config, "tiny", access),
+        ConsoleApi(cast(ClusterDispatcher, None), front.stats, front.config, "tiny", access),
         WorkerOperations(
             cast(WorkerControl, None), cast(PoolScaling, None), Operators(access), front.config
         ),

@@ -141,7 +141,7 @@ async def test_a_client_that_reads_slowly_gets_everything(
 async def grpc_front(front: Front) -> AsyncIterator[str]:
     server = make_server()
     config = Config(slow_client_s=SLOW_S)
-    add_grpc_front(server, front.dispatcher, front.tokenizer, MODEL, front.metrics, config)
+    add_grpc_front(server, front.dispatcher, front.tokenizer, MODEL, front.stats, config)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

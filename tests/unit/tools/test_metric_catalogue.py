@@ -11,7 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics, WorkerMetrics
+from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from tests.unit.tools.metric_lint import problems
 from tools.metric_catalogue import Family, families, known_series
 from tools.metrics_reference import reference

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.errors import TicketEnded
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.tickets.ticket import Purpose, Ticket
 from worker.exchange.block_receiver import NO_TRANSPORT, BlockReceiver

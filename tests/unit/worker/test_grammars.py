@@ -95,13 +95,15 @@ async def call(responses: Responses) -> asyncio.Task[list[prefill_pb2.PrefillRes
 
 def prefill(world: World) -> PrefillRole:
     role = PrefillRole(world.context)
-    world.control.start(role)
+    world.core.subscribe(role)
+    world.core.start()
     return role
 
 
 def decode(world: World) -> DecodeRole:
     role = DecodeRole(world.context)
-    world.control.start(role)
+    world.core.subscribe(role)
+    world.core.start()
     role.outbox(ROUTER).open()
     return role
 
@@ -263,27 +265,28 @@ class Listener:
         self.updates: list[SequenceUpdate] = []
         self.lost: list[tuple[list[Sequence], BatonError]] = []
 
-    def on_step(self, updates: list[SequenceUpdate]) -> None:
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
         self.updates += updates
 
-    def on_lost(self, sequences: list[Sequence], error: BatonError) -> None:
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         self.lost.append((sequences, error))
 
-    def on_expired(self, sequences: list[Sequence]) -> None:
+    def on_expire(self, sequences: list[Sequence]) -> None:
         raise AssertionError("nothing expires")
 
 
 async def test_one_that_cannot_go_on_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     listener = Listener()
-    world.control.start(listener)
+    world.core.subscribe(listener)
+    world.core.start()
     sequences = [
         world.context.make_sequence(spec_of(name), arrived=world.now, deadline=1e9)
         for name in ("broken", "sound")
     ]
     for sequence in sequences:
         world.scheduler.add(sequence)
-    world.control.pump()
+    world.core.schedule_steps()
     plan = world.plan()
     world.thread.end(StepResult(plan.step, ((1,), (2,)), 0.01, ((0, "too many states"),)))
     await settle()
@@ -292,7 +295,7 @@ async def test_one_that_cannot_go_on_ends_with_its_reason(monkeypatch: pytest.Mo
     assert isinstance(error, GrammarFailed)
     assert error.message == "too many states"
     assert [update.token_ids for update in listener.updates] == [(2,)]
-    world.control.remove(sequences[1])
+    world.core.remove(sequences[1])
     while world.thread.plans:
         plan = world.plan()
         world.thread.end(StepResult(plan.step, tuple((1,) for _ in plan.rows), 0.0))

@@ -33,7 +33,7 @@ def watching(pool: BlockPool, **busy: bool) -> tuple[WorkerProcess, WorkerContex
     """A process that looks after a pool alone; ``busy``: runs, moves, loads."""
     context = SimpleNamespace(
         engine=SimpleNamespace(pool=pool),
-        control=SimpleNamespace(scheduler=SimpleNamespace(is_idle=lambda: not busy.get("runs"))),
+        core=SimpleNamespace(scheduler=SimpleNamespace(is_idle=lambda: not busy.get("runs"))),
         exchange=SimpleNamespace(is_idle=lambda: not busy.get("moves")),
         tiers=SimpleNamespace(is_idle=not busy.get("loads")),
     )
@@ -129,7 +129,7 @@ class Living:
             incarnation="decode-0:1",
             intake=self.intake,
             exchange=SimpleNamespace(heartbeat=self._beat, check_ranks=lambda: None),
-            control=SimpleNamespace(load=lambda: None),
+            core=SimpleNamespace(load=lambda: None),
         )
 
         async def heartbeat() -> None:
@@ -274,7 +274,7 @@ async def test_a_role_changes_once_the_engine_has_ended_the_steps_of_the_last_on
     process = WorkerProcess.__new__(WorkerProcess)
     process._fail = reasons.append
     process.settings = cast(WorkerSettings, SimpleNamespace(slot="decode-0"))
-    context = cast(WorkerContext, SimpleNamespace(control=SimpleNamespace(scheduler=scheduler)))
+    context = cast(WorkerContext, SimpleNamespace(core=SimpleNamespace(scheduler=scheduler)))
     if not hangs:
         await process._steps_ended(context)
         assert next(looks) == 4, "it has waited for them"

@@ -42,7 +42,7 @@ class Violation:
     op: str
     reason: str
     where: str
-    """The innermost line of the engine: ``engine/gpu/mixture.py:57 mix_separate``."""
+    """The innermost line of the engine: ``engine/gpu/forward.py:57 mix_separate``."""
 
     def __str__(self) -> str:
         return f"{self.op}: {self.reason}, at {self.where}"

@@ -14,7 +14,7 @@ from itertools import chain, product
 
 from engine.gpu.memory_plan import MemoryPlan, StepLimits, memory_plan
 from engine.scheduling.scheduler_limits import SCORED_TOKENS
-from engine.speculation.draft_length import MAX_IN_A_STEP
+from engine.speculation.length import MAX_IN_A_STEP
 from tests.kernels.gpu.fake.device import Noted, Violation, fake_gpu
 from tests.kernels.gpu.fake.models import MODELS, WEIGHT_TYPES, WeightType, real_config
 from tests.kernels.gpu.fake.steps import BLOCK, steps_of

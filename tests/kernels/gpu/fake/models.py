@@ -15,8 +15,8 @@ from engine.checkpoint.families import FAMILIES
 from engine.checkpoint.model_config import ModelConfig, load_model_config
 from engine.model.model import DecoderModel
 from engine.model.named_tensors import TIED_HEAD, Matrix
-from engine.parallel.model_share import ModelShare, config_of, share_of
 from engine.parallel.rank_model import RankModel
+from engine.parallel.shard import ModelShare, config_of, share_of
 from engine.quantization.weight import QuantizedWeight, QuantKind, fitting_group
 from tests.kernels.gpu.fake.device import CUDA
 

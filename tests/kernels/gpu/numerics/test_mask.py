@@ -8,8 +8,7 @@ import torch
 
 from baton.grammar import Grammar, GrammarKind
 from baton.sampling_params import SamplingParams
-from engine.gpu.kernels.attention.mask import forbid, forbid_launch, forbid_reference
-from engine.gpu.kernels.sample import draw
+from engine.gpu.kernels.sample import draw, forbid, forbid_launch, forbid_reference
 from engine.sampling.grammar_state import Mask, pack
 from engine.sampling.noise import noise_keys
 from engine.sampling.sampling import SampleRow, sample_one

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model.experts import Experts
-from engine.model.linear import Linear
+from engine.model.layers import Experts, Linear
 from engine.model.model import DecoderModel
 from engine.quantization.weight import QuantKind, quantize
 from engine.scheduling.plan import PlanRow

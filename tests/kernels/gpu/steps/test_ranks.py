@@ -23,11 +23,11 @@ from engine.kv.kv_cache import KvCache
 from engine.model.model import DecoderModel
 from engine.model.weights import load_weights
 from engine.parallel import context_split
-from engine.parallel.context_exchange import ContextExchange
-from engine.parallel.model_share import config_of, share_of
+from engine.parallel.context_parallel import ContextExchange
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
 from engine.parallel.ranks import FollowingRank, LeadRank
+from engine.parallel.shard import config_of, share_of
 from engine.parallel.weight_slices import WeightSlices
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput

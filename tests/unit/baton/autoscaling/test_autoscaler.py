@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.autoscaling.autoscaler import ChangeRole, Reason, Resize
+from baton.autoscaling.autoscaler import ChangeRole, Resize
 from baton.autoscaling.cluster_figures import ROLES, SloFigures, WorkerState, other
+from baton.autoscaling.needs import Reason
 from baton.config.cluster import AutoscalerConfig, Role
 from tests.support.baton.autoscaled_cluster import (
     BATCH,

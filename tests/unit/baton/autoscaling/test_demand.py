@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from baton.autoscaling.demand import DemandReader
-from baton.autoscaling.traffic_counts import TrafficCounts
-from baton.autoscaling.traffic_flow import Traffic
-from baton.autoscaling.traffic_meter import FIRST_ANSWER_TOKENS, TrafficMeter
-from baton.autoscaling.worker_capacity import decode_capacity
+from baton.autoscaling.demand import DemandReader, decode_capacity
+from baton.autoscaling.traffic import (
+    FIRST_ANSWER_TOKENS,
+    TrafficCounts,
+    TrafficMeter,
+    TrafficWindow,
+)
 from baton.request import Geometry, LoadSnapshot
 from baton.store.registry import WorkerRecord
 from router.admission.capacity import FIRST_ANSWER_TOKENS as ADMISSIONS_GUESS
@@ -39,8 +41,8 @@ def record(role: str = "decode", **load: float) -> WorkerRecord:
     )
 
 
-def traffic(**counts: float) -> Traffic:
-    return Traffic(10.0, TrafficCounts(**counts))
+def traffic(**counts: float) -> TrafficWindow:
+    return TrafficWindow(10.0, TrafficCounts(**counts))
 
 
 def test_a_decode_workers_batch_is_what_the_slo_leaves_time_for() -> None:

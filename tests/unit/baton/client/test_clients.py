@@ -94,7 +94,7 @@ class There:
 @asynccontextmanager
 async def fronts(front: Front) -> AsyncIterator[There]:
     access = Access(front.config, front.metrics)
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     batches = Batches(*parts)
     server = make_server()
     add_grpc_front(server, *parts)

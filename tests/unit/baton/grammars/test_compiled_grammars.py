@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from baton.errors import InvalidGrammar
-from baton.grammar import Grammar, TokenMatcher
-from baton.grammars.compiled_grammars import CompiledGrammars, grammars_of, reason_in
+from baton.grammar import Grammar, TokenMatcher, reason_in
+from baton.grammars.compiled_grammars import CompiledGrammars, grammars_of
 from tests.support.baton.grammar_tools import regex, small_grammars, vocab_size
 
 WAIT_S = 20.0

@@ -11,7 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE, RouterMetrics, WorkerMetrics
+from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE, RouterMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 
 ROUTER = {
     "baton_time_to_first_token_seconds": ("class",),

@@ -18,7 +18,7 @@ from deploy.models import demo_model
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.progress import Progress
 from deploy.workers.actor_settings import ActorSettings
-from deploy.workers.node_share import model_paths
+from deploy.workers.node import model_paths
 from tests.support.hub_stub import HubStub
 from tests.support.models import make_tiny_model
 

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 import hashlib
@@ -14,14 +16,16 @@ import pytest
 from gguf import GGMLQuantizationType
 from huggingface_hub import constants
 
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from baton.host.cache import cache_dir
-from deploy.models import demo_model, hub_model, model_store, sealed_folder
+from deploy.models import demo_model, hub_model, model_cache, model_store
 from deploy.models.demo_model import KnownModel
 from deploy.models.gguf_convert import convert
-from deploy.models.model_store import list_models, resolve
+from deploy.models.model_store import list_models, resolve, resolve_drafter
 from tests.support.deploy.tiny_gguf import write_gguf
 from tests.support.hub_stub import HubStub
+from tests.support.models import make_tiny_model
 
 ROOT = Path(model_store.__file__).parents[2]
 
@@ -204,12 +208,12 @@ def test_two_processes_convert_once(gguf: Path) -> None:
 def test_a_held_lock_is_waited_for_until_the_deadline(
     gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed_folder, "_LOCK_S", 0.05)
+    monkeypatch.setattr(model_cache, "_LOCK_S", 0.05)
     folder = resolve(str(gguf), Told()).path
     (folder / "config.json").unlink()
     told = Told()
     with (
-        sealed_folder.locked(folder.name, Told()),
+        model_cache.locked(folder.name, Told()),
         pytest.raises(ConfigError, match="another process has held"),
     ):
         resolve(str(gguf), told)
@@ -371,3 +375,24 @@ def test_other_converted_files_are_listed(gguf: Path, known: KnownModel, tmp_pat
     assert [(entry.name, entry.cached) for entry in entries] == [("tiny", False), ("other", True)]
     assert entries[1].source == str(other)
     assert os.fspath(entries[1].path or "") == str(folder)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "medusa"])
+def test_heads_are_a_folder(tmp_path: Path, drafter: str) -> None:
+    assert resolve_drafter(drafter, str(tmp_path), print).path == tmp_path
+    with pytest.raises(ConfigError, match=f"the heads of drafter {drafter} are a folder"):
+        resolve_drafter(drafter, str(tmp_path / "none"), print)
+
+
+def test_a_smaller_model_is_found_as_models_are(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    assert resolve_drafter("draft", str(folder), print).path == folder
+    with pytest.raises(ConfigError, match="not a Hugging Face model"):
+        resolve_drafter("draft", str(tmp_path), print)
+
+
+@pytest.mark.parametrize("drafter", ["draft", "eagle", "medusa"])
+def test_the_configuration_must_name_it(drafter: str) -> None:
+    with pytest.raises(ValueError, match=f"{drafter} needs a draft_model"):
+        Config.model_validate({"drafter": drafter})
+    assert Config.model_validate({"drafter": drafter, "draft_model": "head"}).drafter == drafter

@@ -21,15 +21,15 @@ from deploy.processes.cluster_state import ClusterState, running_clusters
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.run_directory import PREFIX
 from deploy.workers.actor_process import end_others
-from deploy.workers.node_roll import NodeRoll
+from deploy.workers.node import NodeWorkers
 
 DEADLINE_S = 60.0
 OWN = ProcessIdentity.own()
 SIGN = """
 import sys
 from pathlib import Path
-from deploy.workers.node_roll import NodeRoll
-NodeRoll(Path(sys.argv[1])).sign("decode-0", 5.0)
+from deploy.workers.node import NodeWorkers
+NodeWorkers(Path(sys.argv[1])).sign("decode-0", 5.0)
 print(flush=True)
 sys.stdin.read()
 """
@@ -58,7 +58,7 @@ def test_a_step_of_the_wall_clock_makes_no_process_another_one(
     run.mkdir()
     launcher = ProcessIdentity.own()
     ClusterState("c", str(run), "m", "h:1", "h:2", "redis://", launcher, {}).save()
-    roll = NodeRoll(tmp_path / "workers")
+    roll = NodeWorkers(tmp_path / "workers")
     with signed(tmp_path / "workers") as worker:
         # The kernel computes /proc/stat's btime from the wall clock, and psutil times from that.
         boot = psutil.boot_time() + step_s

@@ -7,27 +7,41 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
+import grpc.aio
 import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaling.autoscaler import ChangeRole, Reason, Resize
-from baton.autoscaling.cluster_figures import ClusterFigures
+from baton.autoscaling.autoscaler import ChangeRole, Resize
+from baton.autoscaling.cluster_figures import ClusterFigures, WorkerState
+from baton.autoscaling.needs import Reason
+from baton.autoscaling.traffic import GONE_S, RouterTraffic, TrafficCounts
+from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import AutoscalerConfig, Config, PoolConfig, Role
-from baton.errors import WorkerFailed
+from baton.errors import BatonError, InvalidRequest, WorkerFailed
 from baton.host.background import end_tasks
-from baton.store.pool_sizes import PoolSizes
-from baton.store.registry import WorkerRecord
+from baton.rpc.grpc_channel import make_server
+from baton.rpc.grpc_errors import guarded
+from baton.store.registry import DRAINING, Registry, WorkerRecord
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
+from baton.v1 import control_pb2, control_pb2_grpc
 from deploy.supervisor import autoscaling as autoscaling_module
-from deploy.supervisor.autoscaling import Autoscaling, words
-from deploy.supervisor.cluster_look import ClusterLook
-from deploy.supervisor.pool_keeper import Phase
+from deploy.supervisor.autoscaling import (
+    Autoscaling,
+    ClusterObserver,
+    change_role,
+    words,
+    workers_of,
+)
+from deploy.supervisor.reconciler import Phase
 from tests.support.baton.autoscaled_cluster import AutoscaledCluster, Load
-from tests.unit.baton.autoscaling.test_demand import record
+from tests.unit.baton.autoscaling.test_demand import record as decode_record
 
 DEADLINE_S = 20.0
 SETTINGS = AutoscalerConfig(enabled=True, interval_s=0.5, cooldown_s=0.001)
+POOLS: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+Context = grpc.aio.ServicerContext[object, object]
 
 
 class FakeSizes:
@@ -71,7 +85,7 @@ class Play:
         )
         self.autoscaling = Autoscaling(
             config,
-            cast(ClusterLook, self),
+            cast(ClusterObserver, self),
             self.phases,
             cast(PoolSizes, self.sizes),
             self.metrics,
@@ -92,7 +106,7 @@ class Play:
 
     @property
     def records(self) -> Mapping[str, WorkerRecord]:
-        return {one.slot: replace(record(), slot=one.slot) for one in self.cluster.workers}
+        return {one.slot: replace(decode_record(), slot=one.slot) for one in self.cluster.workers}
 
     def phases(self) -> Mapping[str, Phase]:
         return {one.slot: Phase.RUNNING for one in self.cluster.workers}
@@ -203,3 +217,143 @@ def test_what_is_done_is_said_in_words() -> None:
     assert words(change) == "d-1 becomes a prefill worker"
     assert words(Resize("p", 1, "prefill", Reason.TTFT, "")) == "p gets a worker"
     assert words(Resize("p", -1, "decode", Reason.TTFT, "")) == "p loses a worker"
+
+
+def record(slot: str, role: str, state: str = "ready", running: int = 0) -> WorkerRecord:
+    made = decode_record(role, running=running)
+    return replace(made, slot=slot, incarnation=f"{slot}:1", state=state)
+
+
+class FakeRegistry:
+    def __init__(self, *records: WorkerRecord) -> None:
+        self.records = {one.incarnation: one for one in records}
+
+    async def all(self) -> dict[str, WorkerRecord]:
+        return self.records
+
+
+class FakeBoard:
+    def __init__(self) -> None:
+        self.told: dict[str, RouterTraffic] = {}
+        self.removed: list[str] = []
+        self.failure: OSError | None = None
+
+    async def read(self) -> dict[str, RouterTraffic]:
+        return dict(self.told)
+
+    async def remove(self, routers: list[str]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.removed += routers
+
+
+def look_at(
+    registry: FakeRegistry, board: FakeBoard, phases: Mapping[str, Phase]
+) -> ClusterObserver:
+    return ClusterObserver(
+        Config(), cast(Registry, registry), cast(TrafficStore, board), lambda: phases
+    )
+
+
+def test_each_wanted_slot_is_told_of_in_its_state() -> None:
+    phases = {
+        "prefill-0": Phase.RUNNING,
+        "prefill-1": Phase.RUNNING,
+        "decode-0": Phase.STARTING,
+        "decode-1": Phase.CRASH_LOOP,
+        "decode-2": Phase.LEAVING,
+        "decode-3": Phase.DRAINING,
+        "decode-4": Phase.BACKING_OFF,
+        "strange": Phase.RUNNING,
+    }
+    ready = {
+        "prefill-0": record("prefill-0", "prefill", running=3),
+        "prefill-1": record("prefill-1", "decode"),
+        "decode-0": record("decode-0", "decode"),
+    }
+    found = {one.slot: one for one in workers_of(phases, ready, POOLS)}
+    assert set(found) == set(phases) - {"decode-2", "strange"}
+    first, guest = found["prefill-0"], found["prefill-1"]
+    assert (first.role, first.number, first.sequences) == ("prefill", 0, 3)
+    assert (guest.role, guest.pool, guest.state) == ("decode", "prefill", WorkerState.SERVING)
+    assert found["decode-0"].state is WorkerState.STARTING, "the supervisor has the last word"
+    assert found["decode-1"].state is WorkerState.FAILED
+    assert found["decode-3"].state is found["decode-4"].state is WorkerState.STARTING
+
+
+async def test_figures_come_with_the_second_look_and_not_while_one_is_unlisted() -> None:
+    phases = {"prefill-0": Phase.RUNNING, "decode-0": Phase.RUNNING}
+    registry = FakeRegistry(record("prefill-0", "prefill"), record("decode-0", "decode"))
+    board = FakeBoard()
+    look = look_at(registry, board, phases)
+    for beat in range(4):
+        board.told["r"] = RouterTraffic(beat, TrafficCounts(requests=10.0 * beat))
+        seen = await look.look(float(beat))
+        assert (seen.demand is None) == (beat == 0)
+    assert set(look.records) == {"prefill-0", "decode-0"}
+    del registry.records["decode-0:1"]
+    board.told["r"] = RouterTraffic(9, TrafficCounts(requests=100))
+    assert (await look.look(9.0)).demand is None
+    registry.records["decode-0:2"] = record("decode-0", "decode", DRAINING)
+    board.told["r"] = RouterTraffic(10, TrafficCounts(requests=110))
+    seen = await look.look(10.0)
+    assert seen.demand is not None, "one that drains is known"
+    assert set(look.records) == {"prefill-0"}
+
+
+async def test_routers_that_are_gone_are_struck_off() -> None:
+    board = FakeBoard()
+    board.told["r"] = RouterTraffic(1, TrafficCounts())
+    look = look_at(FakeRegistry(), board, {})
+    await look.look(0.0)
+    await look.look(GONE_S)
+    await look.forget_gone(GONE_S)
+    assert board.removed == ["r"]
+    board.failure = OSError("away")
+    await look.forget_gone(GONE_S)
+
+
+@pytest.mark.parametrize("routers", [0, 1])
+async def test_without_workers_or_routers_nothing_is_known(routers: int) -> None:
+    board = FakeBoard()
+    look = look_at(FakeRegistry(), board, {})
+    for beat in range(3):
+        for number in range(routers):
+            board.told[f"r{number}"] = RouterTraffic(beat, TrafficCounts())
+        assert (await look.look(float(beat))).demand is None
+
+
+class Worker(control_pb2_grpc.ControlServiceServicer):
+    async def Drain(  # noqa: N802 - gRPC's name
+        self, request: control_pb2.DrainRequest, context: Context
+    ) -> control_pb2.DrainResponse:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    @guarded
+    async def ChangeRole(  # noqa: N802 - gRPC's name
+        self, request: control_pb2.ChangeRoleRequest, context: Context
+    ) -> control_pb2.ChangeRoleResponse:
+        self.asked.append((request.role, request.deadline_ms))
+        if len(self.asked) > 1:
+            raise InvalidRequest("not again")
+        return control_pb2.ChangeRoleResponse(took_ms=1500)
+
+
+async def test_a_worker_is_asked_and_its_error_is_told() -> None:
+    worker, server = Worker(), make_server()
+    control_pb2_grpc.add_ControlServiceServicer_to_server(worker, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        known = replace(decode_record(), address=f"127.0.0.1:{port}")
+        assert await change_role(known, "prefill", 30.0) == 1.5
+        assert worker.asked == [("prefill", 30_000)]
+        with pytest.raises(InvalidRequest, match="not again"):
+            await change_role(known, "decode", 1.0)
+    finally:
+        await server.stop(0)
+    with pytest.raises(BatonError):
+        await change_role(known, "prefill", 0.1)

@@ -11,12 +11,12 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from baton.host.background import end_tasks
-from baton.store.pool_sizes import PoolSizes
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor import supervisor as supervisor_module
-from deploy.supervisor.fleet import Seen
-from deploy.supervisor.pool_keeper import Phase, Sight, SlotState
-from deploy.supervisor.slot_board import SlotBoard, SlotNews, Supervision
+from deploy.supervisor.ray_slots import SlotObservation
+from deploy.supervisor.reconciler import Observed, Phase, SlotState
+from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
 from deploy.supervisor.supervisor import Supervisor
 
 DEADLINE_S = 60.0
@@ -28,7 +28,7 @@ SLOTS = ("decode-0", "decode-1")
 class FakeWorkers:
     """Whoever is started serves at once."""
 
-    def __init__(self, **living: Seen) -> None:
+    def __init__(self, **living: SlotObservation) -> None:
         self.seen = {slot.replace("_", "-"): seen for slot, seen in living.items()}
         self.recalls = 0
         self.died = asyncio.Event()
@@ -46,23 +46,23 @@ class FakeWorkers:
 
     @property
     def slots(self) -> Collection[str]:
-        return [slot for slot, seen in self.seen.items() if seen.sight is not Sight.NOBODY]
+        return [slot for slot, seen in self.seen.items() if seen.observed is not Observed.ABSENT]
 
     async def refresh(self) -> None:
         self.refreshed += 1
 
-    async def look(self, slot: str) -> Seen:
-        return self.seen.get(slot, Seen(Sight.NOBODY))
+    async def look(self, slot: str) -> SlotObservation:
+        return self.seen.get(slot, SlotObservation(Observed.ABSENT))
 
     async def start(self, slot: str) -> None:
         self.started.append(slot)
         if self.failure is not None:
             raise self.failure
-        self.seen[slot] = Seen(Sight.SERVING, pid=len(self.started), node="here")
+        self.seen[slot] = SlotObservation(Observed.SERVING, pid=len(self.started), node="here")
 
     async def drain(self, slot: str, deadline_s: float) -> None:
         self.drained.append((slot, deadline_s))
-        self.seen[slot] = Seen(Sight.LEAVING)
+        self.seen[slot] = SlotObservation(Observed.LEAVING)
 
     async def end(self, slot: str) -> None:
         self.ended.append(slot)
@@ -78,16 +78,16 @@ class FakeWorkers:
 class FakeBoard:
     """Keeps what is told, as long as it can be reached."""
 
-    def __init__(self, told: Supervision | None = None) -> None:
+    def __init__(self, told: SupervisionStatus | None = None) -> None:
         self.told = told
         self.away = False
 
-    async def write(self, supervision: Supervision) -> None:
+    async def write(self, supervision: SupervisionStatus) -> None:
         if self.away:
             raise redis.ConnectionError
         self.told = supervision
 
-    async def read(self) -> Supervision | None:
+    async def read(self) -> SupervisionStatus | None:
         if self.away:
             raise redis.ConnectionError
         return self.told
@@ -120,7 +120,7 @@ class Play:
         self.supervisor = supervisor = Supervisor(
             POOLS,
             workers,
-            cast(SlotBoard, board),
+            cast(StatusStore, board),
             cast(PoolSizes, self.sizes),
             self.metrics,
             "here:1",
@@ -151,16 +151,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_it_fills_what_is_empty_leaves_who_serves_and_tells() -> None:
-    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, node="here")), FakeBoard())
+    play = Play(
+        FakeWorkers(decode_0=SlotObservation(Observed.SERVING, pid=77, node="here")), FakeBoard()
+    )
     await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
     assert play.workers.started == ["decode-1"]
     assert play.board.told is not None
-    assert play.board.told.slots["decode-0"] == SlotNews(SlotState(Phase.RUNNING), 77, "here")
+    assert play.board.told.slots["decode-0"] == SlotStatus(SlotState(Phase.RUNNING), 77, "here")
     value = play.metrics.registry.get_sample_value
     labels = {"worker": "decode-0", "pool": "decode"}
     assert value("baton_worker_slot_state", labels | {"state": "running"}) == 1
     assert value("baton_worker_slot_state", labels | {"state": "crash loop"}) == 0
-    play.workers.seen["decode-0"] = Seen(Sight.NOBODY, "killed")
+    play.workers.seen["decode-0"] = SlotObservation(Observed.ABSENT, "killed")
     await play.until(lambda: play.workers.started == ["decode-1", "decode-0"])
     await play.until(lambda: play.phase("decode-0") is Phase.RUNNING)
     assert play.board.told.slots["decode-0"].state.last_error == "killed"
@@ -169,8 +171,8 @@ async def test_it_fills_what_is_empty_leaves_who_serves_and_tells() -> None:
 
 
 async def test_what_an_earlier_one_told_is_remembered() -> None:
-    known = SlotNews(SlotState(Phase.CRASH_LOOP, 7, "no memory"))
-    earlier = Supervision(1, "", {"decode-0": known, "long-gone-0": known})
+    known = SlotStatus(SlotState(Phase.CRASH_LOOP, 7, "no memory"))
+    earlier = SupervisionStatus(1, "", {"decode-0": known, "long-gone-0": known})
     play = Play(FakeWorkers(), FakeBoard(earlier))
     await play.until(lambda: play.board.told is not earlier)
     assert play.board.told is not None
@@ -212,7 +214,7 @@ async def test_a_pool_grows_and_shrinks_by_the_newest_and_nobody_has_died() -> N
     assert sorted(play.workers.drained) == [(f"decode-{n}", DRAIN_S) for n in (1, 2, 3)]
     assert play.phase("decode-3") is Phase.LEAVING
     for slot in ("decode-1", "decode-2", "decode-3"):
-        play.workers.seen[slot] = Seen(Sight.NOBODY, "it ended")
+        play.workers.seen[slot] = SlotObservation(Observed.ABSENT, "it ended")
     await play.until(lambda: play.board.told is not None and len(play.board.told.slots) == 1)
     assert state_of(play, "decode-3") is None
     value = play.metrics.registry.get_sample_value
@@ -224,9 +226,9 @@ async def test_a_pool_grows_and_shrinks_by_the_newest_and_nobody_has_died() -> N
 async def test_a_drained_worker_is_followed_by_another_one_and_is_no_death() -> None:
     play = Play(FakeWorkers(), FakeBoard())
     await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
-    play.workers.seen["decode-1"] = Seen(Sight.LEAVING)
+    play.workers.seen["decode-1"] = SlotObservation(Observed.LEAVING)
     await play.until(lambda: play.phase("decode-1") is Phase.DRAINING)
-    play.workers.seen["decode-1"] = Seen(Sight.NOBODY, "it ended")
+    play.workers.seen["decode-1"] = SlotObservation(Observed.ABSENT, "it ended")
     await play.until(lambda: play.workers.started.count("decode-1") == 2)
     await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
     assert play.board.told is not None
@@ -235,7 +237,7 @@ async def test_a_drained_worker_is_followed_by_another_one_and_is_no_death() -> 
 
 
 async def test_a_chosen_size_outlives_the_supervisor_and_the_store() -> None:
-    grown = {f"decode_{n}": Seen(Sight.SERVING, pid=n, node="here") for n in range(3)}
+    grown = {f"decode_{n}": SlotObservation(Observed.SERVING, pid=n, node="here") for n in range(3)}
     sizes = FakeSizes()
     sizes.away = True
     play = Play(FakeWorkers(**grown), FakeBoard(), sizes)
@@ -251,7 +253,9 @@ async def test_a_chosen_size_outlives_the_supervisor_and_the_store() -> None:
 
 
 async def test_its_slots_and_the_autoscalers_note_are_told() -> None:
-    play = Play(FakeWorkers(decode_0=Seen(Sight.SERVING, pid=77, node="here")), FakeBoard())
+    play = Play(
+        FakeWorkers(decode_0=SlotObservation(Observed.SERVING, pid=77, node="here")), FakeBoard()
+    )
     await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
     assert play.supervisor.phases() == {"decode-0": Phase.RUNNING, "decode-1": Phase.RUNNING}
     assert play.board.told is not None
@@ -272,8 +276,8 @@ async def test_a_death_that_is_heard_of_is_looked_at_at_once(
     # The look that was under way, and rests for an hour now.
     looks = workers.refreshed
     await play.until(lambda: workers.refreshed >= looks)
-    workers.seen["decode-0"] = Seen(Sight.NOBODY, "it died")
+    workers.seen["decode-0"] = SlotObservation(Observed.ABSENT, "it died")
     workers.died.set()
     # The pause before its next life ends that hour, too.
-    await play.until(lambda: workers.seen["decode-0"].sight is Sight.SERVING)
+    await play.until(lambda: workers.seen["decode-0"].observed is Observed.SERVING)
     await play.end()

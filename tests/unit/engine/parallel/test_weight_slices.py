@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from baton.errors import ConfigError
 from engine.checkpoint.model_config import load_model_config
 from engine.model.weights import Weight, load_weights
-from engine.parallel.model_share import ModelShare, share_of
+from engine.parallel.shard import ModelShare, share_of
 from engine.parallel.weight_slices import WeightSlices
-from engine.quantization.native import CONFIG, native_tensors
+from engine.quantization.formats import NATIVE_CONFIG, native_tensors
 from engine.quantization.weight import QuantizedWeight, dequantize, quantize
 from tests.support.models import make_tiny_fp8, make_tiny_model, make_tiny_moe
 
@@ -113,7 +113,7 @@ def test_batons_own_quantised_weights_are_cut(tmp_path: Path) -> None:
             stored[name] = weight
     save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = CONFIG
+    config["quantization_config"] = NATIVE_CONFIG
     (tmp_path / "config.json").write_text(json.dumps(config))
     whole = load_weights(tmp_path, CPU, torch.float32)
     parts = [part(tmp_path, rank, 2)[0] for rank in range(2)]

@@ -10,7 +10,7 @@ import torch
 
 from baton.errors import ConfigError
 from engine.model.weights import load_weights
-from engine.quantization.native import CONFIG, native_tensors
+from engine.quantization.formats import NATIVE_CONFIG, native_tensors
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize, quantize
 from tests.support.engine import checkpoints
 from tests.support.engine.checkpoints import Parts, compressed_config, write
@@ -140,7 +140,7 @@ def test_compressed_int8(tmp_path: Path, symmetric: bool, whole: bool) -> None:
 def test_batons_own(tmp_path: Path, kind: QuantKind) -> None:
     made = quantize(torch.randn(24, 64, generator=torch.Generator().manual_seed(0)), kind)
     parts = dict(native_tensors("weight", made))
-    weight = load(tmp_path, CONFIG, parts)
+    weight = load(tmp_path, NATIVE_CONFIG, parts)
     assert weight.kind == kind
     assert torch.equal(dequantize(weight), dequantize(made))
 
@@ -148,7 +148,7 @@ def test_batons_own(tmp_path: Path, kind: QuantKind) -> None:
 def test_batons_own_in_another_order(tmp_path: Path) -> None:
     parts, expected = checkpoints.gptq(act_order=True)
     made = load(tmp_path / "gptq", {"quant_method": "gptq", "bits": 4}, parts)
-    check(load(tmp_path / "own", CONFIG, dict(native_tensors("weight", made))), expected)
+    check(load(tmp_path / "own", NATIVE_CONFIG, dict(native_tensors("weight", made))), expected)
 
 
 def test_parts_may_lie_in_several_files(tmp_path: Path) -> None:

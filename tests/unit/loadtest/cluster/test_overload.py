@@ -64,7 +64,7 @@ def test_percentiles() -> None:
 async def drive(script: Any) -> overload.Load:
     front = make_front(script)
     model = ServedModel(SERVED_NAME, 0, CONTEXT, 8)
-    app = create_app(front.dispatcher, front.tokenizer, model, front.metrics, front.config)
+    app = create_app(front.dispatcher, front.tokenizer, model, front.stats, front.config)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
         most = await overload._max_tokens(http)

@@ -16,7 +16,7 @@ from deploy.cli.main import app
 from engine.engine import EngineSettings
 from engine.model.weights import Weight, bytes_per_weight
 from engine.quantization.weight import quantize
-from engine.roofline.roofline import Ceilings
+from engine.roofline import Ceilings
 from loadtest.engine import profile
 from loadtest.engine.profile import ProfileSettings, draw, profile_engine
 from planning.common.report_output import print_whole

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics, WorkerMetrics
+from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from router.admin.cluster_metrics import cluster_page, merge_pages
 from tests.support.router.front_fakes import listening_socket, serve
 

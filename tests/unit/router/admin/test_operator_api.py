@@ -61,7 +61,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     access, control = Access(front.config, front.metrics), FakeControl()
     operators = Operators(access)
     real = cast(CacheControl, control)
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     server = make_server()
     add_grpc_front(server, *parts, more=(OperatorServicer(real, operators),))
     port = server.add_insecure_port("127.0.0.1:0")

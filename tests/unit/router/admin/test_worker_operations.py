@@ -17,7 +17,7 @@ import redis
 from baton.config.cluster import ContextClass, PoolConfig
 from baton.errors import LastWorker, NotFound, WorkerFailed
 from baton.rpc.grpc_channel import make_server, open_channel
-from baton.store.pool_sizes import PoolSizes
+from baton.store.supervision import PoolSizes
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.access.access import Access
 from router.admin.cluster_view import ClusterApi
@@ -63,7 +63,7 @@ class FakeControl:
 
 
 class FakeSizes:
-    """Stands for ``baton.store.pool_sizes.PoolSizes``."""
+    """Stands for ``baton.store.supervision.PoolSizes``."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -92,7 +92,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     scaling = PoolScaling(front.config, cast(PoolSizes, sizes))
     access = Access(front.config, front.metrics)
     operators, real = Operators(access), cast(WorkerControl, control)
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     server = make_server()
     servicer = WorkerOperatorServicer(real, scaling, operators, front.config)
     add_grpc_front(server, *parts, more=(servicer,))

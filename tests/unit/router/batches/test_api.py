@@ -61,12 +61,12 @@ class Served:
 async def served(folder: Path, front: Front | None = None, **config: Any) -> AsyncIterator[Served]:
     front = front or make_front(data_dir=str(folder), **config)
     access = Access(front.config, front.metrics)
-    batches = Batches(front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    batches = Batches(front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     app = create_app(
         front.dispatcher,
         front.tokenizer,
         MODEL,
-        front.metrics,
+        front.stats,
         front.config,
         access,
         more=(batches.api,),

@@ -77,9 +77,9 @@ async def console(what_if: WhatIfProgram | None = None, **config: Any) -> AsyncI
     front = make_front(**config)
     access = Access(front.config, front.metrics)
     cluster = cast(Cluster, FakeCluster())
-    shown = ConsoleApi(cluster, front.metrics, front.config, "tiny", access, what_if)
+    shown = ConsoleApi(cluster, front.stats, front.config, "tiny", access, what_if)
     shown.watch._look_s = 0.02
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     async with (
         serve(create_app(*parts, more=(shown,))) as address,
         plain_client(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
@@ -146,8 +146,8 @@ async def test_with_a_listener_of_its_own_it_is_there_alone() -> None:
     front = make_front(admin_http="127.0.0.1:0")
     access = Access(front.config, front.metrics)
     cluster = cast(Cluster, FakeCluster())
-    shown = ConsoleApi(cluster, front.metrics, front.config, "tiny", access)
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.metrics, front.config, access)
+    shown = ConsoleApi(cluster, front.stats, front.config, "tiny", access)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     apps = create_apps(*parts, more=(shown,))
     assert apps.admin is not None
     for app, status in ((apps.http, 404), (apps.admin, 200)):
@@ -252,7 +252,7 @@ async def test_what_if() -> None:
         assert "ask again when there is traffic" in early.json()["error"]["message"]
         now = asyncio.get_running_loop().time()
         for one in recent(12):
-            served.front.metrics.recent.add(
+            served.front.stats.recent.add(
                 type(one)(now, one.prompt_tokens, one.output_tokens, one.cached_tokens)
             )
         answer = await served.http.post("/console/what-if", json=asked)

@@ -19,7 +19,6 @@ from baton.config.cluster import Config, KeyConfig, PoolConfig
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import make_server, open_channel
-from baton.telemetry.recent_requests import RecentRequest
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.console import what_if
 from router.console.what_if import WhatIfProgram
@@ -30,6 +29,7 @@ from router.console.what_if_question import (
     question,
     rate_share,
 )
+from router.core.request_recorder import RecentRequest
 from tests.support.router.looks import record
 
 DEADLINE_S = 60.0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from router.console.worker_page import read_page
 
 

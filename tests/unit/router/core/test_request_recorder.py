@@ -9,7 +9,14 @@ from baton import errors
 from baton.request import FinishReason
 from baton.telemetry.metrics import RouterMetrics
 from router.core.request import OutputDelta
-from router.core.request_recorder import Outcome, RequestRecorder, Slo, count_refusal, outcome_of
+from router.core.request_recorder import (
+    Outcome,
+    RequestRecorder,
+    RequestStats,
+    Slo,
+    count_refusal,
+    outcome_of,
+)
 
 
 def delta(tokens: int, cached: int = 0) -> OutputDelta:
@@ -17,8 +24,8 @@ def delta(tokens: int, cached: int = 0) -> OutputDelta:
 
 
 def make() -> tuple[RouterMetrics, RequestRecorder]:
-    metrics = RouterMetrics(CollectorRegistry())
-    return metrics, RequestRecorder(metrics, Slo(1.0, 0.5), "short", 10, 100.0)
+    stats = RequestStats(RouterMetrics(CollectorRegistry()))
+    return stats.metrics, RequestRecorder(stats, Slo(1.0, 0.5), "short", 10, 100.0)
 
 
 def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
@@ -47,14 +54,15 @@ def test_times_and_tokens() -> None:
 
 
 def test_the_autoscalers_counts() -> None:
-    metrics, recorder = make()
+    stats = RequestStats(RouterMetrics(CollectorRegistry()))
+    recorder = RequestRecorder(stats, Slo(1.0, 0.5), "short", 10, 100.0)
     recorder.delta(delta(1), 101.5)
     recorder.delta(delta(2), 102.0)
     recorder.succeed(102.0)
-    refused = RequestRecorder(metrics, Slo(1.0, 0.5), "short", 30, 100.0)
+    refused = RequestRecorder(stats, Slo(1.0, 0.5), "short", 30, 100.0)
     refused.fail(errors.Overloaded("full"))
     refused.fail(errors.Overloaded("full"))
-    traffic = metrics.traffic.counts
+    traffic = stats.traffic.counts
     assert (traffic.requests, traffic.input_tokens) == (2, 40)
     assert traffic.expected_tokens == 256 + 3, "the second is expected to be as the first was"
     assert traffic.shed == 1

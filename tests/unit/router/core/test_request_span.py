@@ -20,6 +20,7 @@ from baton.telemetry.logs import formatter
 from baton.telemetry.metrics import RouterMetrics
 from baton.trace_context import TraceContext
 from router.core.request import GenerationRequest, OutputDelta
+from router.core.request_recorder import RequestStats
 from router.inference.delivery import Delivery
 from tests.support.span_keeper import SpanKeeper, identity, kept_spans
 
@@ -68,7 +69,7 @@ def spans() -> Iterator[SpanKeeper]:
 async def deliver(workers: Workers, config: Config | None = None) -> RouterMetrics:
     metrics = RouterMetrics(CollectorRegistry())
     delivery = Delivery(
-        workers, metrics, config or Config(), show=lambda ids: f"text of {len(ids)}"
+        workers, RequestStats(metrics), config or Config(), show=lambda ids: f"text of {len(ids)}"
     )
 
     async def sink(_: int, __: OutputDelta) -> None: ...

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.autoscaling.traffic import TrafficCounts
 from baton.config.cluster import Config
 from baton.errors import DeadlineExceeded
 from baton.request import FinishReason, Principal, TokenOutput
@@ -34,6 +35,7 @@ async def unreached() -> AsyncIterator[ClusterDispatcher]:
         Config(),
         tiny_tokenizer(),
         RouterMetrics(CollectorRegistry()),
+        TrafficCounts(),
         Registry(redis, "c"),
         PrefixIndex(redis, "c"),
     )

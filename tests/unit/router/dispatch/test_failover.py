@@ -47,7 +47,7 @@ from router.routing.ledger import Ledger
 from router.routing.policy import Decision, RouteRequest
 from router.routing.route_finder import RouteFinder
 from router.text.detokenizer import ByteDetokenizer
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 from router.workers import breaker as breaker_module
 from router.workers.breaker import Breaker
 from router.workers.worker_links import WorkerLinks
@@ -216,10 +216,10 @@ class World:
         request = GenerationRequest(
             "r", PROMPT, SamplingParams(max_tokens=50), Principal(), 60.0, choices=choices, **fields
         )
-        assemblers = [
-            OutputAssembler(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(choices)
+        processors = [
+            OutputProcessor(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(choices)
         ]
-        running = RunningRequest(request, assemblers, time.monotonic() + request.deadline_s)
+        running = RunningRequest(request, processors, time.monotonic() + request.deadline_s)
         await self.placement.place(running, range(choices))
         await self.settle()
         return running

@@ -17,18 +17,18 @@ from baton.sampling_params import SamplingParams
 from router.core.request import GenerationRequest, OutputDelta
 from router.dispatch.running_request import RunningRequest
 from router.text.detokenizer import ByteDetokenizer
-from router.text.output_assembler import OutputAssembler
+from router.text.output_processor import OutputProcessor
 
 STOP = FinishReason.STOP
 
 
 def make_choices(count: int, stop: tuple[str, ...] = (), *, scores: bool = False) -> RunningRequest:
-    def assembler() -> OutputAssembler:
-        return OutputAssembler(ByteDetokenizer(lambda token: bytes([token])), stop)
+    def processor() -> OutputProcessor:
+        return OutputProcessor(ByteDetokenizer(lambda token: bytes([token])), stop)
 
     sampling = SamplingParams(prompt_logprobs=0 if scores else None)
     request = GenerationRequest("r", (1, 2), sampling, Principal(), 60.0, choices=count)
-    return RunningRequest(request, [assembler() for _ in range(count)], 60.0)
+    return RunningRequest(request, [processor() for _ in range(count)], 60.0)
 
 
 def make_running(stop: tuple[str, ...] = ()) -> RunningRequest:

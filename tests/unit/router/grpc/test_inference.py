@@ -35,7 +35,7 @@ Sampling = sampling_pb2.SamplingParameters
 async def serve(front: Front) -> AsyncIterator[grpc.aio.Channel]:
     server = make_server()
     add_grpc_front(
-        server, front.dispatcher, front.tokenizer, front.model, front.metrics, front.config
+        server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

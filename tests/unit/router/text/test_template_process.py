@@ -266,7 +266,7 @@ def test_processes_end_with_their_template() -> None:
 @pytest.mark.parametrize("source", ["x", SLOW], ids=["idle", "at work"])
 def test_processes_end_with_the_router(source: str) -> None:
     script = (
-        "import time; from router import template_process\n"
+        "import time; from router.text import template_process\n"
         "from router.text.chat_template import ChatTemplate\n"
         "template_process.MAX_CPU_S = 1.0\n"
         f"template = ChatTemplate({source!r}, {{}}); template._process.start().result()\n"

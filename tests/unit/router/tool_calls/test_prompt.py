@@ -10,9 +10,9 @@ import pytest
 
 from router.openai.conversation import calls_turn, result_turn
 from router.text.chat_template import ChatTemplate, load_chat_template
-from router.tool_calls.formats.known import FORMATS, format_for
+from router.tool_calls.formats import FORMATS, format_for
 from router.tool_calls.prompt import fitted, is_about_tools
-from router.tool_calls.tool import Tool, ToolUse
+from router.tool_calls.tools import Tool, ToolUse
 from tests.support.router.front_fakes import TEMPLATE
 
 TOOL = Tool("look_up", "Finds a word.", {"type": "object", "properties": {}})

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
-from baton.liveness.listening_clock import ListeningClock
-from baton.telemetry.metrics import WorkerMetrics
+from baton.liveness.listening import ListeningClock
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from kvtransfer.tickets.ticket import Ticket, TicketState
 from kvtransfer.tickets.ticket_book import TOMBSTONE_S
@@ -28,13 +28,7 @@ CUTS = (0, 64, 128, BLOCK_BYTES)
 class Listener:
     """Keeps what it is told."""
 
-    completed_ids: list[str] = field(default_factory=list)
     released_errors: dict[str, BatonError] = field(default_factory=dict)
-
-    def completed(self, ticket: Ticket) -> None:
-        assert ticket.is_open
-        assert ticket.is_complete
-        self.completed_ids.append(ticket.ticket_id)
 
     def released(self, ticket: Ticket, error: BatonError) -> None:
         assert ticket.state is TicketState.RELEASED
@@ -46,7 +40,7 @@ def make_receiver(blocks: int = 12) -> tuple[BlockReceiver, Listener]:
     metrics = WorkerMetrics(CollectorRegistry())
     receiver = BlockReceiver(BlockPool(blocks), metrics, block_bytes=BLOCK_BYTES, lease_s=LEASE_S)
     listener = Listener()
-    receiver.listeners.append(listener)
+    receiver.subscribe(listener.released)
     return receiver, listener
 
 
@@ -161,8 +155,7 @@ class BlockReceiverMachine(RuleBasedStateMachine):
         if how == "ok":
             self.done[copy.ticket] |= copy.bytes
             self.receiver.end_copy(ticket_id, "shm", 64 * len(copy.bytes))
-            told = ticket_id in self.listener.completed_ids
-            assert told is (was_open and self.has_all(copy.ticket))
+            assert not was_open or copy.ticket.is_complete is self.has_all(copy.ticket)
         elif how == "drop":
             self.receiver.drop_copy(ticket_id)
         else:
@@ -296,7 +289,6 @@ def test_blocks_are_quarantined_until_the_last_copy_has_ended() -> None:
     receiver.fail_copy(ticket.ticket_id, HandoffError("broke after the ticket had ended"), 1.0)
     assert receiver.pool.counts().free == 4
     assert counted(receiver, "error") == 0, "a handoff is counted once"
-    assert listener.completed_ids == []
 
 
 def test_a_damaged_part_ends_the_handoff_and_is_counted() -> None:
@@ -346,16 +338,49 @@ def test_bytes_renew_the_lease() -> None:
     assert not ticket.is_open
 
 
-def test_completion_is_told_once_with_the_last_byte() -> None:
-    receiver, listener = make_receiver()
+async def test_a_ticket_is_whole_with_its_last_byte() -> None:
+    receiver, _ = make_receiver()
     ticket = promise(receiver)
+    whole = receiver.whole(ticket.ticket_id)
+    assert whole is not None
     begin(receiver, ticket, 1)
     begin(receiver, ticket, 0)
     receiver.end_copy(ticket.ticket_id, "shm", BLOCK_BYTES)
-    assert listener.completed_ids == []
+    assert not whole.done()
     receiver.end_copy(ticket.ticket_id, "shm", BLOCK_BYTES)
     assert begin(receiver, ticket, 0, 1) is None
-    assert listener.completed_ids == [ticket.ticket_id]
+    assert whole.done()
+    assert receiver.whole(ticket.ticket_id) is None
+
+
+async def test_a_ticket_that_has_ended_is_never_whole() -> None:
+    receiver, _ = make_receiver()
+    ticket = promise(receiver)
+    whole = receiver.whole(ticket.ticket_id)
+    assert whole is not None
+    # The copy that runs keeps the blocks in quarantine, and the ticket in the book.
+    begin(receiver, ticket, 0)
+    receiver.abort(ticket.attempt, 11.0)
+    with pytest.raises(TicketEnded, match="has ended"):
+        await whole
+    with pytest.raises(TicketEnded, match="has ended"):
+        receiver.whole(ticket.ticket_id)
+    receiver.drop_copy(ticket.ticket_id)
+
+
+def test_a_listener_that_has_unsubscribed_is_not_called() -> None:
+    receiver, listener = make_receiver()
+    other = Listener()
+    unsubscribe = receiver.subscribe(other.released)
+    promise(receiver)
+    receiver.abort(("r", 0), 11.0)
+    assert set(other.released_errors) == set(listener.released_errors) != set()
+    unsubscribe()
+    unsubscribe()
+    promise(receiver, attempt=1, now=12.0)
+    receiver.abort(("r", 1), 13.0)
+    assert len(other.released_errors) == 1
+    assert len(listener.released_errors) == 2
 
 
 def test_what_had_come_in_full_outlives_its_writers_connection() -> None:

@@ -24,7 +24,7 @@ from baton.errors import (
 from baton.request import Geometry
 from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.memory.host_memory import HostMemory

@@ -15,7 +15,7 @@ from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.hashing import block_hashes, hash_key
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from baton.telemetry.metrics import WorkerMetrics
+from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
@@ -70,7 +70,7 @@ class World:
             engine=SimpleNamespace(
                 pool=self.pool, scheduler=self.scheduler, cache=SimpleNamespace(block_size=SIZE)
             ),
-            control=SimpleNamespace(prompt_pace=Pace(self.token_s, 1)),
+            core=SimpleNamespace(prompt_pace=Pace(self.token_s, 1)),
             metrics=self.metrics,
             incarnation="prefill-0:1",
         )

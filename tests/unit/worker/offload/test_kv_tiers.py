@@ -81,7 +81,7 @@ async def test_what_the_pool_evicts_comes_back(
         )
         await worker.settled()
         for tier in worker.tiers.tiers.tiers:
-            worker.tiers.after_plan()
+            worker.tiers.after_schedule()
             assert worker.value("blocks", tier.name) == len(tier) > 0
         worker.check_nothing_is_held()
     assert os.listdir(tmp_path) == [], "a file is left behind"
@@ -320,7 +320,7 @@ async def test_who_loses_its_blocks_stays_where_they_come_back_sooner(
         ]
         sequences = [worker.make(spec) for spec in specs]
         for sequence in sequences:
-            worker.control.add(sequence)
+            worker.core.add(sequence)
         scheduler = worker.engine.scheduler
         async with asyncio.timeout(30):
             while not scheduler.preemptions:

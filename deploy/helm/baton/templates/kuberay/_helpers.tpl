@@ -16,7 +16,7 @@
 - name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
   value: "0"
 - name: RAY_preload_python_modules
-  value: deploy.supervisor.ray_preload
+  value: deploy.workers.ray_preload
 {{- end }}
 
 {{/* Where the store of registry and index is, and what the cluster's keys there begin with. */}}

@@ -27,8 +27,8 @@ SLEEPER = "import time; print(flush=True); time.sleep(600)"
 SIGNER = """
 import sys, time
 from pathlib import Path
-from deploy.workers.node_roll import NodeRoll
-NodeRoll(Path(sys.argv[1])).sign(sys.argv[2], 5.0, cluster="1f2e3d")
+from deploy.workers.node import NodeWorkers
+NodeWorkers(Path(sys.argv[1])).sign(sys.argv[2], 5.0, cluster="1f2e3d")
 print(flush=True)
 time.sleep(600)
 """

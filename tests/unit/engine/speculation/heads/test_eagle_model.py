@@ -20,10 +20,9 @@ from engine.kv.kv_cache import KvCache
 from engine.model.model import DecoderModel
 from engine.model.weights import load_weights
 from engine.scheduling.plan import PlanRow
-from engine.speculation.heads.drafter_heads import load_eagle
 from engine.speculation.heads.eagle_config import load_eagle_config
-from engine.speculation.heads.eagle_model import EagleModel
-from engine.speculation.heads.eagle_step import EagleTorchStep
+from engine.speculation.heads.eagle_model import EagleModel, EagleTorchStep
+from engine.speculation.heads.loading import load_eagle
 from engine.step.step import StepInput, StepModel
 from loadtest.research.training.eagle_trainee import EagleTrainee
 from tests.support.drafter_heads import make_eagle_head

@@ -25,12 +25,12 @@ from engine.execution.runner import ModelRunner
 from engine.local import compile_grammar, make_sequence
 from engine.model.model import DecoderModel
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as EngineSequence
-from engine.speculation.model.filled_slots import FilledSlots
-from engine.speculation.model.model_draft_length import Candidate, ModelDraftLength
-from engine.speculation.model.model_speculation import ModelSpeculation
+from engine.speculation.model.length import Candidate, ModelDraftLength
+from engine.speculation.model.speculation import ModelSpeculation
+from engine.speculation.model_drafter import FilledSlots
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 from tests.support.engine.drafters import FixedLength
 from tests.support.models import EOS, make_tiny_model
@@ -455,16 +455,23 @@ def test_a_draft_model_must_have_the_models_tokens(
         build_engine(replace(settings, drafter="draft", draft_model=other))
 
 
+def row_of(sequence_id: int, *blocks: int) -> PlanRow:
+    return PlanRow(sequence_id, 0, 1, blocks, True)
+
+
 def test_filled_slots_are_counted_to_the_first_gap(itself: Bench) -> None:
     group = itself.built.cache.drafter
     assert group is not None
     slots = FilledSlots(group)
     group.filled[:6] = torch.tensor([16, 7, 16, 16, 3, 0])
-    assert slots.count([0, 1, 2], 40) == 23
-    assert slots.count([0, 1, 2], 20) == 20
-    assert slots.count([0, 2, 3], 40) == 40
-    assert slots.count([1, 2], 40, known=16) == 40
-    slots.fill([0, 1, 4], 23, 37)
+    assert slots.count(row_of(1, 0, 1, 2), 40) == 23
+    assert slots.count(row_of(1, 0, 1, 2), 20) == 20
+    assert slots.count(row_of(2, 0, 2, 3), 40) == 40
+    # What was found of a sequence is not looked at again, until it is forgotten.
+    assert slots.count(row_of(2, 1, 2, 3), 40) == 40
+    slots.forget(2)
+    assert slots.count(row_of(2, 1, 2, 3), 40) == 7
+    slots.fill(row_of(1, 0, 1, 4), 23, 37)
     assert group.filled[:6].tolist() == [16, 16, 16, 16, 5, 0]
-    slots.fill([3, 5], 0, 18)
+    slots.fill(row_of(3, 3, 5), 0, 18)
     assert group.filled[:6].tolist() == [16, 16, 16, 16, 5, 2]

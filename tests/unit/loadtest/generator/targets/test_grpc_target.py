@@ -26,7 +26,7 @@ async def ask(
     front = make_front(script)
     server = make_server()
     add_grpc_front(
-        server, front.dispatcher, front.tokenizer, front.model, front.metrics, front.config
+        server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config
     )
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

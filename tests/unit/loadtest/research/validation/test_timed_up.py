@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.config.cluster import PoolConfig
-from deploy.workers.actor import WorkerActor
+from deploy.workers.worker_actor import WorkerActor
 from loadtest.research.timed.timed_actors import TimedSupervisorActor, TimedWorkerActor
 from loadtest.research.validation.timed_case import COSTS
 from loadtest.research.validation.timed_up import KV_POOL_MIB, configuration, parser

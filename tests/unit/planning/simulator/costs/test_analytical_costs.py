@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint.model_config import load_model_config
-from engine.roofline.roofline import Storage, step_work
+from engine.roofline import Storage, step_work
 from engine.scheduling.plan import PlanRow
 from planning.simulator.costs.analytical_costs import AnalyticalCosts, Efficiency
 from planning.simulator.costs.hardware import ACCELERATORS

@@ -1,0 +1,247 @@
+"""How many workers of each role the traffic needs. Pure.
+
+The rate of tokens a moment ahead, over what one worker can do, gives a floor. Where a role has its
+floor and still misses its SLO, a correction asks for one worker more than it has; the correction
+shrinks once the SLO has been kept with ease for a cooldown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from baton.autoscaling.cluster_figures import (
+    ROLES,
+    Demand,
+    SloFigures,
+    WorkerFigures,
+    WorkerState,
+)
+from baton.config.cluster import AutoscalerConfig, Role
+
+MEMORY_LOOKS = 1.5
+"""Time constant of the rates' memory, in looks."""
+MIN_JUDGED = 10
+"""Minimum number of requests that an SLO is judged by."""
+MIN_TOKENS_PER_S = 0.1
+"""A lower rate is no traffic."""
+_TREND_WEIGHT = 0.5
+"""Weight of the trend relative to the level. A rate that jumps is then overestimated by at most a
+sixth, for a few readings."""
+
+
+class Reason(StrEnum):
+    """Why an action is taken; the values are metric labels."""
+
+    FORECAST = "forecast"
+    """The rate of tokens needs it."""
+    TTFT = "ttft"
+    """The time to the first token is too long."""
+    TPOT = "tpot"
+    """The time per output token is too long."""
+    SURPLUS = "surplus"
+    """More workers than the traffic needs."""
+    BOUNDS = "bounds"
+    """More or fewer workers than the configured bounds."""
+
+
+@dataclass(slots=True)
+class RoleBalance:
+    """The workers at one look, and how many of each role the traffic needs."""
+
+    workers: Sequence[WorkerFigures]
+    have: dict[Role, int]
+    """Workers that serve or start, by role."""
+    need: dict[Role, float]
+    """Workers that the traffic needs: the floor plus corrections."""
+    floor: dict[Role, float]
+    """Workers that the rates of tokens need."""
+
+    @property
+    def total(self) -> int:
+        """Slots in use, those of failed workers included."""
+        return len(self.workers)
+
+    def load(self, role: Role) -> float:
+        """Return need over workers; 1 is the planned load."""
+        if self.have[role]:
+            return self.need[role] / self.have[role]
+        return math.inf if self.need[role] else 0.0
+
+    def busier(self) -> Role:
+        """Return the role with the higher load."""
+        return max(ROLES, key=self.load)
+
+    def in_role(self, role: Role, *states: WorkerState) -> list[WorkerFigures]:
+        """Return the workers of a role in one of these states."""
+        return [one for one in self.workers if one.role == role and one.state in states]
+
+    def text(self) -> str:
+        """Describe the balance for logs."""
+        return "; ".join(
+            f"{role} has {self.have[role]} and needs {self.need[role]:.1f}" for role in ROLES
+        )
+
+
+class RateForecast:
+    """Forecasts a rate from its level and its trend, per second.
+
+    Double exponential smoothing (C. C. Holt, "Forecasting seasonals and trends by exponentially
+    weighted moving averages", 1957; International Journal of Forecasting 20, 2004) with a damped
+    trend (E. S. Gardner and E. McKenzie, "Forecasting trends in time series", Management Science
+    31, 1985), so that a rate that jumps is not expected to rise on. Readings may be unevenly
+    spaced.
+    """
+
+    def __init__(self, memory_s: float) -> None:
+        """A reading ``memory_s`` old weighs 1/e; the trend is damped at the same rate."""
+        self._memory_s = memory_s
+        self._level: float | None = None
+        self._trend = 0.0
+        """Per second."""
+
+    def add(self, rate: float, seconds: float) -> None:
+        """Add the rate observed over the last ``seconds``."""
+        if self._level is None:
+            self._level = rate
+            return
+        kept = math.exp(-seconds / self._memory_s)
+        before, expected = self._level, self._level + self._risen(seconds)
+        self._level = max(0.0, expected + (1 - kept) * (rate - expected))
+        weight = _TREND_WEIGHT * (1 - kept)
+        self._trend += weight * ((self._level - before) / seconds - self._trend)
+
+    def ahead(self, seconds: float) -> float:
+        """Return the rate expected in ``seconds``, at least 0.
+
+        A fall is not forecast, since too few workers cost more than too many.
+        """
+        if self._level is None:
+            return 0.0
+        return max(0.0, self._level, self._level + self._risen(seconds))
+
+    def _risen(self, seconds: float) -> float:
+        """Return what the damped trend adds within ``seconds``."""
+        memory_s = self._memory_s
+        return self._trend * memory_s * (1 - math.exp(-seconds / memory_s))
+
+
+class WorkerNeeds:
+    """Computes the workers that each role needs, look by look. Owned by the autoscaler."""
+
+    def __init__(self, config: AutoscalerConfig) -> None:
+        self._config = config
+        memory_s = MEMORY_LOOKS * config.interval_s
+        self._input = RateForecast(memory_s)
+        self._output = RateForecast(memory_s)
+        self._extra: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
+        """Workers that corrections add to the floor."""
+        self._missed_at: dict[Role, float] = {}
+        """When a role's SLO was last not kept with ease."""
+        self._blamed: dict[Role, Reason] = dict.fromkeys(ROLES, Reason.FORECAST)
+        self._judged: deque[tuple[float, SloFigures, SloFigures]] = deque()
+        self._needed: deque[tuple[float, dict[Role, float]]] = deque()
+        self._short_looks: dict[Role, int] = dict.fromkeys(ROLES, 0)
+
+    def look(
+        self, workers: Sequence[WorkerFigures], demand: Demand, now: float, *, rested: bool
+    ) -> RoleBalance:
+        """Return the workers with what each role needs. ``rested``: nothing changed lately."""
+        balance = RoleBalance(workers, {}, {}, {})
+        for role in ROLES:
+            helping = balance.in_role(role, WorkerState.SERVING, WorkerState.STARTING)
+            balance.have[role] = len(helping)
+        balance.floor = self._floors(demand, balance.have)
+        balance.need = dict(balance.floor)
+        self._correct(balance, demand, now, rested=rested)
+        for role in ROLES:
+            balance.need[role] += self._extra[role]
+        self._needed.append((now, dict(balance.need)))
+        while self._needed[0][0] < now - self._config.cooldown_s:
+            self._needed.popleft()
+        for role in ROLES:
+            self._short_looks[role] = self._short_looks[role] + 1 if balance.load(role) > 1 else 0
+        return balance
+
+    def skip(self) -> None:
+        """Note a look at which the demand was unknown."""
+        self._short_looks = dict.fromkeys(ROLES, 0)
+
+    def forget(self) -> None:
+        """Drop what was observed of the cluster before it changed."""
+        self._judged.clear()
+        self._needed.clear()
+
+    def short_looks(self, role: Role) -> int:
+        """Return the number of latest looks at which a role was short."""
+        return self._short_looks[role]
+
+    def max_need(self, role: Role) -> float:
+        """Return the most workers that a role needed at the looks of a cooldown."""
+        return max(need[role] for _, need in self._needed)
+
+    def reason(self, role: Role) -> Reason:
+        """Return why a role needs what it needs."""
+        return self._blamed[role] if self._extra[role] else Reason.FORECAST
+
+    def _floors(self, demand: Demand, have: Mapping[Role, int]) -> dict[Role, float]:
+        """Return workers by the rates of tokens; what a role has, where its speed is unknown."""
+        config = self._config
+        self._input.add(demand.input_tokens_per_s, demand.seconds)
+        self._output.add(demand.output_tokens_per_s, demand.seconds)
+        prompts, answers = (rate.ahead(config.interval_s) for rate in (self._input, self._output))
+        need: dict[Role, float] = {role: float(have[role]) for role in ROLES}
+        if max(prompts, answers) < MIN_TOKENS_PER_S and not demand.decode_sequences:
+            return dict.fromkeys(ROLES, 0.0)
+        if demand.prefill_s_per_token is not None:
+            need["prefill"] = prompts * demand.prefill_s_per_token / config.target_load
+        if demand.decode_tokens_per_s:
+            by_tokens = answers / demand.decode_tokens_per_s
+            # A backlog beyond the SLO's batches slows the tokens, so their rate does not show it.
+            by_sequences = demand.decode_sequences / demand.decode_batch
+            need["decode"] = max(by_tokens, by_sequences) / config.target_load
+        return need
+
+    def _correct(self, balance: RoleBalance, demand: Demand, now: float, *, rested: bool) -> None:
+        """Add a worker where an SLO is missed without a shortage; remove it later."""
+        self._judged.append((now, demand.ttft, demand.tpot))
+        while self._judged[0][0] < now - self._config.cooldown_s:
+            self._judged.popleft()
+        ttft = _total([one for _, one, _ in self._judged])
+        tpot = _total([one for _, _, one in self._judged])
+        for reason, figures in ((Reason.TTFT, ttft), (Reason.TPOT, tpot)):
+            role = self._to_blame(reason, balance)
+            if self._beyond(figures.tight, figures.judged):
+                self._missed_at[role] = now
+            if not self._beyond(figures.missed, figures.judged) or not rested:
+                continue
+            if balance.load(role) <= 1:
+                self._extra[role] = balance.have[role] + 1 - balance.need[role]
+                self._blamed[role] = reason
+        for role in ROLES:
+            eased_s = now - self._missed_at.get(role, -math.inf)
+            if self._extra[role] and eased_s >= self._config.cooldown_s:
+                self._extra[role] = max(0.0, self._extra[role] - 1)
+                self._missed_at[role] = now
+
+    def _to_blame(self, reason: Reason, balance: RoleBalance) -> Role:
+        """Return the role whose shortage misses an SLO: first tokens also wait for decode slots."""
+        if reason is Reason.TPOT:
+            return "decode"
+        is_decode = balance.load("decode") > max(1.0, balance.load("prefill"))
+        return "decode" if is_decode else "prefill"
+
+    def _beyond(self, count: float, judged: float) -> bool:
+        """Whether a count exceeds the share of judged requests that ``slo_share`` allows."""
+        return judged >= MIN_JUDGED and count > (1 - self._config.slo_share) * judged
+
+
+def _total(parts: Sequence[SloFigures]) -> SloFigures:
+    return SloFigures(
+        sum(one.judged for one in parts),
+        sum(one.missed for one in parts),
+        sum(one.tight for one in parts),
+    )

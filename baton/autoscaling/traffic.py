@@ -1,0 +1,177 @@
+"""The traffic of routers in plain numbers: what came, what became of it, and rates between looks.
+
+Plain Python, no I/O, no clock: ``now`` is passed in. A router's event loop owns the counts of its
+process; the autoscaler reads those of all routers (``baton.autoscaling.traffic_store``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Self
+
+TIGHT_SHARE = 0.5
+"""A request is tight when it used more than this share of an SLO."""
+FIRST_ANSWER_TOKENS = 256
+"""The expected length of an answer before an answer of its class ended, as in
+``router.admission.capacity``."""
+SILENT_S = 5.0
+"""A router that has not reported for this long makes the traffic unknown."""
+GONE_S = 60.0
+"""A router that has not reported for this long is taken for ended."""
+_WEIGHT = 0.1
+"""Weight of the latest answer in the mean length."""
+
+
+@dataclass(slots=True)
+class TrafficCounts:
+    """Totals since a router started, or the difference between two looks."""
+
+    requests: float = 0.0
+    """Requests received, refused ones included."""
+    input_tokens: float = 0.0
+    """Prompt tokens of these requests."""
+    expected_tokens: float = 0.0
+    """Expected output tokens of these requests, refused ones included."""
+    shed: float = 0.0
+    """Requests refused because of a full queue or a deadline."""
+    first_tokens: float = 0.0
+    """Requests that received their first token."""
+    late_first_tokens: float = 0.0
+    """First tokens later than their SLO."""
+    tight_first_tokens: float = 0.0
+    """First tokens later than ``TIGHT_SHARE`` of the SLO; late ones included."""
+    answers: float = 0.0
+    """Answers of at least two tokens that ended without an error."""
+    slow_answers: float = 0.0
+    """Answers whose time per token exceeds the SLO."""
+    tight_answers: float = 0.0
+    """Answers whose time per token exceeds ``TIGHT_SHARE`` of the SLO; slow ones included."""
+    prefilled_tokens: float = 0.0
+    """Prompt tokens that prefill workers completed, cached ones included."""
+    prefill_s: float = 0.0
+    """Engine seconds that these prompts took."""
+
+    def judge_first_token(self, ttft_s: float, slo_s: float) -> None:
+        """Count a request's first token and judge it by its SLO."""
+        self.first_tokens += 1
+        self.late_first_tokens += ttft_s > slo_s
+        self.tight_first_tokens += ttft_s > TIGHT_SHARE * slo_s
+
+    def judge_answer(self, tpot_s: float, slo_s: float) -> None:
+        """Count an answer of at least two tokens and judge it by its SLO."""
+        self.answers += 1
+        self.slow_answers += tpot_s > slo_s
+        self.tight_answers += tpot_s > TIGHT_SHARE * slo_s
+
+    def since(self, earlier: Self) -> Self:
+        """Subtract earlier totals."""
+        return type(self)(**{name: getattr(self, name) - getattr(earlier, name) for name in NAMES})
+
+    @classmethod
+    def total(cls, parts: Iterable[Self]) -> Self:
+        """The sum of all."""
+        whole = cls()
+        for part in parts:
+            for name in NAMES:
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        return whole
+
+    @classmethod
+    def parse(cls, told: Mapping[str, object]) -> Self:
+        """Read the fields of ``dataclasses.asdict``. Raises ValueError, TypeError."""
+        return cls(**{name: float(told[name]) for name in NAMES if name in told})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTraffic:
+    """The report of one router process."""
+
+    beat: int
+    """Number of the report: a router whose beat stands still does not report."""
+    counts: TrafficCounts
+
+
+NAMES = tuple(field.name for field in fields(TrafficCounts))
+
+
+class TrafficMeter:
+    """Counts the requests of a router, and the output tokens that they are expected to need.
+
+    The length of an answer is known at its end. Until then a request counts with the mean length
+    of recent answers of its context-length class. A shift between kinds of requests shows when
+    they arrive, refused ones included. Owned by the router's event loop.
+    """
+
+    def __init__(self) -> None:
+        self.counts = TrafficCounts()
+        """The recorder of a request counts its times here."""
+        self._lengths: dict[str, float] = {}
+        """Mean output tokens, by context-length class."""
+
+    def came(self, context_class: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Count a request that may have up to ``max_tokens`` output tokens."""
+        self.counts.requests += 1
+        self.counts.input_tokens += prompt_tokens
+        guess = min(FIRST_ANSWER_TOKENS, max_tokens)
+        self.counts.expected_tokens += self._lengths.get(context_class, guess)
+
+    def ended(self, context_class: str, tokens: int) -> None:
+        """Learn the length of an answer that ended without an error."""
+        known = self._lengths.get(context_class, float(tokens))
+        self._lengths[context_class] = known + _WEIGHT * (tokens - known)
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficWindow:
+    """Traffic of all routers between two looks."""
+
+    seconds: float
+    """Length of the window."""
+    counts: TrafficCounts
+
+
+@dataclass(slots=True)
+class _Router:
+    told: RouterTraffic
+    heard_at: float
+
+
+class TrafficTracker:
+    """Computes the traffic between two looks at the routers' reports.
+
+    A router that was started since the last look counts from the next look on. While a router has
+    not reported for ``SILENT_S``, its load is unknown and there is no result, until it reports
+    again or was silent for ``GONE_S``. Times are seconds of any one clock.
+    """
+
+    def __init__(self) -> None:
+        self._routers: dict[str, _Router] = {}
+        self._looked_at: float | None = None
+
+    def look(self, told: Mapping[str, RouterTraffic], now: float) -> TrafficWindow | None:
+        """Return the traffic since the last look; None while it is unknown."""
+        added = []
+        for name, one in told.items():
+            known = self._routers.get(name)
+            if known is None:
+                self._routers[name] = _Router(one, now)
+                continue
+            if one.beat != known.told.beat:
+                known.heard_at = now
+            added.append(one.counts.since(known.told.counts))
+            known.told = one
+        for name in self._routers.keys() - told.keys():
+            # A router that leaves removes its report.
+            del self._routers[name]
+        before, self._looked_at = self._looked_at, now
+        if before is None or now <= before or not added or self._silent(now):
+            return None
+        return TrafficWindow(now - before, TrafficCounts.total(added))
+
+    def gone(self, now: float) -> list[str]:
+        """Return the routers that have been silent for ``GONE_S``."""
+        return [name for name, one in self._routers.items() if now - one.heard_at >= GONE_S]
+
+    def _silent(self, now: float) -> bool:
+        return any(now - one.heard_at >= SILENT_S for one in self._routers.values())

@@ -1,0 +1,86 @@
+"""What routers and the supervisor share in Redis: sizes of pools, and the supervisor's address."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, cast
+
+import redis.asyncio
+
+log = logging.getLogger(__name__)
+
+TTL_S = 3600
+MAX_WORKERS = 1024
+"""The maximum size of a pool."""
+
+
+class PoolSizes:
+    """The sizes of pools that an operator chose at run time, in one Redis hash.
+
+    Routers write them; the supervisor reads them and acts. A pool without an entry has its
+    configured size. The hash expires an hour after the last read, with the cluster.
+
+    Methods raise ``redis.RedisError``. Owned by one event loop.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
+        self._client = client
+        self._key = f"baton:{{{cluster_id}}}:pool-sizes"
+
+    async def read(self) -> dict[str, int]:
+        """Workers by pool, of the pools whose size was chosen; keeps them for another hour."""
+        async with self._client.pipeline(transaction=False) as calls:
+            calls.hgetall(self._key)
+            calls.expire(self._key, TTL_S)
+            told, _ = await calls.execute()
+        return dict(_sizes(told))
+
+    async def write(self, pool: str, count: int) -> None:
+        """Choose a pool's size."""
+        async with self._client.pipeline(transaction=True) as calls:
+            calls.hset(self._key, pool, str(count))
+            calls.expire(self._key, TTL_S)
+            await calls.execute()
+
+    async def restore(self, pool: str, count: int) -> None:
+        """Write back the size of a pool that was lost, unless another one has been chosen since.
+
+        ``count`` is in workers. Raises ``redis.RedisError``.
+        """
+        async with self._client.pipeline(transaction=True) as calls:
+            calls.hsetnx(self._key, pool, str(count))
+            calls.expire(self._key, TTL_S)
+            await calls.execute()
+
+    async def clear(self) -> None:
+        """The cluster ends."""
+        await cast(Any, self._client.delete(self._key))
+
+
+def _sizes(told: dict[bytes, bytes]) -> list[tuple[str, int]]:
+    sizes = []
+    for pool, count in told.items():
+        try:
+            sizes.append((pool.decode(), int(count)))
+        except ValueError:
+            log.warning("a pool's size cannot be read")
+    return sizes
+
+
+def supervision_key(cluster_id: str) -> str:
+    """Return the key of the JSON value that ``deploy.supervisor.slot_board`` writes."""
+    return f"baton:{{{cluster_id}}}:supervision"
+
+
+async def supervision_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
+    """Return the host:port of the supervisor's /metrics page, None without a recent report.
+
+    Raises ``redis.RedisError``.
+    """
+    told = await client.get(supervision_key(cluster_id))
+    try:
+        return None if told is None else str(json.loads(told)["metrics_address"]) or None
+    except (ValueError, TypeError, KeyError):
+        # Another version's supervisor.
+        return None

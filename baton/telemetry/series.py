@@ -1,0 +1,67 @@
+"""The series that several kinds of processes export, and the buckets of histograms.
+
+Every metric of Baton is declared once, in this folder: shared ones here, the router's and the
+supervisor's in ``metrics``, workers' in ``worker_metrics``. Seconds and bytes; prefix ``baton_``.
+
+Labels are bounded: classes, roles and slots come from the configuration, codes from
+``baton.errors``. No value that a client sends becomes a label.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
+PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+HANDOFF = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+def queue_seconds(registry: CollectorRegistry) -> Histogram:
+    return Histogram(
+        "baton_queue_seconds",
+        "From arrival to the first step at a worker; at a router, to being passed on.",
+        ["role"],
+        buckets=LATENCY,
+        registry=registry,
+    )
+
+
+def grammar_compile_seconds(registry: CollectorRegistry) -> Histogram:
+    return Histogram(
+        "baton_grammar_compile_seconds",
+        "Compiling a grammar or a JSON schema that was not known yet.",
+        ["role"],
+        buckets=SHORT,
+        registry=registry,
+    )
+
+
+def event_loop_lag_seconds(registry: CollectorRegistry) -> Histogram:
+    return Histogram(
+        "baton_event_loop_lag_seconds",
+        "How much later than asked for a timer of the process's event loop came.",
+        ["role"],
+        buckets=SHORT,
+        registry=registry,
+    )
+
+
+def redis_call_seconds(registry: CollectorRegistry) -> Histogram:
+    return Histogram(
+        "baton_redis_call_seconds",
+        "Calls that Redis answered: of a router registry_read and prefix_lookup, of a worker"
+        " registry_put and index_publish, which is as many calls as there are changes to be told.",
+        ["role", "call"],
+        buckets=SHORT,
+        registry=registry,
+    )
+
+
+def redis_failures(registry: CollectorRegistry) -> Counter:
+    return Counter(
+        "baton_redis_failures",
+        "Calls that Redis did not answer, or refused.",
+        ["role", "call"],
+        registry=registry,
+    )

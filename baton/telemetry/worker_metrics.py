@@ -1,0 +1,247 @@
+"""The metrics of a worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from baton.store.redis_client import RedisCalls
+from baton.telemetry.series import (
+    HANDOFF,
+    PER_TOKEN,
+    event_loop_lag_seconds,
+    grammar_compile_seconds,
+    queue_seconds,
+    redis_call_seconds,
+    redis_failures,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierSeries:
+    """The series of one KV tier of a worker."""
+
+    blocks: Gauge
+    stored_bytes: Counter
+    loaded_bytes: Counter
+    loaded_blocks: Counter
+    loads: Callable[[str], Counter]
+    """By outcome."""
+    failures: Callable[[str], Counter]
+    """By reason."""
+
+
+class WorkerMetrics:
+    """The series of a worker process; ``worker`` is its slot's stable name."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        labels = ["worker", "role"]
+        self.sequences = Gauge(
+            "baton_sequences", "Sequences by state.", [*labels, "state"], registry=registry
+        )
+        self.kv_blocks = Gauge(
+            "baton_kv_blocks", "KV blocks by state.", [*labels, "state"], registry=registry
+        )
+        self.batch_fill_ratio = Gauge(
+            "baton_batch_fill_ratio",
+            "Sequences in the last step over the most allowed.",
+            labels,
+            registry=registry,
+        )
+        self.computed_prompt_tokens = Counter(
+            "baton_computed_prompt_tokens",
+            "Prompt tokens whose KV was computed here.",
+            labels,
+            registry=registry,
+        )
+        self.preemptions = Counter(
+            "baton_preemptions",
+            "Sequences that lost their blocks and wait again.",
+            labels,
+            registry=registry,
+        )
+        self.queue_seconds = queue_seconds(registry)
+        self.grammar_compile_seconds = grammar_compile_seconds(registry)
+        self.step_seconds = Histogram(
+            "baton_step_seconds",
+            "Duration of an engine step.",
+            labels,
+            buckets=PER_TOKEN,
+            registry=registry,
+        )
+        self.model_operations = Counter(
+            "baton_model_operations",
+            "Operations that steps took at least, a multiply-add being two: of the model's"
+            " matrices and of attention.",
+            labels,
+            registry=registry,
+        )
+        self.model_memory_bytes = Counter(
+            "baton_model_memory_bytes",
+            "Bytes that steps moved at least between memory and processor: weights and KV.",
+            labels,
+            registry=registry,
+        )
+        self.model_flops_utilization = Gauge(
+            "baton_model_flops_utilization",
+            "MFU of the steps since the last heartbeat: baton_model_operations over their seconds"
+            " and the pool's peak_gflops; 0 without steps, absent without a peak.",
+            labels,
+            registry=registry,
+        )
+        self.model_bandwidth_utilization = Gauge(
+            "baton_model_bandwidth_utilization",
+            "MBU of the steps since the last heartbeat: baton_model_memory_bytes over their seconds"
+            " and the pool's peak_gb_per_s; 0 without steps, absent without a peak.",
+            labels,
+            registry=registry,
+        )
+        self.worker_price_per_hour = Gauge(
+            "baton_worker_price_per_hour",
+            "The pool's price_per_hour, in the operator's currency; absent without one.",
+            labels,
+            registry=registry,
+        )
+        self.event_loop_lag_seconds = event_loop_lag_seconds(registry)
+        self.redis_call_seconds = redis_call_seconds(registry)
+        self.redis_failures = redis_failures(registry)
+        self.index_pending_blocks = Gauge(
+            "baton_index_pending_blocks",
+            "Blocks of which the prefix index was not told yet that they are held, or dropped.",
+            labels,
+            registry=registry,
+        )
+        self.index_lag_seconds = Gauge(
+            "baton_index_lag_seconds",
+            "How far the prefix index is behind this worker's cache: the time that the last telling"
+            " took, or since the last one where it fails.",
+            labels,
+            registry=registry,
+        )
+        self.drafted_tokens = Counter(
+            "baton_speculation_drafted_tokens",
+            "Tokens that were drafted and checked.",
+            ["drafter"],
+            registry=registry,
+        )
+        self.accepted_tokens = Counter(
+            "baton_speculation_accepted_tokens",
+            "Drafted tokens that were right: each saved a step of its sequence.",
+            ["drafter"],
+            registry=registry,
+        )
+        self.transfer_pairs = Gauge(
+            "baton_transfer_pairs",
+            "1 for each worker that this one sends KV blocks to, and by which transport.",
+            ["worker", "peer", "transport"],
+            registry=registry,
+        )
+        self.received_bytes = Counter(
+            "baton_received_bytes",
+            "Bytes of KV that came to this worker and were verified, by the worker that sent them.",
+            ["worker", "peer", "transport"],
+            registry=registry,
+        )
+        self.transfer_in_flight = Gauge(
+            "baton_transfer_in_flight_bytes",
+            "Bytes of KV that were announced to receivers and have not landed.",
+            ["worker"],
+            registry=registry,
+        )
+        self.transfer_staging = Gauge(
+            "baton_transfer_staging_bytes",
+            "Memory for bytes of KV between blocks and wire.",
+            ["worker", "transport"],
+            registry=registry,
+        )
+        self.handoffs = Counter(
+            "baton_handoffs",
+            "Handoffs that ended, counted by the receiver.",
+            ["transport", "outcome"],
+            registry=registry,
+        )
+        self.handoff_seconds = Histogram(
+            "baton_handoff_seconds",
+            "From reserve to commit.",
+            ["transport"],
+            buckets=HANDOFF,
+            registry=registry,
+        )
+        self.handoff_exposed_seconds = Histogram(
+            "baton_handoff_exposed_seconds",
+            "The part of a handoff that computing did not hide, observed by the sender: from the"
+            " prompt's last step to the commit.",
+            ["transport"],
+            buckets=HANDOFF,
+            registry=registry,
+        )
+        self.handoff_bytes = Counter(
+            "baton_handoff_bytes", "Bytes of KV received.", ["transport"], registry=registry
+        )
+        self.pulls = Counter(
+            "baton_pulls",
+            "Fetches of cached blocks that ended, counted by the worker that asked for them.",
+            ["transport", "outcome"],
+            registry=registry,
+        )
+        self.pulled_blocks = Counter(
+            "baton_pulled_blocks",
+            "KV blocks fetched from other workers' caches.",
+            ["transport"],
+            registry=registry,
+        )
+        tier = [*labels, "tier"]
+        self.kv_tier_blocks = Gauge(
+            "baton_kv_tier_blocks",
+            "KV blocks that a tier behind the pool holds.",
+            tier,
+            registry=registry,
+        )
+        self.kv_tier_stored_bytes = Counter(
+            "baton_kv_tier_stored_bytes", "Bytes of KV copied to a tier.", tier, registry=registry
+        )
+        self.kv_tier_loaded_bytes = Counter(
+            "baton_kv_tier_loaded_bytes",
+            "Bytes of KV that came back from a tier.",
+            tier,
+            registry=registry,
+        )
+        self.kv_tier_loaded_blocks = Counter(
+            "baton_kv_tier_loaded_blocks",
+            "KV blocks that came back from a tier, and were not computed.",
+            tier,
+            registry=registry,
+        )
+        self.kv_tier_loads = Counter(
+            "baton_kv_tier_loads",
+            "Loads from a tier: ok, short (only some blocks came), late (given up), no_room.",
+            [*tier, "outcome"],
+            registry=registry,
+        )
+        self.kv_tier_failures = Counter(
+            "baton_kv_tier_failures",
+            "Blocks that a tier could not keep (write) or give back (read, checksum).",
+            [*tier, "reason"],
+            registry=registry,
+        )
+
+    def redis_calls(self, role: str, call: str) -> RedisCalls:
+        """The accounts of calls to Redis of one kind."""
+        return RedisCalls(
+            self.redis_call_seconds.labels(role, call), self.redis_failures.labels(role, call)
+        )
+
+    def tier(self, worker: str, role: str, name: str) -> TierSeries:
+        """The series of a worker's tier, ``host`` or ``disk``."""
+        labels = {"worker": worker, "role": role, "tier": name}
+        return TierSeries(
+            blocks=self.kv_tier_blocks.labels(**labels),
+            stored_bytes=self.kv_tier_stored_bytes.labels(**labels),
+            loaded_bytes=self.kv_tier_loaded_bytes.labels(**labels),
+            loaded_blocks=self.kv_tier_loaded_blocks.labels(**labels),
+            loads=lambda outcome: self.kv_tier_loads.labels(**labels, outcome=outcome),
+            failures=lambda reason: self.kv_tier_failures.labels(**labels, reason=reason),
+        )

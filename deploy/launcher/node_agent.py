@@ -1,0 +1,220 @@
+"""`baton join` and `baton leave`: this machine as a node of a Ray cluster, with places for workers.
+
+    joining → serving ─SIGTERM→ leaving (workers drain) → ended
+    joining, serving ─SIGINT, or its node manager dies→ ended
+    leaving ─another signal→ ended
+
+To leave, Ray places no other workers here, and each worker gets SIGTERM. Such a worker accepts no
+new requests, and ends once its requests have ended or moved, within the ``drain_deadline_s`` of its
+cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from baton.errors import BatonError
+from deploy.launcher.guardian import Guardian, sweep
+from deploy.launcher.launcher import log_to_file
+from deploy.launcher.part_watch import PartWatch
+from deploy.processes.progress import Progress
+from deploy.processes.run_directory import PREFIX, ClusterMark, RunDirectory, parent_directory
+from deploy.ray.joined_ray import RayNode, refuse_work
+from deploy.workers.actor_process import end_other
+from deploy.workers.node import PLACES_VARIABLE, NodeWorker, NodeWorkers
+from deploy.workers.ranks import WORKER_RESOURCE
+
+ENDING_S = 20.0
+"""How much later than its drain's deadline a worker may end."""
+_POLL_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+def node_rolls() -> list[NodeWorkers]:
+    """Of all nodes that this user's workers are on here: in a container there is one."""
+    rolls = []
+    for path in parent_directory().glob(f"{PREFIX}*/"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid():
+                rolls.append(NodeWorkers(RunDirectory(path).workers))
+    return rolls
+
+
+def workers_by_cluster(rolls: Collection[NodeWorkers]) -> dict[str, list[str]]:
+    """The slots of the workers that live, by the id of their cluster."""
+    found: dict[str, list[str]] = {}
+    for worker in (worker for roll in rolls for worker in roll.living()):
+        found.setdefault(worker.cluster or "unknown", []).append(worker.slot)
+    return {cluster: sorted(slots) for cluster, slots in sorted(found.items())}
+
+
+async def leave(
+    rolls: Collection[NodeWorkers], tell: Callable[[str], None], deadline_s: float | None = None
+) -> bool:
+    """Returns once no worker is left; whether all left by themselves.
+
+    ``deadline_s``: after so many seconds those that are left are ended; None waits for as long as
+    their clusters let them.
+    """
+    began = time.monotonic()
+    asked: set[NodeWorker] = set()
+    refused: set[str] = set()
+    longest_s = 0.0
+    while True:
+        workers = [worker for roll in rolls for worker in roll.living()]
+        if not workers:
+            return True
+        # Also those that came while Ray did not know yet.
+        for worker in workers:
+            if worker in asked:
+                continue
+            longest_s = max(longest_s, worker.drain_s)
+            if worker.node not in refused:
+                refused.add(worker.node)
+                await _refuse(worker, longest_s + ENDING_S, tell)
+            asked.add(worker)
+            tell(f"{worker.slot} is told to leave")
+            with contextlib.suppress(OSError):
+                worker.process.send(signal.SIGTERM)
+        allowed_s = longest_s + ENDING_S if deadline_s is None else deadline_s
+        if time.monotonic() - began > allowed_s:
+            for worker in workers:
+                tell(f"{worker.slot} has not left within {allowed_s:.0f} s, and is ended")
+                end_other(worker.process)
+            return False
+        await asyncio.sleep(_POLL_S)
+
+
+async def _refuse(worker: NodeWorker, for_s: float, tell: Callable[[str], None]) -> None:
+    if not worker.node:
+        return
+    try:
+        await asyncio.to_thread(refuse_work, worker.gcs, worker.node, for_s)
+    except BatonError as error:
+        # What comes after them is told to leave as well.
+        tell(error.message)
+
+
+def run_node(
+    address: str,
+    places: int,
+    cpus: int,
+    gpus: int,
+    resources: Mapping[str, float],
+    port: int,
+    progress: Progress,
+) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1."""
+    return asyncio.run(Joiner(address, places, cpus, gpus, resources, port, progress).run())
+
+
+class Joiner:
+    """One stay of this machine in a cluster."""
+
+    def __init__(
+        self,
+        address: str,
+        places: int,
+        cpus: int,
+        gpus: int,
+        resources: Mapping[str, float],
+        port: int,
+        progress: Progress,
+    ) -> None:
+        """``resources`` are Ray's, beside ``places`` of workers; ``port`` as for ``RayNode``."""
+        self._address = address
+        self._places = places
+        self._cpus, self._gpus = cpus, gpus
+        self._port = port
+        self._resources = {WORKER_RESOURCE: float(places), **resources}
+        self._progress = progress
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._drains = False
+
+    async def run(self) -> int:
+        """The whole life; returns the exit code."""
+        self._take_signals()
+        run = RunDirectory.create()
+        mark = ClusterMark(f"node-{secrets.token_hex(6)}", run.path)
+        os.environ.update({**mark.variables, PLACES_VARIABLE: str(self._places)})
+        handler = log_to_file(run, "node")
+        guardian, node = Guardian(mark, run), RayNode(self._address, mark)
+        failure = await self._serve(guardian, node, run)
+        if failure is not None:
+            self._progress.line(f"error: {failure}", "red")
+        elif self._drains:
+            await self._leave(NodeWorkers(run.workers))
+        self._progress.line("ending ...")
+        await node.stop()
+        spare = {os.getpid(), guardian.pid} if guardian.started else {os.getpid()}
+        await asyncio.to_thread(sweep, mark, spare)
+        await guardian.release()
+        handler.close()
+        logging.getLogger().removeHandler(handler)
+        if failure is not None:
+            self._progress.line(f"logs are kept in {run.keep_logs()}")
+            return 1
+        run.remove()
+        return 0
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._drains = self._drains or number == signal.SIGTERM
+        (self._hurry if self._stop.is_set() else self._stop).set()
+
+    async def _serve(self, guardian: Guardian, node: RayNode, run: RunDirectory) -> str | None:
+        """Until a signal; says what failed."""
+        told = asyncio.create_task(self._stop.wait())
+        works = asyncio.create_task(self._work(guardian, node, run))
+        await asyncio.wait({told, works}, return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if not works.done():
+            works.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await works
+            return None
+        error = works.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        log.error("this node ends", exc_info=error)
+        return error.message if isinstance(error, BatonError) else repr(error)
+
+    async def _work(self, guardian: Guardian, node: RayNode, run: RunDirectory) -> None:
+        """Join and stay. Raises BatonError when that is over."""
+        await guardian.start()
+        with self._progress.step(f"joining Ray at {self._address}"):
+            await node.start(self._resources, self._cpus, self._gpus, self._port)
+        # Ray has put handlers in front of ours.
+        self._take_signals()
+        watch = PartWatch(lambda text: self._progress.line(text, "yellow"), lambda name, pid: None)
+        workers = "worker" if self._places == 1 else "workers"
+        self._progress.line(
+            f"ready: {self._places} {workers} may come to {node.host}", "bold green"
+        )
+        self._progress.line(f"  logs     {run.logs}")
+        self._progress.line("  Ctrl-C ends what runs here; SIGTERM lets workers leave first.")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(watch.keep("guardian", guardian))
+            raise BatonError(f"{await node.lost()} has died: this node is out of the cluster")
+
+    async def _leave(self, roll: NodeWorkers) -> None:
+        self._progress.line("leaving ...")
+        leaving = asyncio.create_task(leave([roll], self._progress.line))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({leaving, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (leaving, hurry):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await leaving

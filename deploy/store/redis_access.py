@@ -1,0 +1,121 @@
+"""How each role reaches the store: its user, its address, and checks of an operator's own server.
+
+``redis/users.acl`` lists what each user may do: no more than its role needs. An operator's own
+server takes the same file, with the SHA-256 of passwords in place of ``@ROUTER@`` and so on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+import redis
+import redis.asyncio
+
+from baton.config.cluster import Config, TlsConfig
+from baton.errors import ConfigError
+from baton.store.redis_client import redis_client
+
+StoreUser = Literal["router", "worker", "supervisor"]
+STORE_USERS: tuple[StoreUser, ...] = ("router", "worker", "supervisor")
+USERS_FILE = Path(__file__).parents[1] / "redis" / "users.acl"
+_PING_S = 3.0
+
+
+def user_rules(passwords: Mapping[StoreUser, str]) -> list[str]:
+    """Lines for a server's configuration, or its ACL file; they hold hashes of the passwords."""
+    text = USERS_FILE.read_text()
+    for user, password in passwords.items():
+        text = text.replace(f"@{user.upper()}@", hashlib.sha256(password.encode()).hexdigest())
+    return text.splitlines()
+
+
+def url_with_user(url: str, user: StoreUser, password: str) -> str:
+    """The same server by another user."""
+    parts = urlsplit(url)
+    where = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{where}").geturl()
+
+
+def store_url(config: Config, user: StoreUser) -> str:
+    """An operator's own server, as a role reaches it; empty where there is none.
+
+    A ``rediss`` address says itself which certificates are shown and trusted, or the cluster's are.
+    """
+    own = {"router": config.redis_router_url, "worker": config.redis_worker_url}.get(user)
+    return url_with_certificates(own or config.redis_url, config.tls, user)
+
+
+def url_with_certificates(url: str, tls: TlsConfig, user: StoreUser) -> str:
+    """With the files of the cluster's certificates in its query, where it says ``rediss``."""
+    parts = urlsplit(url)
+    files = tls.of(user)
+    if parts.scheme != "rediss":
+        return url
+    told = dict(parse_qsl(parts.query))
+    if tls.redis_authority:
+        told.setdefault("ssl_ca_certs", tls.redis_authority)
+    if files is not None:
+        told.setdefault("ssl_ca_certs", str(files.authority))
+        if "ssl_certfile" not in told and told["ssl_ca_certs"] == str(files.authority):
+            told |= {"ssl_certfile": str(files.certificate), "ssl_keyfile": str(files.key)}
+    return parts._replace(query=urlencode(told)).geturl()
+
+
+async def check_redis(url: str, flag: str = "--redis-url") -> str:
+    """Check that the operator's server answers. Raises ConfigError with the reason.
+
+    Returns advice for the operator, empty where the server evicts no keys.
+    """
+    where = _without_password(url)
+    try:
+        async with asyncio.timeout(_PING_S), redis_client(url) as client:
+            await client.ping()
+            advice = eviction_advice(await eviction_policy(client))
+    except TimeoutError:
+        raise ConfigError(f"{flag} {where}: no answer within {_PING_S:.0f} s") from None
+    except (redis.RedisError, OSError, ValueError) as error:
+        raise ConfigError(f"{flag} {where}: {error}") from error
+    return advice and f"{flag} {where} {advice}"
+
+
+async def eviction_policy(client: redis.asyncio.Redis) -> str | None:
+    """A server's eviction policy: ``noeviction`` where it evicts none, None where it does not say.
+
+    Raises ``redis.RedisError``.
+    """
+    try:
+        memory = await client.info("memory")
+    except redis.ResponseError:
+        # INFO is forbidden to this user, or to all users, as on some managed servers.
+        return None
+    if memory.get("maxmemory") == 0:
+        return "noeviction"
+    policy = memory.get("maxmemory_policy")
+    return None if policy is None else str(policy)
+
+
+def eviction_advice(policy: str | None) -> str:
+    """What an operator should do about an ``eviction_policy``; empty where that is nothing."""
+    if policy == "noeviction":
+        return ""
+    if policy is None:
+        return (
+            "does not say whether it evicts keys (INFO is forbidden to this user): make sure that"
+            " its maxmemory-policy is noeviction"
+        )
+    return (
+        f"evicts keys when its memory is full (maxmemory-policy {policy}), and workers and cached"
+        " blocks are unknown until they are written again: CONFIG SET maxmemory-policy noeviction"
+    )
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    if "@" not in parts.netloc:
+        return url
+    return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()

@@ -1,0 +1,282 @@
+"""Decides what becomes of each worker's slot: desired against observed, and what follows.
+
+Pure: it can be tested without processes.
+
+A pool of size n has the slots ``<pool>-0`` to ``<pool>-<n-1>`` (``WantedSlots``). When it shrinks,
+the slots with the highest numbers, which are the newest, go first; when it grows, they come back.
+
+In a slot, incarnations of a worker follow one another:
+
+    idle ─wanted, no worker there→ starting ─serves→ running ─serves for HEALTHY_S→ deaths forgotten
+    starting, running ─gone→ waiting (backing off, or in a crash loop) ─its pause is over→ starting
+    starting ─for START_S→ ending;  running ─silent for SILENCE_S of its owner's looks→ ending
+    ending ─gone→ waiting
+    running ─it drains→ draining ─gone→ starting, at once: no death
+    running ─not wanted→ leaving (drained; ended after LEAVE_S) ─gone→ forgotten
+    starting, or silent ─not wanted→ leaving (ended at once) ─gone→ forgotten
+
+The wanted slots may change at any time (``want``). The owner of a reconciler reports what it
+observes, gets actions, carries them out, and observes again. A new reconciler takes over what it
+finds: it restarts no worker that serves. An action without a visible effect is repeated after
+``PATIENCE_S``.
+
+Times are seconds on the owner's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from baton.liveness.silence import SilenceWatch
+
+FIRST_PAUSE_S = 0.25
+"""Before the next life of a worker that died once."""
+LONGEST_PAUSE_S = 60.0
+"""Each death doubles the pause, up to this."""
+HEALTHY_S = 30.0
+"""A worker that has served for this long has no past deaths any more."""
+CRASH_LOOP_DEATHS = 5
+"""So many deaths with no healthy while between them are a crash loop. It is still tried again, once
+in ``LONGEST_PAUSE_S`` in the end: what kept it down may have gone."""
+START_S = 600.0
+"""A worker that serves no earlier than this has failed to start. Waiting for a place counts, too:
+there may be no node that offers one."""
+SILENCE_S = 30.0
+"""A worker of which neither Ray nor the registry has heard for this long hangs for good: it is
+ended and replaced. Requests have left it long before that."""
+PATIENCE_S = 10.0
+LEAVE_S = 20.0
+"""How much later than the deadline of its drain a worker that is not wanted may end by itself."""
+
+
+class Observed(StrEnum):
+    """What is seen of a slot."""
+
+    ABSENT = "absent"
+    """No worker is there, or the one that was is dead."""
+    STARTING = "starting"
+    """One is there, and does not serve yet."""
+    SERVING = "serving"
+    SILENT = "silent"
+    """One is there and should serve, and nothing is heard of it."""
+    LEAVING = "leaving"
+    """One is there, takes nothing more, and will end by itself."""
+
+
+class Phase(StrEnum):
+    """What a slot is told to be in; see the module's text."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    BACKING_OFF = "backing off"
+    CRASH_LOOP = "crash loop"
+    DRAINING = "draining"
+    """Whoever is there leaves; another one follows."""
+    LEAVING = "leaving"
+    """Nobody is wanted there any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """What a person is shown of a slot."""
+
+    phase: Phase
+    deaths: int = 0
+    """Lives that ended since there was a healthy one."""
+    last_error: str = ""
+    """Why the last of them did."""
+    wait_s: float = 0.0
+    """Until the next start; 0 where none is awaited."""
+
+
+class SlotAction(StrEnum):
+    """What to do about a slot."""
+
+    START = "start"
+    DRAIN = "drain"
+    """Have it take nothing more, and end by itself."""
+    END = "end"
+
+
+@dataclass(slots=True)
+class _Slot:
+    observed: Observed = Observed.ABSENT
+    since: float = 0.0
+    """When ``observed`` was seen first."""
+    occupied: bool = False
+    """Whether somebody was seen there, or ordered to be, whose end was not seen yet."""
+    deaths: int = 0
+    last_error: str = ""
+    start_at: float = 0.0
+    """Not to be started before this."""
+    order: SlotAction | None = None
+    ordered_at: float = 0.0
+    unwanted_since: float | None = None
+    """When it was decided first that nobody is to be there."""
+
+
+class Reconciler:
+    """See the module's text. No I/O, no clock; owned by one event loop."""
+
+    def __init__(self, drain_s: float) -> None:
+        """``drain_s``: how long a worker that is not wanted may take to end what it runs."""
+        self._leave_s = drain_s + LEAVE_S
+        self._slots: dict[str, _Slot] = {}
+        self._silence = SilenceWatch[str](SILENCE_S)
+        self._wanted: frozenset[str] = frozenset()
+
+    def want(self, slots: Collection[str]) -> None:
+        """The slots in which a worker is to be; of all others it is to go."""
+        self._wanted = frozenset(slots)
+        for name in self._wanted - self._slots.keys():
+            self._slots[name] = _Slot()
+
+    def remember(self, name: str, deaths: int, last_error: str) -> None:
+        """What an earlier reconciler knew of a slot's past."""
+        slot = self._slots.setdefault(name, _Slot())
+        slot.deaths, slot.last_error = deaths, last_error
+
+    def started(self, name: str) -> None:
+        """An order to start was carried out: somebody is there, however soon that one dies."""
+        if name in self._slots:
+            self._slots[name].occupied = True
+
+    def observe(self, name: str, observed: Observed, now: float, error: str = "") -> bool:
+        """Record what is there at the moment. Returns whether that is a death.
+
+        ``error`` is the reason of an absence. ``Observed.ABSENT`` is the death of the worker that
+        was there, unless that worker was leaving or not wanted. Seeing it again is no death.
+        """
+        slot = self._slots.setdefault(name, _Slot())
+        left = slot.observed is Observed.LEAVING or name not in self._wanted
+        if observed is not slot.observed:
+            slot.observed, slot.since = observed, now
+        if observed is not Observed.ABSENT:
+            slot.occupied = True
+            if slot.order is SlotAction.START:
+                slot.order = None
+        elif slot.occupied:
+            if left:
+                slot.occupied, slot.order = False, None
+                return False
+            self._died(slot, now, error)
+            return True
+        if observed is Observed.SERVING and now - slot.since >= HEALTHY_S:
+            slot.deaths, slot.last_error = 0, ""
+        return False
+
+    def _died(self, slot: _Slot, now: float, error: str) -> None:
+        reason = slot.last_error if slot.order is SlotAction.END and slot.last_error else error
+        slot.occupied, slot.order = False, None
+        slot.deaths += 1
+        slot.last_error = reason or "it ended, and nobody knows why"
+        slot.start_at = now + pause_after(slot.deaths)
+
+    def failed(self, name: str, error: str) -> None:
+        """An order could not be carried out, which is no death: it is given again in a while."""
+        if name in self._slots:
+            self._slots[name].last_error = error
+
+    def decide(self, now: float) -> dict[str, SlotAction]:
+        """What to do now, by slot. Each order is given once, and again if nothing comes of it."""
+        silent = {name for name, slot in self._slots.items() if slot.observed is Observed.SILENT}
+        self._silence.tick(dict.fromkeys(silent), now)
+        orders: dict[str, SlotAction] = {}
+        for name, slot in list(self._slots.items()):
+            if name in self._wanted:
+                slot.unwanted_since = None
+            elif slot.unwanted_since is None:
+                slot.unwanted_since = now
+            order = self._order(name, slot, now)
+            if order is None:
+                if name not in self._wanted and not slot.occupied:
+                    del self._slots[name]
+                continue
+            if slot.order is order and now - slot.ordered_at < PATIENCE_S:
+                continue
+            slot.order, slot.ordered_at = order, now
+            orders[name] = order
+        return orders
+
+    def _order(self, name: str, slot: _Slot, now: float) -> SlotAction | None:
+        if slot.unwanted_since is not None:
+            return self._farewell(slot, now - slot.unwanted_since) if slot.occupied else None
+        if slot.observed is Observed.ABSENT:
+            return SlotAction.START if now >= slot.start_at else None
+        if slot.observed is Observed.STARTING and now - slot.since >= START_S:
+            slot.last_error = f"it did not serve within {START_S:.0f} s"
+            return SlotAction.END
+        if self._silence.is_silent(name):
+            slot.last_error = f"nothing was heard of it for {SILENCE_S:.0f} s"
+            return SlotAction.END
+        return None
+
+    def _farewell(self, slot: _Slot, unwanted_s: float) -> SlotAction | None:
+        if unwanted_s >= self._leave_s or slot.observed not in (Observed.SERVING, Observed.LEAVING):
+            return SlotAction.END
+        return SlotAction.DRAIN if slot.observed is Observed.SERVING else None
+
+    def states(self, now: float) -> dict[str, SlotState]:
+        """What is to be shown, by slot."""
+        return {name: self._state(name, slot, now) for name, slot in self._slots.items()}
+
+    def _state(self, name: str, slot: _Slot, now: float) -> SlotState:
+        shown = SlotState(Phase.RUNNING, slot.deaths, slot.last_error)
+        if name not in self._wanted:
+            return replace(shown, phase=Phase.LEAVING)
+        if slot.observed in (Observed.SERVING, Observed.SILENT):
+            return shown
+        if slot.observed is Observed.LEAVING:
+            return replace(shown, phase=Phase.DRAINING)
+        if slot.deaths >= CRASH_LOOP_DEATHS:
+            wait_s = max(0.0, slot.start_at - now) if slot.observed is Observed.ABSENT else 0.0
+            return replace(shown, phase=Phase.CRASH_LOOP, wait_s=wait_s)
+        if slot.observed is Observed.ABSENT and now < slot.start_at:
+            return replace(shown, phase=Phase.BACKING_OFF, wait_s=slot.start_at - now)
+        return replace(shown, phase=Phase.STARTING)
+
+
+def pause_after(deaths: int) -> float:
+    """Seconds before the next life of a slot that has seen so many deaths, at least one."""
+    # The exponent is bounded: a float has no room for thousands of deaths.
+    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(deaths - 1, 30)))
+
+
+class WantedSlots:
+    """Owned by the supervisor's event loop."""
+
+    def __init__(self, configured: Mapping[str, int], living: Collection[str] = ()) -> None:
+        """``configured``: workers by pool. ``living``: the slots of those that were found.
+
+        Whoever lives is wanted until somebody says otherwise: a pool that had grown keeps its size
+        even where what was chosen is lost, or cannot be read.
+        """
+        self._sizes = dict(configured)
+        self._chosen: dict[str, int] = {}
+        for slot in living:
+            pool, number = split(slot)
+            if pool in self._sizes and number >= self._sizes[pool]:
+                self._sizes[pool] = self._chosen[pool] = number + 1
+
+    def choose(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """What operators have chosen, as far as it is known there; of other pools nothing changes.
+
+        Returns what is not known there and should be.
+        """
+        known = {pool: count for pool, count in sizes.items() if pool in self._sizes}
+        self._sizes.update(known)
+        self._chosen.update(known)
+        return {pool: count for pool, count in self._chosen.items() if pool not in known}
+
+    def slots(self) -> frozenset[str]:
+        """All of them."""
+        sizes = self._sizes.items()
+        return frozenset(f"{pool}-{number}" for pool, count in sizes for number in range(count))
+
+
+def split(slot: str) -> tuple[str, int]:
+    """A slot's pool, and its number there; ("", 0) of what is no slot's name."""
+    pool, _, number = slot.rpartition("-")
+    return (pool, int(number)) if number.isdecimal() else ("", 0)

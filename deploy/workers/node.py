@@ -1,0 +1,191 @@
+"""A Ray node as a place for workers: what each worker gets there, and the list of those that run.
+
+A node is a machine, or a container. It has a run directory: the launcher's, where that has started
+the node; that of `baton join`; or one that its workers make. There each worker process locks a file
+whose name is the worker's number, for as long as the process lives, however that ends. The file
+says which process it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from baton.config.cluster import Config
+from baton.errors import BatonError, ConfigError
+from deploy.processes.process_identity import ProcessIdentity
+from deploy.processes.run_directory import RUN_VARIABLE, RunDirectory
+from deploy.workers.actor_settings import ActorSettings
+
+CORE_LINES = 8
+"""So many workers may be added on a node and share its cores step by step with those before."""
+PLACES_VARIABLE = "BATON_NODE_PLACES"
+"""How many workers a node has room for; of one that has joined a cluster."""
+_MOST = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """One worker's."""
+
+    host: str
+    """Where its servers listen, and others reach them."""
+    run: RunDirectory
+    """The node's."""
+    log_file: Path
+    number: int
+    """Its place among the workers of this node, from 0; each rank of a worker has one."""
+    workers_here: int
+    """How many workers the node is to have, those of several ranks counted so many times."""
+    threads: int
+    """Compute threads on the CPU, where the engine cannot change them from step to step."""
+    core_board: str
+    """By which the node's workers share its cores; empty where this one has threads of its own."""
+    core_lines: int
+    """How many workers have a place on it."""
+
+    @classmethod
+    def take(
+        cls, settings: ActorSettings, host: str, node: str = "", gcs: str = "", rank: int = 0
+    ) -> NodeShare:
+        """This process's, for as long as it lives. Raises OSError.
+
+        A rank of a worker has a share as a worker has. ``host`` is the node's address, ``node``
+        Ray's id of it, ``gcs`` host:port of Ray's control store.
+        """
+        config = Config(**settings.config)
+        run = run_directory_here(settings.cluster_id)
+        name = f"{settings.slot}.rank-{rank}" if rank else settings.slot
+        number = NodeWorkers(run.workers).sign(
+            name, settings.drain_s, node, gcs, settings.cluster_id
+        )
+        workers = workers_of_node(config.ranks)
+        own_threads = settings.pool_of(config).threads
+        lines = workers + CORE_LINES
+        # Whoever comes without a line on the board takes a fixed share of the cores.
+        shares = not own_threads and number < lines
+        return cls(
+            host=host,
+            run=run,
+            log_file=run.log(name),
+            number=number,
+            workers_here=workers,
+            threads=own_threads or max(1, (os.cpu_count() or 1) // workers),
+            core_board=str(run.path / "cores") if shares else "",
+            core_lines=lines,
+        )
+
+
+def run_directory_here(cluster_id: str) -> RunDirectory:
+    """This node's. Raises OSError where another user has it."""
+    given = os.environ.get(RUN_VARIABLE)
+    if given:
+        return RunDirectory(Path(given))
+    return RunDirectory.of_node(cluster_id)
+
+
+def workers_of_node(of_cluster: int) -> int:
+    """How many workers this node is to have, of a cluster with so many."""
+    places = os.environ.get(PLACES_VARIABLE, "")
+    return max(1, min(of_cluster, int(places))) if places.isdecimal() else of_cluster
+
+
+def model_paths(settings: ActorSettings) -> tuple[str, str]:
+    """The folders of the model and of the drafter on this node.
+
+    The launcher's machine has them; elsewhere they are fetched and converted, once for all workers
+    of the node, whose others wait. Raises BatonError.
+    """
+    if settings.launcher.is_near:
+        return settings.model_path, settings.draft_model_path
+    # Slow to import, and of no use to the launcher's own workers.
+    from deploy.models import model_store  # noqa: PLC0415
+    from deploy.models.model_store import resolve_drafter  # noqa: PLC0415
+    from deploy.processes.progress import log_progress  # noqa: PLC0415
+
+    config = Config(**settings.config)
+    try:
+        model = model_store.resolve(
+            config.model, log_progress, config.quantization, config.revision
+        )
+        drafter = ""
+        if config.draft_model:
+            found = resolve_drafter(
+                config.drafter, config.draft_model, log_progress, config.draft_revision
+            )
+            drafter = str(found.path)
+    except BatonError as error:
+        raise ConfigError(f"on this worker's node: {error.message}") from error
+    return str(model.path), drafter
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWorker:
+    """A process that houses a worker."""
+
+    slot: str
+    process: ProcessIdentity
+    drain_s: float
+    """How long it takes at most to leave, once it gets SIGTERM."""
+    node: str = ""
+    """Ray's id of its node."""
+    gcs: str = ""
+    """host:port of Ray's control store."""
+    cluster: str = ""
+    """Id of its cluster."""
+
+
+_NODE_WORKER = TypeAdapter(NodeWorker)
+
+
+class NodeWorkers:
+    """Of one node."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def sign(
+        self, slot: str, drain_s: float, node: str = "", gcs: str = "", cluster: str = ""
+    ) -> int:
+        """The lowest free number; it is this process's until it ends. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        me = NodeWorker(slot, ProcessIdentity.own(), drain_s, node, gcs, cluster)
+        for number in range(_MOST):
+            path = self._folder / str(number)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if not _lock(descriptor):
+                os.close(descriptor)
+                continue
+            # Never closed: the lock goes with the process.
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
+            return number
+        raise OSError(f"no number is free in {self._folder}")
+
+    def living(self) -> list[NodeWorker]:
+        """Those whose process lives."""
+        found = []
+        for path in sorted(self._folder.glob("[0-9]*")):
+            with contextlib.suppress(OSError, ValueError):
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    if not _lock(descriptor):
+                        said = os.pread(descriptor, 1 << 16, 0)
+                        found.append(_NODE_WORKER.validate_json(said))
+                finally:
+                    os.close(descriptor)
+        return found
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,155 @@
+"""The ranks of a worker: their places in Ray, the actors of ranks 1 and up, and who starts them.
+
+Ray gives the places of all ranks together or not at all. Each incarnation of a worker has a
+placement group of its own, whose name begins with the slot. It is removed after that incarnation
+has ended, and ranks that are left in it end with it.
+
+Rank 0 starts the actors of the other ranks and owns them: Ray ends them when rank 0 ends.
+
+    run() ─rank 0 closes→ the process ends (0);  ─rank 0 is lost during a step→ it ends (1)
+          ─anything else→ run() raises, rank 0 gets the reason, and ends with all of its ranks
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from baton.host.process_end import end_process, fail
+from deploy.processes.process_identity import Whereabouts
+from deploy.workers.actor_process import RayPlace, end_others, log_to, reason, take_sigterm
+from deploy.workers.actor_settings import ActorSettings
+from deploy.workers.node import NodeShare
+from deploy.workers.standby import take_here
+from deploy.workers.worker_process import build_following
+
+if TYPE_CHECKING:
+    from engine.parallel.step_channel import GroupAddress
+
+WORKER_RESOURCE = "baton_worker"
+_REMOVED = "REMOVED"
+OnEnded = Callable[[str], None]
+"""Told, on a thread of its own, that a rank has ended, and why."""
+
+log = logging.getLogger(__name__)
+
+
+def ask_for_places(settings: ActorSettings) -> tuple[str, Any]:
+    """A group with a bundle for each rank, and its name; Ray gives it when it can."""
+    import ray  # noqa: PLC0415
+
+    pool = settings.own_pool()
+    bundle = {WORKER_RESOURCE: 1, **pool.resources}
+    name = f"{settings.slot}#{secrets.token_hex(4)}"
+    group = ray.util.placement_group(
+        [bundle] * pool.ranks,
+        strategy=pool.rank_placement.upper(),
+        name=name,
+        lifetime="detached",
+    )
+    return name, group
+
+
+def in_place(group: Any, rank: int) -> Any:
+    """The scheduling strategy of an actor that is to have a rank's place."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415
+
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+
+
+def give_places_back(slot: str) -> None:
+    """Those of all lives in a slot; idempotent. Blocks while Ray's control store is away."""
+    import ray  # noqa: PLC0415
+
+    for told in ray.util.placement_group_table().values():
+        if told["name"].startswith(f"{slot}#") and told["state"] != _REMOVED:
+            ray.util.remove_placement_group(ray.util.get_placement_group(told["name"]))
+
+
+class RankActor:
+    """Lives in a Ray worker process. No method is ``async``, as in ``WorkerActor``."""
+
+    build = staticmethod(build_following)
+
+    def __init__(self, settings_json: str, rank: int, address: dict[str, str | int]) -> None:
+        """``address``: the fields of rank 0's ``GroupAddress``."""
+        take_here()
+        self._settings = ActorSettings.model_validate_json(settings_json)
+        self._rank = rank
+        self._address = address
+        place = RayPlace.own()
+        self._share = NodeShare.take(self._settings, place.host, place.node, place.gcs, rank)
+        # One that stood still while it loaded: nobody else was told of it, and it has a GPU.
+        end_others(self._share.run.workers, f"{self._settings.slot}.rank-{rank}")
+        self._process = json.dumps(asdict(Whereabouts.own(place.node)))
+        config = self._settings.config
+        log_to(str(self._share.log_file), str(config["log_level"]), str(config["log_format"]))
+        # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
+        os.environ["OMP_NUM_THREADS"] = str(self._share.threads)
+        # A worker is told to leave by way of its rank 0, and takes its ranks along.
+        take_sigterm(lambda number, frame: None)
+
+    def run(self) -> None:
+        """Compute what rank 0 says, until that one closes. Raises what keeps it from that."""
+        ended: Future[None] = Future()
+        threading.Thread(target=self._follow, args=(ended,), name="engine", daemon=True).start()
+        ended.result()
+        end_process(0)
+
+    def _follow(self, ended: Future[None]) -> None:
+        try:
+            worker = self.build(
+                self._settings, self._share, self._rank, self._address, self._process
+            )
+            worker.run(fail)
+        except BaseException as error:
+            log.exception("rank %d of %s has failed", self._rank, self._settings.slot)
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+
+def start_ranks(settings: ActorSettings, address: GroupAddress, on_ended: OnEnded) -> None:
+    """Have Ray start ranks 1 and up, where this worker's places are; does not wait for them."""
+    import ray  # noqa: PLC0415
+
+    group = ray.util.get_placement_group(settings.places)
+    pool = settings.own_pool()
+    asked = dict(pool.resources)
+    cpus, gpus = asked.pop("CPU", 0), asked.pop("GPU", 0)
+    ends: dict[Any, int] = {}
+    for rank in range(1, pool.ranks):
+        actor: Any = ray.remote(RankActor).options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            resources={WORKER_RESOURCE: 1, **asked},
+            scheduling_strategy=in_place(group, rank),
+            max_restarts=0,
+        )
+        handle = actor.remote(settings.model_dump_json(), rank, asdict(address))
+        ends[handle.run.remote()] = rank
+        _KEPT.append(handle)
+    threading.Thread(target=_watch, args=(ends, on_ended), name="ranks", daemon=True).start()
+
+
+_KEPT: list[Any] = []
+"""Ray ends an actor that nobody holds."""
+
+
+def _watch(ends: dict[Any, int], on_ended: OnEnded) -> None:
+    import ray  # noqa: PLC0415
+
+    (first, *_), _ = ray.wait(list(ends), num_returns=1)
+    try:
+        ray.get(first)
+        why = "it has ended"
+    except Exception as error:
+        why = reason(error)
+    on_ended(f"rank {ends[first]}: {why}")

@@ -1,0 +1,373 @@
+"""The Ray actor of a worker, whichever role it plays: a thread with the worker's event loop.
+
+Ray places the actor, and carries neither a token nor a tensor. The next incarnation in its slot is
+another actor, which the supervisor starts.
+
+    starting ─serves→ serving
+    starting ─fails→ failed to start (the process stays, so that it can report why)
+    serving ─stop()→ stopping → gone
+    serving ─drain(), SIGTERM, or an operator by way of a router→ leaving
+    leaving ─nothing left, the deadline, or another SIGTERM→ gone (0), once the supervisor knows
+    serving ─it fails; its loop does nothing for STUCK_S; nothing reaches it→ gone (1)
+    serving ─its device is lost, its steps fail in a row (worker/process.py)→ gone (1)
+    any ─SIGTERM, where there is nothing to wait for→ gone (0)
+
+Methods are called by Ray's threads and, ``on_sigterm``, by the main thread. What needs torch is
+imported on the worker's own thread alone, which owns the event loop and all that runs there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import faulthandler
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
+
+import psutil
+
+from baton.config.cluster import Config
+from baton.errors import BatonError
+from baton.host.process_end import end_process, fail
+from baton.liveness.silence import SilenceWatch
+from baton.telemetry.tracing import end_tracing, start_tracing
+from deploy.processes.process_identity import Whereabouts
+from deploy.workers.actor_process import RayPlace, end_with, log_to, take_sigterm
+from deploy.workers.actor_settings import ActorSettings
+from deploy.workers.node import NodeShare
+from deploy.workers.ranks import start_ranks
+from deploy.workers.standby import keep_standby, take_here
+from deploy.workers.worker_process import BuildProcess, build_process
+
+if TYPE_CHECKING:
+    from worker.process import WorkerProcess
+
+UNLISTED_S = 60.0
+"""A worker that the registry has not listed for this long, while it listed others, and to which
+nobody is connected, is of no use."""
+_STOP_S = 10.0
+_TELL_S = 2.0
+"""How long a worker that was drained waits for the supervisor to ask."""
+_RESOLVER_THREADS = 2
+_ANSWER_S = 0.1
+"""For an answer to leave this process."""
+LOOK_S = 1.0
+STUCK_S = 60.0
+"""So long without a heartbeat, while this thread ran: the event loop is stuck, or what it waits for
+will not come. A heartbeat without Redis takes some seconds."""
+END_S = 30.0
+"""How much later than the deadline of its drain a worker may end."""
+START_S = 600.0
+"""A model that takes longer to load, in seconds, has failed."""
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLoop(asyncio.SelectorEventLoop):
+    """An event loop that looks names up on threads of its own.
+
+    While a resolver hangs, each attempt to reach Redis by name takes a thread. Those threads must
+    not be the ones on which grammars are compiled and transports close.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._resolver = ThreadPoolExecutor(_RESOLVER_THREADS, "resolver")
+
+    async def getaddrinfo(self, *args: Any, **options: Any) -> list[Any]:
+        """As ``socket.getaddrinfo``. A call waits for a free thread; it may be cancelled."""
+        look_up = partial(socket.getaddrinfo, *args, **options)
+        return await self.run_in_executor(self._resolver, look_up)
+
+    def close(self) -> None:
+        """Close the loop, without waiting for a thread that hangs."""
+        super().close()
+        self._resolver.shutdown(wait=False, cancel_futures=True)
+
+
+class WorkerThread:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        settings: ActorSettings,
+        share: NodeShare,
+        node: str,
+        log_file: TextIO,
+        build: BuildProcess = build_process,
+    ) -> None:
+        """``node`` is Ray's id of its node; ``build`` makes the worker, on its own thread."""
+        self._settings = settings
+        self._share = share
+        self._node = node
+        self._build = build
+        self._log = log_file
+        self._started: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self._stopping = False
+        self._left = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process: WorkerProcess | None = None
+        self._drains: set[asyncio.Task[bool]] = set()
+        self._leaving_told = threading.Event()
+        self._terms = 0
+        self._leave_by: float | None = None
+        """Until when it may run what it has, once this process was told to leave; monotonic."""
+        self._life = threading.Thread(target=self._live, name="worker", daemon=True)
+
+    def begin(self) -> None:
+        """Once."""
+        self._life.start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def record(self, timeout_s: float) -> dict[str, Any]:
+        """The worker's registry record, once it serves, and where that is.
+
+        The latter are the fields of ``Whereabouts``, and ``other_ranks``, those of each.
+
+        Raises what kept it from starting, or TimeoutError.
+        """
+        return self._started.result(timeout=timeout_s)
+
+    def ask(self, unlisted_s: float) -> bool:
+        """Whether it leaves. One that was not listed for so long, and is of no use, ends."""
+        process = self._process
+        if process is not None and process.leave_by is not None:
+            self._leaving_told.set()
+            return True
+        if unlisted_s > UNLISTED_S and self._serves() and not self._is_reached():
+            fail(
+                f"worker {self._settings.slot} ends: for {unlisted_s:.0f} s it was not in the"
+                " registry, though others were, and nobody was connected to it"
+            )
+        return False
+
+    def drain(self, deadline_s: float) -> None:
+        """Have the worker take nothing more, and end once nothing is left; does not wait."""
+        loop, process = self._loop, self._process
+        if loop is None or process is None or not self._serves():
+            end_process(0)
+        self._leave_by = time.monotonic() + deadline_s
+        loop.call_soon_threadsafe(self._begin_drain, process, deadline_s)
+
+    def _begin_drain(self, process: WorkerProcess, deadline_s: float) -> None:
+        task = asyncio.get_running_loop().create_task(process.drain(deadline_s))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+
+    def on_sigterm(self, number: int, frame: object) -> None:
+        """Instead of Ray's, by which the process would end at once. On the main thread."""
+        self._terms += 1
+        loop, process = self._loop, self._process
+        gone = self._settings.launcher.is_gone
+        if loop is None or process is None or gone or not self._serves():
+            end_process(0)
+        if self._terms == 1:
+            log.info("worker %s was told to leave (SIGTERM)", self._settings.slot)
+            self.drain(self._settings.drain_s)
+        else:
+            self._leave_by = time.monotonic()
+            loop.call_soon_threadsafe(process.hurry)
+
+    def _serves(self) -> bool:
+        return self._started.done() and not self._failed() and not self._stopping
+
+    def _failed(self) -> bool:
+        """Whether it could not start: then the process stays, and can be asked why."""
+        return self._started.done() and self._started.exception() is not None
+
+    def _is_reached(self) -> bool:
+        """Whether anybody is connected to the worker's server."""
+        process = self._process
+        assert process is not None, "it serves"
+        assert process.record is not None, "it serves"
+        try:
+            open_ones = psutil.Process().net_connections(kind="tcp")
+        except (psutil.Error, OSError):
+            return False  # it cannot open so much as a file
+        port = int(process.record.address.rpartition(":")[2])
+        return any(
+            one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in open_ones
+        )
+
+    def _watch(self) -> None:
+        watch = Watchdog()
+        while True:
+            time.sleep(LOOK_S)
+            process = self._process
+            reason = watch.look(
+                time.monotonic(),
+                beats=process.beats if process is not None and self._serves() else None,
+                ended=not self._life.is_alive() and not self._stopping and not self._failed(),
+                leave_by=self._leave_by or (process.leave_by if process is not None else None),
+            )
+            if reason is not None:
+                faulthandler.dump_traceback(self._log)
+                fail(f"worker {self._settings.slot} ends: {reason}")
+
+    def stop(self) -> None:
+        """Let the worker leave in order; returns when it has, within 10 seconds."""
+        self._stopping = True
+        if self._loop is not None and self._process is not None:
+            leaving = asyncio.run_coroutine_threadsafe(self._leave(self._process), self._loop)
+            leaving.result(timeout=_STOP_S)
+
+    async def _leave(self, process: WorkerProcess) -> None:
+        try:
+            await process.stop()
+        finally:
+            await asyncio.to_thread(end_tracing)
+            self._left.set()
+
+    def _live(self) -> None:
+        config = Config(**self._settings.config)
+        start_tracing(config.otlp_endpoint, "baton-worker", self._settings.slot, config.trace_ratio)
+        try:
+            with asyncio.Runner(loop_factory=WorkerLoop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            if self._stopping:
+                return
+            reason = _leaf(error)
+            known = isinstance(reason, BatonError)
+            log.log(
+                logging.INFO if known else logging.ERROR,
+                "worker %s has failed",
+                self._settings.slot,
+                exc_info=not known,
+            )
+            if not self._started.done():
+                self._started.set_exception(error)
+                return
+            if known:
+                # The last line of its log: the supervisor tells of it.
+                fail(f"worker {self._settings.slot} ends: {reason}")
+            end_process()
+        if self._stopping:
+            return
+        if self._process is not None and self._process.drained:
+            log.info("worker %s was drained", self._settings.slot)
+            end_tracing()
+            # Its end is a death to a supervisor that does not know.
+            self._leaving_told.wait(_TELL_S)
+            time.sleep(_ANSWER_S)
+            end_process(0)
+        log.error("worker %s ended unasked", self._settings.slot)
+        end_process()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        settings = self._settings
+        self._process = process = self._build(settings, self._share)
+        lead = process.lead
+        if lead is not None:
+            await asyncio.to_thread(start_ranks, settings, lead.address, lead.fail)
+        record = asdict(await process.start())
+        ranks = [] if lead is None else [json.loads(process) for process in lead.processes]
+        own = asdict(Whereabouts.own(self._node))
+        self._started.set_result({**record, **own, "other_ranks": ranks})
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(
+                end_with(settings.launcher, settings.redis_url, settings.cluster_id)
+            )
+            await process.run()
+            watch.cancel()
+        await process.ended()
+        if self._stopping:
+            # The loop must not end under it; stop() itself holds the deadline.
+            await self._left.wait()
+
+
+def _leaf(error: BaseException) -> BaseException:
+    """The first of the errors that a task group has gathered."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class Watchdog:
+    """Owned by the thread that looks."""
+
+    def __init__(self) -> None:
+        self._silence = SilenceWatch[str](STUCK_S)
+
+    def look(
+        self, now: float, *, beats: int | None, ended: bool, leave_by: float | None
+    ) -> str | None:
+        """Why the process is to end, None where it is to go on.
+
+        ``beats``: heartbeats so far, None while it does not serve. ``ended``: whether the worker's
+        own thread has, though nobody told it to. ``leave_by``: until when a worker that is drained
+        may run what it has; on the clock of ``now``, monotonic, in seconds.
+        """
+        if ended:
+            return "its thread has ended"
+        if leave_by is not None:
+            return "its drain does not end" if now > leave_by + END_S else None
+        if self._silence.tick({} if beats is None else {"event loop": beats}, now):
+            return f"its event loop has done nothing for {STUCK_S:.0f} s"
+        return None
+
+
+class PingReply(StrEnum):
+    """To a ping."""
+
+    SERVING = "serving"
+    LEAVING = "leaving"
+    """It takes nothing more and will end: that is no death."""
+
+
+class WorkerActor:
+    """Lives in a Ray worker process, and ends that process when its worker has failed.
+
+    No method is ``async``: Ray would create it elsewhere than on the main thread, which alone can
+    take signals, and have its calls wait for one another.
+    """
+
+    build = staticmethod(build_process)
+    """What makes the worker."""
+
+    def __init__(self, settings_json: str) -> None:
+        take_here()
+        settings = ActorSettings.model_validate_json(settings_json)
+        place = RayPlace.own()
+        share = NodeShare.take(settings, place.host, place.node, place.gcs)
+        config = settings.config
+        log_file = log_to(str(share.log_file), str(config["log_level"]), str(config["log_format"]))
+        # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
+        os.environ["OMP_NUM_THREADS"] = str(share.threads)
+        self._life = WorkerThread(settings, share, place.node, log_file, self.build)
+        take_sigterm(self._life.on_sigterm)
+        self._life.begin()
+        if config["standby"]:
+            keep_standby()
+
+    def ready(self) -> dict[str, Any]:
+        """The worker's registry record, and what ``WorkerThread.record`` adds, once it serves.
+
+        Raises what kept it from starting, or TimeoutError.
+        """
+        return self._life.record(START_S)
+
+    def ping(self, unlisted_s: float = 0.0) -> str:
+        """The process lives and Ray reaches it: an ``PingReply``.
+
+        ``unlisted_s``: for how many seconds the registry has listed other workers and not this one.
+        """
+        return (PingReply.LEAVING if self._life.ask(unlisted_s) else PingReply.SERVING).value
+
+    def drain(self, deadline_s: float) -> None:
+        """Have the worker take nothing more, and end once nothing is left; does not wait."""
+        self._life.drain(deadline_s)
+
+    def stop(self) -> None:
+        """Let the worker leave in order; returns when it has, within 10 seconds."""
+        self._life.stop()

@@ -1,0 +1,106 @@
+"""A decoder's linear and feed-forward layers, in plain torch.
+
+The feed-forward part is a gated MLP (Shazeer, GLU Variants Improve Transformer, 2020), or a mixture
+of experts (Shazeer et al., 2017), which is computed expert by expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from engine.checkpoint.families import Activation
+from engine.checkpoint.model_config import ExpertsConfig
+from engine.quantization.weight import QuantizedWeight, dequantize
+
+
+class Linear:
+    """``x @ weight.T + bias``; weight [out, in], x [rows, in]."""
+
+    def __init__(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._dense = weight if isinstance(weight, torch.Tensor) else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, out], of the type of ``x``."""
+        return F.linear(x, self._matrix(x.dtype), self.bias)
+
+    def to_float(self, x: torch.Tensor) -> torch.Tensor:
+        """fp32 [rows, out]."""
+        return self(x).float()
+
+    def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """A quantised weight is dequantised once, when torch is first asked to multiply by it."""
+        if self._dense is None:
+            assert isinstance(self.weight, QuantizedWeight)
+            self._dense = dequantize(self.weight).to(dtype)
+        return self._dense
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """``down(activation(gate(x)) * up(x))``."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+def gated_mlp(mlp: GatedMlp, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """fp32 [rows, hidden_size] of ``x`` [rows, hidden_size], which is of the weights' type."""
+    gate = mlp.gate(x)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return mlp.down.to_float(gate * mlp.up(x))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A router, and the MLPs among which it chooses for each token."""
+
+    router: Linear
+    experts: tuple[GatedMlp, ...]
+    first: int = 0
+    """The number of the first: a rank of several has a run of them."""
+
+
+def route(
+    router: Linear, x: torch.Tensor, config: ExpertsConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts: weights fp32 and numbers int64, both [tokens, per_token]."""
+    probabilities = router.to_float(x).softmax(dim=-1)
+    weights, chosen = probabilities.topk(config.per_token, dim=-1)
+    if config.normalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, chosen
+
+
+def mix_experts(
+    experts: Experts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
+) -> torch.Tensor:
+    """fp32 [tokens, hidden_size] of ``x`` [tokens, hidden_size], of the weights' type.
+
+    Tokens are sorted by expert, so that each expert that has any runs once over all of them. A
+    token's results are added in the order of its own choice, whatever else is in the batch. Of
+    experts that are not here the results are zeros.
+    """
+    weights, chosen = route(experts.router, x, config)
+    order = chosen.flatten().argsort(stable=True)
+    rows = x[order // config.per_token]
+    counts = chosen.flatten().bincount(minlength=config.count).tolist()
+    here = range(experts.first, experts.first + len(experts.experts))
+    make = torch.empty if len(here) == config.count else torch.zeros
+    found = make(rows.shape, dtype=torch.float32, device=x.device)
+    end = sum(counts[: here.start])
+    for expert, count in zip(experts.experts, counts[here.start : here.stop], strict=True):
+        if count:
+            span = slice(end, end + count)
+            found[span] = gated_mlp(expert, rows[span], activation)
+            end += count
+    results = torch.empty_like(found)
+    results[order] = found
+    return (results.view(*chosen.shape, -1) * weights[..., None]).sum(dim=1)

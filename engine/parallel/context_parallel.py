@@ -1,0 +1,232 @@
+"""A step of a context-parallel worker: its tokens lie on the ranks, each of which has all weights.
+
+a long step ─every rank computes its tokens, and spreads their KV layer by layer→ rank 0 draws
+a short step ─rank 0 computes it alone, and its KV is copied to the others→ rank 0 draws
+
+Every rank has a whole cache, with the same bytes in the same blocks: whichever rank a token's query
+is on, all that it attends to is there, from earlier chunks and from prompts that began alike. Of
+each layer the ranks gather one another's keys and values before they attend (all-gather, as Llama 3
+does: with few KV heads that is little beside the computing; a ring, Liu et al., 2023, would hide
+it, and hold less). What travels are the cache's own bytes, codes and scales of int8 and fp8
+included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from engine.kv.kv_cache import KvGroup
+from engine.parallel.context_split import ContextShare, is_split, shares_of
+from engine.parallel.rank_group import RankGroup
+from engine.scheduling.plan import PlanRow
+from engine.step.step import StepInput, StepModel, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMapping:
+    """Where the KV of some tokens lies: int64 [tokens] both."""
+
+    blocks: torch.Tensor
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[PlanRow], block_size: int, device: torch.device) -> SlotMapping:
+        """Of all tokens of a step's rows."""
+        blocks, positions = [], []
+        for row in rows:
+            own = np.arange(row.start, row.start + row.count)
+            blocks.append(np.array(row.block_table, dtype=np.int64)[own // block_size])
+            positions.append(own)
+        where = np.stack((np.concatenate(blocks), np.concatenate(positions) % block_size))
+        found = torch.from_numpy(where).to(device)
+        return cls(found[0], found[1])
+
+    def at(self, tokens: torch.Tensor) -> SlotMapping:
+        """Of some of them."""
+        return SlotMapping(self.blocks[tokens], self.slots[tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpread:
+    """Of one step: what this rank gives, and what it gets."""
+
+    own: SlotMapping
+    widest: int
+    """The most tokens of a rank: what is gathered has one shape."""
+    kept: torch.Tensor
+    """int64: of [ranks * widest] gathered tokens those of other ranks, without padding."""
+    others: SlotMapping
+    """Where these belong."""
+
+
+class ContextExchange:
+    """Used by the engine thread."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self._spread: StepSpread | None = None
+
+    def begin(
+        self, rows: Sequence[PlanRow], shares: Sequence[ContextShare], cache: KvGroup
+    ) -> None:
+        """A step is computed in ``shares``, until ``end``: each layer's KV is to be spread."""
+        device = cache.data.device
+        widest = max(len(share.tokens) for share in shares)
+        mapping = SlotMapping.of(rows, cache.block_size, device)
+        own = torch.tensor(shares[self.group.rank].tokens, device=device)
+        kept: list[int] = []
+        tokens: list[int] = []
+        for rank, share in enumerate(shares):
+            if rank != self.group.rank:
+                kept += range(rank * widest, rank * widest + len(share.tokens))
+                tokens += share.tokens
+        self._spread = StepSpread(
+            mapping.at(own),
+            widest,
+            torch.tensor(kept, device=device),
+            mapping.at(torch.tensor(tokens, device=device)),
+        )
+
+    def end(self) -> None:
+        """The step is over."""
+        self._spread = None
+
+    def spread(self, cache: KvGroup, layer: int) -> None:
+        """Have all tokens of the step in ``cache``, of which this rank has written its own.
+
+        Does nothing for a step that is not divided.
+        """
+        spread = self._spread
+        if spread is None:
+            return
+        own = cache.stored(spread.own.blocks, spread.own.slots, layer)
+        padded = own.new_zeros(spread.widest, own.shape[1])
+        padded[: len(own)] = own
+        found = self.group.gather_everywhere(padded).flatten(0, 1)
+        others = spread.others
+        cache.store(others.blocks, others.slots, found[spread.kept], layer)
+
+    def copy_from_lead(self, rows: Sequence[PlanRow], cache: KvGroup) -> None:
+        """Have what rank 0 has computed alone, all layers of it."""
+        where = SlotMapping.of(rows, cache.block_size, cache.data.device)
+        found = cache.stored(where.blocks, where.slots)
+        self.group.share(found)
+        if self.group.rank:
+            cache.store(where.blocks, where.slots, found)
+
+    def whole(self, own: torch.Tensor, places: Sequence[int], count: int) -> torch.Tensor:
+        """[count, …] of all ranks, of whom each has its ``own`` at some of the places."""
+        found = own.new_zeros(count, *own.shape[1:])
+        found[torch.tensor(places, dtype=torch.int64, device=own.device)] = own
+        # Each place is one rank's, and the others add zeros.
+        return self.group.add(found)
+
+
+Compute: TypeAlias = Callable[[StepInput], StepOutput]
+"""Computes tokens on this rank, and calls ``ContextExchange.spread`` of each layer."""
+
+_NOTHING = StepOutput([], None)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What one rank computes of a step."""
+
+    step: StepInput
+    tokens: tuple[int, ...] = ()
+    """Which tokens of the whole step these are; none of a step that is not divided."""
+    outputs: tuple[int, ...] = ()
+    """Which outputs of the whole step its outputs are."""
+    gathers: bool = False
+    """Whether rank 0 lacks some outputs. Usually these are last tokens of rows, which it has."""
+
+
+class ContextSteps:
+    """One rank's steps; all ranks are given the same ones. Used by the engine thread."""
+
+    def __init__(self, cache: KvGroup, exchange: ContextExchange) -> None:
+        self._cache = cache
+        self._exchange = exchange
+        self.group = exchange.group
+
+    @contextmanager
+    def part(self, step: StepInput) -> Iterator[StepPart | None]:
+        """What this rank is to compute meanwhile; None: nothing. Behind it all ranks have the KV.
+
+        Raises WorkerFailed where one of them is lost.
+        """
+        group = self.group
+        if is_split(step.rows, group.ranks):
+            shares = shares_of(step.rows, group.ranks)
+            self._exchange.begin(step.rows, shares, self._cache)
+            try:
+                yield _part(step, shares[group.rank], shares[0])
+            finally:
+                self._exchange.end()
+            return
+        yield None if group.rank else StepPart(step)
+        self._exchange.copy_from_lead(step.rows, self._cache)
+
+    def run(self, step: StepInput, compute: Compute) -> StepOutput:
+        """Compute a step. Rank 0 alone has what comes out of it."""
+        with self.part(step) as part:
+            found = _NOTHING if part is None else compute(part.step)
+        return found if part is None or not part.tokens else self._whole(step, part, found)
+
+    def _whole(self, step: StepInput, part: StepPart, found: StepOutput) -> StepOutput:
+        """What the ranks have found together."""
+        if found.hidden is not None:
+            hidden = self._exchange.whole(found.hidden, part.tokens, len(step.token_ids))
+            found = replace(found, hidden=hidden)
+        if not part.gathers:
+            return found
+        assert found.logits is not None, "such a part is not greedy"
+        logits = self._exchange.whole(found.logits, part.outputs, len(step.outputs))
+        if step.greedy:
+            return replace(found, best=logits.argmax(dim=-1).tolist(), logits=None)
+        return replace(found, logits=logits)
+
+
+def _part(step: StepInput, own: ContextShare, lead: ContextShare) -> StepPart:
+    here = {token: place for place, token in enumerate(own.tokens)}
+    leads = set(lead.tokens)
+    gathers = any(token not in leads for token in step.outputs)
+    outputs = tuple(number for number, token in enumerate(step.outputs) if token in here)
+    mine = StepInput(
+        own.rows,
+        [step.token_ids[token] for token in own.tokens],
+        [here[step.outputs[number]] for number in outputs],
+        step.greedy and not gathers,
+        step.hidden_layers,
+    )
+    return StepPart(mine, own.tokens, outputs, gathers)
+
+
+class ContextModel:
+    """One rank's ``engine.step.step.StepModel``, of one that computes on this rank alone."""
+
+    def __init__(self, model: StepModel, steps: ContextSteps) -> None:
+        self._model = model
+        self._steps = steps
+
+    @property
+    def layers_done(self) -> int:
+        """Of rank 0: all tokens' KV is in its cache when it has computed a layer."""
+        return self._model.layers_done
+
+    def clear_progress(self) -> None:
+        self._model.clear_progress()
+
+    def use_threads(self, threads: int) -> None:
+        self._model.use_threads(threads)
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> StepOutput:
+        """Compute the tokens, on all ranks. Raises WorkerFailed where one of them is lost."""
+        return self._steps.run(step, self._model.run)

@@ -1,0 +1,235 @@
+"""What a step must do at least, and how long that takes at best (Williams et al., Roofline: An
+
+Insightful Visual Performance Model for Multicore Architectures, 2009).
+
+Counted are the weights, the KV and their arithmetic. Activations, which mostly stay in caches, and
+norms, rotations and sampling, which are small beside them, are not: these are floors. What the
+device can do at best, its memory bandwidth and its rate of matrix products, is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.scheduling.plan import PlanRow
+
+Bound = Literal["memory", "arithmetic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes that cross the memory bus at least once, and operations (a multiply-add is two)."""
+
+    weight_bytes: float
+    kv_bytes: float
+    operations: float
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.weight_bytes + other.weight_bytes,
+            self.kv_bytes + other.kv_bytes,
+            self.operations + other.operations,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device was measured to do."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a model is held."""
+
+    weight_bytes: float
+    """Of one weight of the layers' matrices, its part of a scale included."""
+    head_weight_bytes: float
+    """The same of the head's."""
+    kv_token_bytes: float
+    """KV of one token in all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """A step against the ceilings."""
+
+    work: Work
+    ceilings: Ceilings
+    seconds: float
+    """What it took."""
+
+    @property
+    def memory_s(self) -> float:
+        """The floor by bytes."""
+        return self.work.bytes / self.ceilings.bytes_per_s
+
+    @property
+    def arithmetic_s(self) -> float:
+        """The floor by operations."""
+        return self.work.operations / self.ceilings.operations_per_s
+
+    @property
+    def mbu(self) -> float:
+        """Achieved over measured bandwidth."""
+        return self.memory_s / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Achieved over measured operations per second."""
+        return self.arithmetic_s / self.seconds
+
+    @property
+    def bound(self) -> Bound:
+        """By the higher floor."""
+        return "memory" if self.memory_s >= self.arithmetic_s else "arithmetic"
+
+    @property
+    def over_floor(self) -> float:
+        """How many times the higher floor it took."""
+        return self.seconds / max(self.memory_s, self.arithmetic_s)
+
+
+def step_work(config: ModelConfig, storage: Storage, rows: Sequence[PlanRow]) -> Work:
+    """Of one step that computes ``rows``."""
+    tokens = sum(row.count for row in rows)
+    sampled = sum(row.sample for row in rows)
+    head = config.vocab_size * config.hidden_size
+    held, used = _matrix_weights(config, tokens)
+    attention = [_attention(config, row) for row in rows]
+    kv_layer = storage.kv_token_bytes / config.layers
+    return Work(
+        weight_bytes=storage.weight_bytes * held
+        + storage.head_weight_bytes * (head if sampled else 0),
+        kv_bytes=kv_layer * sum(moved for moved, _ in attention),
+        operations=2.0 * (used * tokens + head * sampled)
+        # Queries times keys, and weights times values.
+        + 4.0 * config.heads * config.head_dim * sum(pairs for _, pairs in attention),
+    )
+
+
+def total(works: Iterable[Work]) -> Work:
+    """Of several steps."""
+    return sum(works, Work(0.0, 0.0, 0.0))
+
+
+def _matrix_weights(config: ModelConfig, tokens: int) -> tuple[float, float]:
+    """Weights of all layers' matrices that a step reads, and those that each token meets.
+
+    Of a mixture of experts, a step reads those that its tokens meet if each chooses alike.
+    """
+    hidden = config.hidden_size
+    wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = hidden * (2 * wide + 2 * narrow) * config.layers
+    mlp = 3 * hidden * config.intermediate_size
+    experts = config.experts
+    if experts is None:
+        dense = float(attention + mlp * config.layers)
+        return dense, dense
+    mixed = len(experts.layers)
+    dense = float(attention + mlp * (config.layers - mixed) + hidden * experts.count * mixed)
+    expert = 3 * hidden * experts.intermediate_size
+    met = experts.count * (1.0 - (1.0 - experts.per_token / experts.count) ** tokens)
+    return dense + expert * met * mixed, dense + expert * experts.per_token * mixed
+
+
+def _attention(config: ModelConfig, row: PlanRow) -> tuple[int, int]:
+    """Over all layers: (tokens whose KV is read or written, pairs of a query and a key)."""
+    moved = pairs = 0
+    for window, layers in _layers_by_window(config.windows):
+        reach = window or row.start + row.count
+        first = max(0, row.start + 1 - reach)
+        moved += layers * (row.start + row.count - first)
+        pairs += layers * (_pairs(row.start + row.count, reach) - _pairs(row.start, reach))
+    return moved, pairs
+
+
+@lru_cache(maxsize=8)
+def _layers_by_window(windows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Each distinct window, and how many layers have it: there are one or two of dozens."""
+    return tuple(Counter(windows).items())
+
+
+def _pairs(length: int, reach: int) -> int:
+    """Keys that the queries of the first ``length`` tokens see, at most ``reach`` each."""
+    short = min(length, reach)
+    return short * (short + 1) // 2 + (length - short) * reach
+
+
+_WARM, _REPETITIONS = 2, 7
+_MEMORY_BYTES = {"cpu": 1 << 29, "cuda": 1 << 30}
+"""Far more than any cache holds."""
+_PRODUCTS = {
+    "cpu": ((1024, 1024, 4096), (2048, 2048, 2048), (1024, 4096, 4096)),
+    "cuda": ((8192, 8192, 8192), (4096, 4096, 16384)),
+}
+"""Rows, inputs, outputs: the best of them counts."""
+
+
+def elapsed(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes, on a GPU by its own clock (CUDA events)."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
+
+
+def best_elapsed(device: torch.device, work: Callable[[], object]) -> float:
+    """The shortest of seven, after two that do not count: other work on the machine only adds."""
+    for _ in range(_WARM):
+        work()
+    return min(elapsed(device, work) for _ in range(_REPETITIONS))
+
+
+@torch.inference_mode()
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Memory bandwidth and the rate of matrix products in ``dtype``, with the threads that torch
+
+    has at the moment. The bandwidth is that of reading on a CPU, which is what steps do most, and
+    that of copying on a GPU, bytes read and bytes written together, as is the custom there.
+    """
+    return Ceilings(_bytes_per_s(device), _operations_per_s(device, dtype))
+
+
+def _bytes_per_s(device: torch.device) -> float:
+    source = torch.ones(_MEMORY_BYTES[device.type] // 4, device=device)
+    if device.type == "cpu":
+        return source.nbytes / best_elapsed(device, source.sum)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / best_elapsed(device, lambda: target.copy_(source))
+
+
+def _operations_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    rates = []
+    for rows, inputs, outputs in _PRODUCTS[device.type]:
+        x = torch.randn(rows, inputs, device=device).to(dtype)
+        weight = torch.randn(outputs, inputs, device=device).to(dtype)
+        seconds = best_elapsed(device, _product(x, weight))
+        rates.append(2 * rows * inputs * outputs / seconds)
+    return max(rates)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: F.linear(x, weight)

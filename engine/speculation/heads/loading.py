@@ -1,0 +1,105 @@
+"""Drafters that are heads trained for a target: EAGLE-3's and Medusa's, loaded and put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.host.cache import cache_dir
+from engine.checkpoint.model_config import ModelConfig
+from engine.cpu.decoder import cpu_decoder
+from engine.kv.kv_cache import KvCache
+from engine.model.model import DecoderModel
+from engine.model.weights import fingerprint, load_weights
+from engine.quantization.packed_cache import PackedCache
+from engine.quantization.weight import QuantizedWeight
+from engine.speculation.heads.eagle_config import load_eagle_config
+from engine.speculation.heads.eagle_drafter import EagleDrafter
+from engine.speculation.heads.eagle_model import EagleModel, EagleTorchStep
+from engine.speculation.heads.medusa import MedusaDrafter, MedusaModel, load_medusa_config
+from engine.speculation.model_drafter import FilledSlots, ModelDrafter, Sampler
+
+HEADS = ("eagle", "medusa")
+"""The drafters' names in the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleHead:
+    """An EAGLE-3 head that drafts for a target."""
+
+    model: EagleModel
+    name: str
+    """Its weights' fingerprint: its KV lies in the blocks."""
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """Of what has a group of the cache."""
+        return self.model.config
+
+    def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
+        """Over the cache's group ``drafter``, with the CPU's own decoder where that will do."""
+        group = cache.drafter
+        assert group is not None, "an EAGLE-3 head has a group of the cache"
+        key = f"{self.name}-eagle-{_quantization(target)}"
+        steps = cpu_decoder(self.model, group, PackedCache(cache_dir()), key)
+        return EagleDrafter(
+            self.model,
+            steps or EagleTorchStep(self.model, group, group.data.device),
+            FilledSlots(group),
+            sampler,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHeads:
+    """Medusa heads that draft for a target."""
+
+    model: MedusaModel
+    name: str = ""
+    """They have no KV, and the target's does not depend on them."""
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """Of what has a group of the cache: nothing."""
+        return None
+
+    def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
+        """See ``EagleHead``."""
+        return MedusaDrafter(self.model, target.config.layers, target.config.vocab_size, sampler)
+
+
+def load_heads(
+    drafter: str, folder: Path, target: DecoderModel, device: torch.device, dtype: str
+) -> EagleHead | MedusaHeads:
+    """The heads of a folder for a target; ``drafter`` is of ``HEADS``.
+
+    Raises ConfigError for what is none, and for heads of another target.
+    """
+    if drafter == "medusa":
+        return MedusaHeads(load_medusa(folder, target, device))
+    with fingerprint(folder, dtype) as hashed:
+        return EagleHead(load_eagle(folder, target, device), hashed.result())
+
+
+def load_eagle(folder: Path, target: DecoderModel, device: torch.device) -> EagleModel:
+    """The head of a folder. Raises ConfigError; see ``load_eagle_config``."""
+    config = load_eagle_config(folder, target.config)
+    weights = load_weights(folder, device, target.dtype, _quantization(target))
+    return EagleModel(config, weights, target, device)
+
+
+def load_medusa(folder: Path, target: DecoderModel, device: torch.device) -> MedusaModel:
+    """The heads of a folder. Raises ConfigError; see ``load_medusa_config``."""
+    config = load_medusa_config(folder, target.config)
+    return MedusaModel(config, load_weights(folder, device, target.dtype), target)
+
+
+def _quantization(target: DecoderModel) -> str:
+    """Heads are published plain. Beside quantised weights they are quantised too, in 8 bits: a
+
+    draft is worth what it costs, and no answer depends on its last digits.
+    """
+    quantised = any(isinstance(layer.query.weight, QuantizedWeight) for layer in target.layers)
+    return "int8" if quantised else "auto"

@@ -1,0 +1,257 @@
+"""Medusa heads guess the tokens behind the last one, all at once: chains, no trees.
+
+Each head (Cai et al., Medusa, 2024; the target frozen: Medusa-1) takes the target's last hidden
+state, normed, of the token before the last one: what the last one was drawn from. The first head
+guesses what comes behind the last one, the second what comes behind that, and so on. A head is some
+blocks ``x + silu(W x + b)`` and a matrix to the vocabulary. The drafter keeps nothing else: no KV,
+and after a handoff nothing but one step without a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from baton.errors import ConfigError
+from engine.checkpoint.config_fields import ConfigFields
+from engine.checkpoint.model_config import ModelConfig
+from engine.model.layers import Linear
+from engine.model.model import DecoderModel
+from engine.model.named_tensors import Matrix, NamedTensors
+from engine.sampling.sampling import draw_of
+from engine.scheduling.plan import PlanRow
+from engine.speculation.model_drafter import ComputedRow, DraftDraws, DraftQuery, Sampler
+from engine.step.step import CoreShare
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaConfig:
+    """The shape of the heads of a target."""
+
+    heads: int
+    blocks: int
+    """Of each head."""
+    hidden_size: int
+    vocab_size: int
+    truncated_vocab_size: int
+    """How many tokens the heads can guess."""
+
+
+def load_medusa_config(folder: Path, target: ModelConfig) -> MedusaConfig:
+    """Read ``config.json`` of heads for a target: with the names of the authors' checkpoints
+
+    (``medusa_num_heads``) or with those of vLLM's (``num_heads``, ``model_type`` medusa).
+
+    Raises ConfigError for what are no Medusa heads, and for heads of another target.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no config.json: it holds no Medusa heads")
+    fields = ConfigFields.read(path)
+    if fields.get("medusa_num_heads") is not None:
+        heads, blocks = fields.size("medusa_num_heads"), fields.size("medusa_num_layers", 1)
+    elif fields.get("model_type") == "medusa":
+        heads, blocks = fields.size("num_heads"), fields.size("num_hidden_layers", 1)
+    else:
+        raise ConfigError(
+            f"{path}: these are no Medusa heads: there is neither medusa_num_heads nor model_type"
+            " medusa"
+        )
+    for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        found = fields.size(name, wanted)
+        if found != wanted:
+            raise ConfigError(
+                f"{path}: {name} is {found}, and the target's is {wanted}: the heads were trained"
+                " for another model"
+            )
+    truncated = fields.size("truncated_vocab_size", target.vocab_size)
+    if truncated > target.vocab_size:
+        raise ConfigError(
+            f"{path}: truncated_vocab_size {truncated} is more than vocab_size {target.vocab_size}"
+        )
+    return MedusaConfig(heads, blocks, target.hidden_size, target.vocab_size, truncated)
+
+
+class MedusaModel:
+    """The heads of a target, in plain torch. Holds no state but its weights."""
+
+    def __init__(
+        self, config: MedusaConfig, weights: Mapping[str, Matrix], target: DecoderModel
+    ) -> None:
+        """Raises ConfigError where a tensor is missing or has not the shape that it must have."""
+        tensors = NamedTensors(_plain_names(config, weights))
+        hidden = config.hidden_size
+        self.token_ids = _token_ids(config, weights)
+        """int64 [truncated_vocab_size]: the target's ids of the tokens that the heads can guess."""
+        self.dtype = target.dtype
+        self._norm, self._eps = target.norm, target.config.rms_norm_eps
+        self._heads = [
+            (
+                [
+                    tensors.linear(f"{head}.{block}", hidden, hidden)
+                    for block in range(config.blocks)
+                ],
+                _head(config, tensors, head),
+            )
+            for head in range(config.heads)
+        ]
+
+    @property
+    def heads(self) -> int:
+        return len(self._heads)
+
+    def logits(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
+        """fp32 [heads, rows, truncated_vocab_size] of the first ``heads`` of them.
+
+        ``hidden`` is fp32 [rows, hidden_size]: what the target's last layer put out.
+        """
+        first = F.rms_norm(hidden, (hidden.shape[-1],), self._norm, self._eps).to(self.dtype)
+        found = []
+        for blocks, head in self._heads[:heads]:
+            x = first
+            for block in blocks:
+                x = x + F.silu(block(x))
+            found.append(head.to_float(x))
+        return torch.stack(found)
+
+
+def _plain_names(config: MedusaConfig, weights: Mapping[str, Matrix]) -> dict[str, Matrix]:
+    """``<head>.<block>.weight`` and ``<head>.head.weight``, of either way of naming."""
+    names: dict[str, str] = {}
+    for head in range(config.heads):
+        for block in range(config.blocks):
+            for part in ("weight", "bias"):
+                plain = f"{head}.{block}.{part}"
+                names[f"{head}.{block}.linear.{part}"] = plain
+                names[f"blocks.{head}.layers.{block}.{part}"] = plain
+        names[f"{head}.{config.blocks}.weight"] = f"{head}.head.weight"
+        names[f"lm_heads.{head}.weight"] = f"{head}.head.weight"
+    stripped = {
+        name.removeprefix("medusa_heads.").removeprefix("medusa_head."): weight
+        for name, weight in weights.items()
+    }
+    return {names[name]: weight for name, weight in stripped.items() if name in names}
+
+
+def _head(config: MedusaConfig, tensors: NamedTensors, head: int) -> Linear:
+    # One for all of them, where the checkpoint has the first one's alone.
+    name = f"{head}.head" if f"{head}.head.weight" in tensors else "0.head"
+    return tensors.linear(name, config.truncated_vocab_size, config.hidden_size)
+
+
+def _token_ids(config: MedusaConfig, weights: Mapping[str, Matrix]) -> torch.Tensor:
+    count = config.truncated_vocab_size
+    found = weights.get("token_map", weights.get("medusa_heads.token_map"))
+    if found is None:
+        if count != config.vocab_size:
+            raise ConfigError(
+                f"the Medusa heads guess {count} tokens of {config.vocab_size} and have no"
+                " token_map"
+            )
+        return torch.arange(count)
+    if not isinstance(found, torch.Tensor) or found.shape != (count,) or found.is_floating_point():
+        raise ConfigError(f"the Medusa heads' token_map must have {count} whole numbers")
+    token_ids = found.cpu().long()
+    if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < config.vocab_size:
+        raise ConfigError("the Medusa heads' token_map names tokens that the target does not have")
+    return token_ids
+
+
+_MAX_DECODED = 16
+"""A row of more tokens is a prompt's: a draft is shorter (``MAX_DRAFT_TOKENS``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the last layer made of a sequence's token, the one before its last."""
+
+    position: int
+    hidden: torch.Tensor
+    """fp32 [hidden_size]."""
+
+
+class MedusaDrafter:
+    """Implements ``ModelDrafter``. Owned by the engine thread."""
+
+    name = "medusa"
+
+    def __init__(
+        self,
+        model: MedusaModel,
+        layers: int,
+        vocab_size: int,
+        sampler: Sampler,
+    ) -> None:
+        """``layers`` and ``vocab_size`` are the model's that the heads are for."""
+        self._model = model
+        self._layers = (layers,)
+        self._draws = DraftDraws(model.token_ids, vocab_size, sampler)
+        self._seen: dict[int, _Seen] = {}
+        self._prompts = False
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """See ``ModelDrafter``. None of a step with prompts: there the last layer's output, which
+
+        is wanted of each prompt's last token alone, would be computed of all.
+        """
+        return () if self._prompts else self._layers
+
+    @property
+    def max_tokens(self) -> int:
+        """See ``ModelDrafter``."""
+        return self._model.heads
+
+    def backlog(self, query: DraftQuery) -> int | None:
+        """See ``ModelDrafter``: there is none."""
+        seen = self._seen.get(query.row.sequence_id)
+        return 0 if seen is not None and seen.position == query.row.start - 1 else None
+
+    def catch_up(self, query: DraftQuery, most: int) -> None:
+        """See ``ModelDrafter``: there is no backlog."""
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
+        """See ``ModelDrafter``."""
+        hidden = torch.stack([self._seen[query.row.sequence_id].hidden for query in queries])
+        most = max(query.most for query in queries)
+        drafts: list[list[int]] = [[] for _ in queries]
+        for logits in self._model.logits(hidden, most):
+            draws = [
+                draw_of(query.known, [*query.known.token_ids, *draft])
+                for query, draft in zip(queries, drafts, strict=True)
+            ]
+            for draft, token in zip(drafts, self._draws.draw(logits, draws), strict=True):
+                draft.append(token)
+        return [draft[: query.most] for draft, query in zip(drafts, queries, strict=True)]
+
+    def begin(self, rows: Sequence[PlanRow]) -> None:
+        """See ``ModelDrafter``."""
+        self._prompts = any(not row.sample or row.count > _MAX_DECODED for row in rows)
+
+    def computed(
+        self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
+    ) -> int:
+        """See ``ModelDrafter``: nothing is taken in."""
+        for found in rows:
+            row = found.row
+            if hidden is None or not row.sample:
+                self._seen.pop(row.sequence_id, None)
+                continue
+            last = found.right - 1
+            state = hidden[found.first + last, 0].clone()
+            self._seen[row.sequence_id] = _Seen(row.start + last, state)
+        return 0
+
+    def forget(self, sequence_id: int) -> None:
+        """See ``ModelDrafter``."""
+        self._seen.pop(sequence_id, None)
+
+    def use_threads(self, threads: int) -> None:
+        """Torch computes the heads, with the threads that it has."""
+
+    def share_cores(self, share: CoreShare) -> None:
+        """Torch computes the heads, and knows of no other engine."""

@@ -1,0 +1,178 @@
+"""The output processor: a sequence's tokens become the text that its client receives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from baton.logprobs import TokenLogprobs
+from baton.request import FinishReason
+from router.core.request import OutputDelta, ScoredToken
+from router.text.detokenizer import Detokenizer
+
+
+class StopStrings:
+    """Passes text up to the first complete stop string.
+
+    Text that may begin a stop string is held back. The text passed does not depend on how it
+    arrives in pieces.
+    """
+
+    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
+        """``include``: pass the stop string too."""
+        self._include = include
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._held = ""
+        self.match = ""
+        """The stop string found; "" until then."""
+
+    @property
+    def found(self) -> bool:
+        return bool(self.match)
+
+    def feed(self, text: str) -> str:
+        """Take the next text. Returns the text that may be shown now."""
+        if not self._stop or self.found:
+            return "" if self.found else text
+        text = self._held + text
+        place = self._first_match(text)
+        if place is not None:
+            begin, end = place
+            self.match, self._held = text[begin:end], ""
+            return text[: end if self._include else begin]
+        keep = len(text) - self._possible_start(text)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def rest(self) -> str:
+        """Take the text that is held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, int] | None:
+        """Begin and end of the stop string that ends first; the longest of several."""
+        starts = ((text.find(stop), stop) for stop in self._stop)
+        matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
+        if not matches:
+            return None
+        end, begin = min(matches)
+        return begin, end
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0
+
+
+class OutputProcessor:
+    """Detokenizes one sequence, cuts its text at stop strings, and counts its tokens."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str] = (),
+        hidden_ids: Collection[int] = (),
+        min_tokens: int = 0,
+        *,
+        include_stop: bool = False,
+    ) -> None:
+        """``hidden_ids``: tokens that count, but whose text is not shown: those that end the
+        sequence. ``min_tokens``: stop strings end the text only after that many tokens, as stop
+        tokens do in the engine. ``include_stop``: the text includes the stop string.
+        """
+        self._detokenizer = detokenizer
+        self._scanner = StopStrings(stop, include=include_stop)
+        self._hidden = frozenset(hidden_ids)
+        self._unscanned = min_tokens
+        self._finished = False
+        self._scores = False
+        """Whether tokens come with log probabilities; set by the first ones."""
+        self._read = 0
+        """Characters of all tokens so far."""
+        self._shown = 0
+        self._unshown: list[ScoredToken] = []
+        """Scored tokens of which no text is shown yet."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; the worker's sequence must then be aborted."""
+        return self._scanner.found
+
+    @property
+    def finished(self) -> bool:
+        """Whether the delta with the finish reason was returned."""
+        return self._finished
+
+    def push(
+        self,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None = None,
+        cached_prompt_tokens: int = 0,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> OutputDelta | None:
+        """Take the next tokens. Returns None if there is nothing to report.
+
+        ``logprobs`` has one entry per token, or none. Tokens after the one that completes a stop
+        string, and tokens after the finish reason, are dropped.
+        """
+        if self._finished or not (token_ids or finish_reason or cached_prompt_tokens):
+            return None
+        self._scores = self._scores or bool(logprobs)
+        counted, shown = self._take(token_ids, logprobs)
+        if finish_reason is not None and not self.stopped:
+            shown.append(self._scanner.feed(self._detokenizer.flush()))
+            shown.append(self._scanner.rest())
+        if self.stopped:
+            finish_reason = FinishReason.STOP
+        self._finished = finish_reason is not None
+        text = "".join(shown)
+        scored: tuple[ScoredToken, ...] = ()
+        if self._scores:
+            self._shown += len(text)
+            scored = self._newly_shown() if self._unshown else ()
+        return OutputDelta(
+            text,
+            tuple(counted),
+            finish_reason,
+            cached_prompt_tokens,
+            scored=scored,
+            stop_string=self._scanner.match,
+        )
+
+    def _take(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> tuple[list[int], list[str]]:
+        counted: list[int] = []
+        shown: list[str] = []
+        for place, token_id in enumerate(token_ids):
+            counted.append(token_id)
+            hidden = token_id in self._hidden
+            text = "" if hidden else self._detokenizer.step(token_id)
+            if logprobs:
+                scored = ScoredToken(token_id, logprobs[place], self._read, hidden)
+                self._unshown.append(scored)
+                self._read += len(text)
+            if self._unscanned > 0:
+                self._unscanned -= 1
+                shown.append(text)
+            else:
+                shown.append(self._scanner.feed(text))
+            if self.stopped:
+                break
+        return counted, shown
+
+    def _newly_shown(self) -> tuple[ScoredToken, ...]:
+        """Scored tokens whose text has begun to be shown; all of them at an end that cuts no text.
+
+        A token with half a character comes with the token that completes it.
+        """
+        all_of_them = self._finished and not self.stopped
+        count = len(self._unshown)
+        if not all_of_them:
+            beyond = (n for n, token in enumerate(self._unshown) if token.offset >= self._shown)
+            count = next(beyond, count)
+        newly, self._unshown = self._unshown[:count], self._unshown[count:]
+        return tuple(newly)

@@ -1,0 +1,82 @@
+"""Fronts that others reach have keys and TLS, or are told in so many words that they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config.cluster import Config, KeyConfig, PoolConfig, TlsConfig
+from baton.errors import ConfigError
+from deploy.launcher.preflight import check_exposure
+from worker.settings import WorkerSettings
+
+KEYS: dict[str, Any] = {"keys": (KeyConfig(name="a", sha256="0" * 64),), "require_key": True}
+OWN = "10.0.0.7"
+"""A node's address."""
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> dict[str, Any]:
+    return {"tls": TlsConfig(folder=str(tmp_path))}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.0.0.2"])
+def test_this_machine_s_own_addresses_need_nothing(host: str) -> None:
+    check_exposure(Config(http=f"{host}:8000", grpc=f"{host}:8001"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.5", "llm.example.com"])
+def test_others_need_keys_and_tls(host: str, tls: dict[str, Any]) -> None:
+    for name in ("http", "grpc", "admin_http"):
+        exposed: dict[str, Any] = {name: f"{host}:8002"}
+        with pytest.raises(ConfigError, match="without API keys and TLS"):
+            check_exposure(Config(**exposed))
+        with pytest.raises(ConfigError, match=r"without TLS.*baton certs init"):
+            check_exposure(Config(**exposed, **KEYS))
+        with pytest.raises(ConfigError, match=r"without API keys.*keys create"):
+            check_exposure(Config(**exposed, **tls))
+        check_exposure(Config(**exposed, **KEYS, **tls))
+
+
+def test_keys_that_nobody_must_show_are_none(tls: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="API keys"):
+        check_exposure(Config(http="0.0.0.0:8000", **KEYS | {"require_key": False}, **tls))
+
+
+def test_in_so_many_words(tls: dict[str, Any]) -> None:
+    check_exposure(Config(http="0.0.0.0:8000", insecure_listen=True))
+
+
+def test_kv_that_would_travel_in_the_clear_is_refused(tls: dict[str, Any], tmp_path: Path) -> None:
+    for transport in ("gloo", "nccl", "nixl"):
+        with pytest.raises(ValueError, match="clear_kv"):
+            Config(transport=transport, **tls)
+        Config(transport=transport)
+        Config(transport=transport, tls=TlsConfig(folder=str(tmp_path), clear_kv=True))
+
+
+def test_ranks_that_would_speak_in_the_clear_beyond_their_node_are_refused(
+    tls: dict[str, Any], tmp_path: Path
+) -> None:
+    clear = TlsConfig(folder=str(tmp_path), clear_kv=True)
+    decode = PoolConfig(name="decode", role="decode")
+    for placement, host in (("strict_pack", "127.0.0.1"), ("pack", OWN), ("spread", OWN)):
+        pool = PoolConfig(name="prefill", role="prefill", tp=2, rank_placement=placement)
+        if placement == "strict_pack":
+            Config(pools=(pool, decode), **tls)
+        else:
+            with pytest.raises(ValueError, match=r"strict_pack, or say tls\.clear_kv"):
+                Config(pools=(pool, decode), **tls)
+        config = Config(pools=(pool, decode), tls=clear)
+        worker = WorkerSettings(config, pool, "prefill-0", "", "", "", "", 1, host=OWN)
+        assert worker.group_host == host
+
+
+@pytest.mark.parametrize(
+    "fields", [{"certificate": "a"}, {"key": "a"}, {"client_authority": "a"}], ids=str
+)
+def test_half_a_configuration_is_refused(fields: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"go together|needs a folder"):
+        TlsConfig(**fields)

@@ -1,0 +1,204 @@
+"""What is seen of workers that answer as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.errors import BatonError
+from deploy.supervisor import ray_slots as fleet_module
+from deploy.supervisor.ray_slots import RaySlots
+from deploy.supervisor.reconciler import Observed
+from deploy.workers.worker_actor import PingReply
+
+DEADLINE_S = 60.0
+
+
+class FakeWorker:
+    """Answers at once."""
+
+    def __init__(self, slot: str) -> None:
+        self.slot = slot
+        self.answer = PingReply.SERVING
+        self.unlisted: list[float] = []
+        self.drained: list[float] = []
+
+        self.stuck = False
+
+    async def ready(self) -> dict[str, Any]:
+        process = {"pid": 7, "start_ticks": 1, "space": "elsewhere"}
+        return {"process": process, "node": "ab", "other_ranks": []}
+
+    async def ping(self, unlisted_s: float) -> PingReply:
+        if self.stuck:
+            await asyncio.Future()
+        self.unlisted.append(unlisted_s)
+        return self.answer
+
+    async def drain(self, deadline_s: float) -> None:
+        self.drained.append(deadline_s)
+
+
+class Scene:
+    """A fleet of two, with a clock and a registry of the test's."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.listed: Collection[str] | None = ("decode-0", "decode-1")
+        self.known: Collection[str] | None = ("decode-0", "decode-1")
+        self.frozen: Collection[str] = ()
+        self.workers = [FakeWorker("decode-0"), FakeWorker("decode-1")]
+
+    async def roll(self) -> Mapping[str, Hashable] | None:
+        """Entries that are renewed with each look, but for those of ``frozen``."""
+        if self.listed is None:
+            return None
+        return {slot: 0 if slot in self.frozen else object() for slot in self.listed}
+
+    def is_known(self, slot: str) -> bool:
+        """What Ray's control store says."""
+        if self.known is None:
+            raise ConnectionError("away")
+        return slot in self.known
+
+    async def until(self, fleet: RaySlots, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds():
+                await fleet.look("decode-0")
+                await asyncio.sleep(0)
+
+    async def pass_time(self, fleet: RaySlots, seconds: int) -> float:
+        """The worker is asked once a second; returns what it was told at last."""
+        for _ in range(seconds):
+            self.now += 1.0
+            await fleet.refresh()
+        count = len(self.workers[0].unlisted)
+        await self.until(fleet, lambda: len(self.workers[0].unlisted) >= count + 2)
+        return self.workers[0].unlisted[-1]
+
+
+@asynccontextmanager
+async def begun(
+    monkeypatch: pytest.MonkeyPatch, registry_ttl_s: float = 4.0
+) -> AsyncIterator[tuple[Scene, RaySlots]]:
+    scene = Scene()
+    monkeypatch.setattr(fleet_module, "find_all", lambda: scene.workers)
+    monkeypatch.setattr(fleet_module, "is_known", scene.is_known)
+    monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: scene.now))
+    fleet = RaySlots(lambda _: pytest.fail("nobody is started"), scene.roll, registry_ttl_s)
+    await fleet.recall()
+    try:
+        await scene.until(fleet, lambda: bool(scene.workers[0].unlisted))
+        yield scene, fleet
+    finally:
+        fleet.close()
+
+
+async def test_a_worker_is_told_for_how_long_others_alone_were_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        assert set(fleet.slots) == {"decode-0", "decode-1"}
+        assert await scene.pass_time(fleet, 5) == 0
+        scene.listed = ("decode-1",)
+        assert await scene.pass_time(fleet, 40) == 40
+        assert (await fleet.look("decode-0")).observed is Observed.SERVING
+        scene.listed = ("decode-0",)
+        assert await scene.pass_time(fleet, 1) == 0
+
+
+@pytest.mark.parametrize("listed", [None, ()])
+async def test_a_registry_that_is_away_or_empty_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch, listed: tuple[str, ...] | None
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.listed = listed
+        assert await scene.pass_time(fleet, 500) == 0
+
+
+async def test_a_supervisor_that_stood_still_blames_nobody_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.now += 500.0
+        scene.listed = ("decode-1",)
+        assert await scene.pass_time(fleet, 1) < 10
+
+
+async def test_who_leaves_is_seen_to_and_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        await fleet.drain("decode-0", 3.0)
+        await fleet.drain("decode-9", 3.0)
+        assert scene.workers[0].drained == [3.0]
+        scene.workers[0].answer = PingReply.LEAVING
+        await scene.pass_time(fleet, 1)
+        assert (await fleet.look("decode-0")).observed is Observed.LEAVING
+
+
+async def _looks(scene: Scene, fleet: RaySlots, seconds: int) -> None:
+    """At decode-0, which does not answer; Ray has time to."""
+    for _ in range(seconds):
+        scene.now += 1.0
+        await fleet.look("decode-0")
+        await asyncio.sleep(0.01)
+
+
+async def test_a_death_that_ray_knows_and_does_not_tell_makes_this_process_useless(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.workers[0].stuck = True
+        scene.known = ("decode-1",)
+        # Ray may be about to tell.
+        await _looks(scene, fleet, 8)
+        with pytest.raises(BatonError, match="Ray knows that decode-0 is dead, and does not tell"):
+            await _looks(scene, fleet, 8)
+
+
+@pytest.mark.parametrize("known", [("decode-0", "decode-1"), None])
+async def test_a_worker_that_is_silent_while_ray_thinks_it_lives_is_no_sign_of_that(
+    monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...] | None
+) -> None:
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.workers[0].stuck = True
+        scene.known = known
+        scene.listed = ("decode-1",)
+        await fleet.refresh()
+        await _looks(scene, fleet, 60)
+        assert (await fleet.look("decode-0")).observed is Observed.SILENT
+
+
+async def test_an_entry_that_is_not_renewed_lists_no_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Redis keeps it for as long as its clock was set back."""
+    async with begun(monkeypatch) as (scene, fleet):
+        scene.workers[0].stuck = True
+        await _looks(scene, fleet, 8)
+        await fleet.refresh()
+        assert (await fleet.look("decode-0")).observed is Observed.SERVING, "the registry has it"
+        scene.frozen = ("decode-0",)
+        for _ in range(24):
+            scene.now += 0.5
+            await fleet.refresh()
+        assert (await fleet.look("decode-0")).observed is Observed.SILENT
+        scene.frozen = ()
+        await fleet.refresh()
+        assert (await fleet.look("decode-0")).observed is Observed.SERVING
+
+
+async def test_workers_that_renew_their_entries_seldom_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A heartbeat of 10 s, and entries that live for 30 s."""
+    async with begun(monkeypatch, registry_ttl_s=30.0) as (scene, fleet):
+        for _ in range(20):
+            scene.frozen = ()
+            assert await scene.pass_time(fleet, 1) == 0
+            scene.frozen = ("decode-0",)
+            assert await scene.pass_time(fleet, 9) == 0

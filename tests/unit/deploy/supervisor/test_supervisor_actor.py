@@ -1,0 +1,42 @@
+"""What further workers of a pool are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.processes.process_identity import ProcessIdentity
+from deploy.supervisor.supervisor_actor import SlotSettings
+from deploy.workers.actor_settings import ActorSettings
+
+
+def settings(pool: str, place: int) -> ActorSettings:
+    return ActorSettings(
+        config={},
+        pool=pool,
+        slot=f"{pool}-{place}",
+        model_path="model",
+        model_name="name",
+        draft_model_path="",
+        redis_url="",
+        cluster_id="id",
+        launcher=ProcessIdentity.own(),
+    )
+
+
+FIRST = (settings("prefill", 0), settings("decode", 0), settings("decode", 1))
+
+
+def test_the_first_ones_are_told_what_they_were_told_before() -> None:
+    slots = SlotSettings(FIRST)
+    assert [slots.of(one.slot) for one in FIRST] == list(FIRST)
+    assert slots.pools == {"prefill": 1, "decode": 2}
+
+
+def test_others_are_told_the_same_of_their_pool() -> None:
+    third = SlotSettings(FIRST).of("decode-2")
+    assert third == FIRST[1].model_copy(update={"slot": "decode-2"})
+
+
+def test_an_unknown_pool_has_no_workers() -> None:
+    with pytest.raises(KeyError):
+        SlotSettings(FIRST).of("encode-0")
