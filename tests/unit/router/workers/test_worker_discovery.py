@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import cast
@@ -28,7 +28,7 @@ NOTHING: Answer = ({}, set())
 class Store:
     """Registry and prefix index: answers one thing after the other, and then waits."""
 
-    def __init__(self, answers: list[Answer | Exception]) -> None:
+    def __init__(self, answers: Sequence[Answer | Exception]) -> None:
         self.answers = iter(answers)
         self.is_read = asyncio.Event()
         self.forgotten: list[str] = []
@@ -50,7 +50,7 @@ class Store:
 
 @asynccontextmanager
 async def followed(
-    answers: list[Answer | Exception], config: Config | None = None
+    answers: Sequence[Answer | Exception], config: Config | None = None
 ) -> AsyncIterator[tuple[Store, WorkerLinks, WorkerDiscovery]]:
     """What is there once all answers were read."""
     store, links = Store(answers), WorkerLinks("router", heartbeat_s=1.0)
