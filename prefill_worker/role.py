@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from opentelemetry.trace import Span
 
-from baton.config.cluster import MIB
+from baton.config.choices import MIB
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.request import FinishReason, FirstToken, SequenceSpec
 from baton.rpc import convert
@@ -48,7 +48,7 @@ class PrefillRole:
         self.context = context
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
-        self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
+        self._staging = Staging(context.settings.config.advanced.transfer_window_mib * MIB)
         self._service = PrefillServicer(
             self.run, context.core.load, Beats.of(context.settings.config)
         )

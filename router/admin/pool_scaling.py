@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import redis
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import InvalidRequest, LastWorker, NotFound, Unavailable
 from baton.store.supervision import MAX_WORKERS, PoolSizes
 from router.routing.policy import route_settings

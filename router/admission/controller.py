@@ -39,6 +39,8 @@ from router.admission.prefill_pacer import PrefillPacer
 
 MAX_LEAD_S = 30.0
 """No priority, however low its number, is worth more than this many seconds of waiting."""
+PRIORITY_STEP_S = 1.0
+"""Waiting time that makes up for one level of priority."""
 MIN_PACED_TOKENS = 8
 """The time per token of a shorter answer is that of its handoff more than that of decoding."""
 MIN_RETRY_S = 0.1
@@ -109,14 +111,13 @@ class AdmissionController:
         self._background: FairQueue[_Waiting] = FairQueue(weights, sys.maxsize)
         self._entries: dict[str, _Waiting] = {}
         self._max_queue_s = config.max_queue_s
-        self._step_s = config.priority_step_s
         self._slo_tpot_s = config.slo_tpot_s
         self._paces = config.admission == "slo"
         self._refuse = refuse
         self._prefill = InflightPrefills()
         self._decode = DecodeReservations()
         self._slack = BackgroundSlack(
-            self._prefill, self._decode, config.slo_tpot_s, config.batch_most_in_flight
+            self._prefill, self._decode, config.slo_tpot_s, config.max_batch_in_flight
         )
         self._overload = Overload()
         self._pacer = PrefillPacer()
@@ -162,7 +163,7 @@ class AdmissionController:
         self._see(capacity, now)
         expected = self._decode.expected_tokens(request.max_tokens)
         answer = ExpectedAnswer(request.prompt_tokens, expected, request.choices)
-        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, request.priority * self._step_s))
+        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, request.priority * PRIORITY_STEP_S))
         cost = max(1, request.prompt_tokens + expected * request.choices)
         work_s = capacity.work_s(request.prompt_tokens)
         entry = _Waiting(request.tenant, now + lead, cost, request, now, answer, work_s)

@@ -57,7 +57,7 @@ class _Flow(Generic[T]):
 
 
 class _Flows(dict[str, _Flow[T]]):
-    """By tenant. A key that was made while the router ran may bring one that nobody has named."""
+    """By tenant. A key that was made while the router runs may bring one that is not configured."""
 
     def __missing__(self, tenant: str) -> _Flow[T]:
         flow = self[tenant] = _Flow(1.0)
@@ -106,7 +106,7 @@ class FairQueue(Generic[T]):
         return victim
 
     def peek(self) -> T | None:
-        """Whose turn it is; None where nobody waits."""
+        """The entry whose turn it is; None where none waits."""
         if not self._turns:
             return None
         steps = 0
@@ -124,10 +124,10 @@ class FairQueue(Generic[T]):
                 self._skip_rounds()
 
     def pop(self) -> T:
-        """Take out what ``peek`` shows. Raises IndexError where nobody waits."""
+        """Take out what ``peek`` shows. Raises IndexError where none waits."""
         entry = self.peek()
         if entry is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no entry waits")
         self._turns[0].deficit -= entry.tokens
         self.remove(entry)
         return entry
@@ -139,7 +139,7 @@ class FairQueue(Generic[T]):
         flow.tokens -= entry.tokens
         self._size -= 1
         if not flow.entries:
-            # Who has nothing to send saves nothing up.
+            # A tenant with nothing to send saves nothing up.
             self._turns.remove(flow)
             flow.deficit, flow.visited = 0.0, False
 
@@ -164,7 +164,7 @@ class FairQueue(Generic[T]):
         return sorted(found, key=_order)
 
     def _skip_rounds(self) -> None:
-        """Give at once the quanta of rounds in which nobody could afford anything."""
+        """Give at once the quanta of rounds in which no tenant could afford an entry."""
         rounds = min(
             math.ceil((flow.entries[0].tokens - flow.deficit) / flow.quantum)
             for flow in self._turns

@@ -30,7 +30,7 @@ QUIET_MEMORY_S = 5.0
 """The same for seconds in which no request waits: the cost model takes over, which every prompt
 corrects."""
 IDLE_S = 5.0
-"""An idle cluster in which nobody has waited for so long is as one that was never seen."""
+"""An idle cluster in which no request has waited for this long is as one that was never seen."""
 ENOUGH_S = 0.5
 """Saturated seconds before the rate is believed; then it is until they have faded."""
 FADED_S = 0.1
@@ -73,7 +73,7 @@ class PrefillThroughput:
         self._workers = 0
         self._since_saturated_s = 0.0
         self._waited_at = 0.0
-        """When somebody waited last."""
+        """When a request waited last."""
         self._estimate: float | None = None
         """As of the last end of a prompt."""
 
@@ -94,7 +94,7 @@ class PrefillThroughput:
     def served_by(self, workers: int) -> None:
         """So many prefill workers there are now: what was learned of fewer, or more, is theirs.
 
-        Nobody would learn it otherwise: where too low a rate turns all away, nobody waits.
+        It would not be learned otherwise: where too low a rate turns all away, no request waits.
         """
         if self._workers and workers:
             self._work_s *= workers / self._workers

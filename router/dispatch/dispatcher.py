@@ -63,7 +63,7 @@ class ClusterDispatcher:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._links = WorkerLinks(
-            self.router_id, heartbeat_s=config.heartbeat_s, tls=config.tls.of("router")
+            self.router_id, heartbeat_s=config.advanced.heartbeat_s, tls=config.tls.of("router")
         )
         self._discovery = WorkerDiscovery(config, registry, index, self._links, metrics)
         policy = make_policy(config.policy, route_settings(config))
@@ -74,10 +74,8 @@ class ClusterDispatcher:
         self._placement = Placement(
             self.router_id, config, self._links, self._ledger, routes, metrics
         )
-        self._budget = RetryBudget(
-            config.move_budget_ratio, config.max_moves, config.move_budget_per_s
-        )
-        self._quarantine = Quarantine(config.poison_quarantine_s)
+        self._budget = RetryBudget.of(config)
+        self._quarantine = Quarantine()
         self._failover = Failover(
             config, self._placement, self._links, self._budget, self._quarantine, metrics
         )

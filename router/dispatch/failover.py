@@ -98,7 +98,7 @@ class Failover:
             (one.local_prefill or config.local_prefill) != "never" for one in config.classes
         )
         self._left_out = metrics.left_out_workers
-        self._verdict_s = config.registry_ttl_s + 2 * config.heartbeat_s
+        self._verdict_s = config.advanced.registry_ttl_s + 2 * config.advanced.heartbeat_s
         """Seconds within which a dead worker has left the registry, and the router knows."""
         self._unsubscribe = (
             links.subscribe(on_broken=self.worker_broken, on_draining=self.worker_drains),

@@ -34,8 +34,8 @@ class HangDetector:
         self._links = links
         self._placement = placement
         self._failover = failover
-        self._messages = SilenceWatch[str](config.hang_s)
-        self._steps = SilenceWatch[str](config.engine_hang_s)
+        self._messages = SilenceWatch[str](config.advanced.hang_s)
+        self._steps = SilenceWatch[str](config.advanced.engine_hang_s)
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""

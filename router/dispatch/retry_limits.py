@@ -10,9 +10,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from baton.config.cluster import Config
 from baton.errors import PoisonRequest
 from baton.hashing import block_hashes, hash_key
 
+MOVE_RATIO = 0.2
+"""Maximum number of migrations after failures, as a fraction of a router process's requests."""
+MOVES_PER_S = 4.0
+"""Maximum number of further migrations after failures per second of a router process."""
+QUARANTINE_S = 300.0
+"""Time for which a prompt is refused after two workers have failed while they computed it."""
 PROGRESS_TOKENS = 8
 """A request that has gone on by this many tokens since a worker's failure did not cause it."""
 MAX_FAILED_WORKERS = 2
@@ -36,6 +43,16 @@ class RetryBudget:
         self._per_s = per_s
         self._level = burst
         self._at: float | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> RetryBudget:
+        """The budget of a router process.
+
+        Its burst is twice what one decode worker runs: a death moves its requests and leaves a
+        reserve.
+        """
+        burst = 2 * max(pool.max_sequences for pool in config.pools if pool.role == "decode")
+        return cls(MOVE_RATIO, burst, MOVES_PER_S)
 
     def admitted(self) -> None:
         """Note an admitted request."""
@@ -99,7 +116,7 @@ class FailedWorkers:
 class Quarantine:
     """The prompts of poison requests, by hash."""
 
-    def __init__(self, quarantine_s: float) -> None:
+    def __init__(self, quarantine_s: float = QUARANTINE_S) -> None:
         """A prompt is kept out for ``quarantine_s`` seconds."""
         self._quarantine_s = quarantine_s
         self._until: OrderedDict[bytes, float] = OrderedDict()

@@ -60,7 +60,7 @@ _GUESS_ERROR = 5.0
 _MIN_PRIOR = 1e-3
 """The share of its weight that the beginning never loses."""
 _HUBER = 3.0
-"""Residuals of more than so many typical ones count as that many."""
+"""Residuals of more than this many typical ones count as this many."""
 _SPREAD_STEP = 0.1
 _MIN_SPREAD = 0.02
 _WIDEST_SPREAD = 1.0

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from baton.config.cluster import PolicyName
+from baton.config.choices import PolicyName
 from router.routing.cost_model import TransferCosts
 from router.routing.policy import Decision, Policy, RouteRequest, RouteSettings
 from router.routing.predictions import Predictions, local, predict, remote
@@ -72,7 +72,7 @@ def _least(rows: Rows, seen: Predictions, *keys: Floats) -> int:
 
 
 class RoundRobin(SimplePolicy):
-    """Everybody in turn."""
+    """Each worker in turn."""
 
     reason = "round_robin"
 
@@ -91,7 +91,7 @@ class LeastLoaded(SimplePolicy):
 
 
 class LongestPrefix(SimplePolicy):
-    """Who holds the most of the prompt, of equals the least loaded.
+    """The worker that holds the most of the prompt; of equals the least loaded.
 
     It herds: what begins alike goes to one worker.
     """

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from baton.config.cluster import Config, LocalPrefill
+from baton.config.choices import LocalPrefill
+from baton.config.cluster import Config
 from baton.errors import Unavailable
 from router.routing.cost_model import TransferCosts
 from router.routing.worker_table import EVERY_POOL, Group, PoolFilter, WorkerTable
@@ -101,7 +102,7 @@ class Decision:
     """The workers that were chosen, why, and what is to be expected."""
 
     prefill: str
-    """Who computes the prompt; ``decode`` itself where ``local``."""
+    """The worker that computes the prompt; ``decode`` itself where ``local``."""
     decode: str
     uncached_tokens: int
     """Prompt tokens that ``prefill`` has neither held nor fetched: it will have to compute them."""
@@ -114,7 +115,7 @@ class Decision:
     local: bool = False
     """The decode worker computes the prompt itself."""
     shed: bool = False
-    """Nobody is predicted to give the first token before the request's deadline."""
+    """Whether no worker is predicted to give the first token before the request's deadline."""
     ttft_ms: float = 0.0
     """Predicted time from now to the first token, what of the transfer is not hidden included."""
     tpot_ms: float = 0.0

@@ -99,7 +99,7 @@ class WorkerLink:
         return self.token_messages + self.prefills.messages
 
     def miss(self, now: float) -> None:
-        """The registry does not list it, maybe since nobody can write there: it is listened to."""
+        """Note that the registry does not list it, maybe since Redis is read-only; listen to it."""
         if self.missing_since is None or self.messages != self._heard_missing:
             self.missing_since, self._heard_missing = now, self.messages
         self.prefills.open()

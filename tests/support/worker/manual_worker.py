@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.config.advanced import AdvancedConfig
 from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
@@ -117,7 +118,7 @@ class ManualWorker:
         self.core = EngineCore(engine, gauges, INCARNATION, None, slack, fail=self.reasons.append)
         self.thread: ManualThread = runner.thread
         settings: Any = SimpleNamespace(
-            config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),
+            config=SimpleNamespace(advanced=AdvancedConfig(transfer_window_mib=1)),
             pool=SimpleNamespace(max_sequences=max_sequences, cp=1),
             slot="worker-0",
         )

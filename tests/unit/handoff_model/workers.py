@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
+from baton.config.advanced import AdvancedConfig
 from baton.hashing import block_hashes, hash_key
 from baton.liveness.listening import ListeningClock
 from baton.request import Geometry
@@ -209,7 +210,9 @@ class Worker(Process):
         settings = SimpleNamespace(
             slot=self.name,
             config=SimpleNamespace(
-                heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, hang_s=LEASE_S, transfer_window_mib=1
+                advanced=AdvancedConfig(
+                    heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, hang_s=LEASE_S, transfer_window_mib=1
+                )
             ),
             pool=SimpleNamespace(max_sequences=MAX_SEQUENCES),
         )

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from worker import engine_start
 from worker.costs.step_costs import StepCosts
 from worker.engine_start import core_board, engine_settings, measure

@@ -15,6 +15,7 @@ import pytest
 import redis
 import torch
 
+from baton.config.advanced import AdvancedConfig
 from baton.errors import WorkerFailed
 from baton.host.background import end_tasks
 from baton.store.registry import DRAINING, Registry
@@ -140,7 +141,7 @@ class Living:
         )
         self.life.is_empty = False
         process = self.process = WorkerProcess.__new__(WorkerProcess)
-        config = SimpleNamespace(heartbeat_s=heartbeat_s, registry_ttl_s=4.0)
+        config = SimpleNamespace(advanced=AdvancedConfig(heartbeat_s=heartbeat_s))
         process.settings = cast(WorkerSettings, SimpleNamespace(config=config, slot="decode-0"))
         process._entry = OwnEntry(
             cast(Registry, self.registry),

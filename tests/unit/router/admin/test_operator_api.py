@@ -12,7 +12,9 @@ import grpc
 import httpx
 import pytest
 
-from baton.config.cluster import Config, KeyConfig, Scope
+from baton.config.access import KeyConfig
+from baton.config.choices import Scope
+from baton.config.cluster import Config
 from baton.errors import Forbidden, Unauthenticated
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.store.prefix_index import IndexSize

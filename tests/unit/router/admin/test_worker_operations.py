@@ -14,7 +14,7 @@ import httpx
 import pytest
 import redis
 
-from baton.config.cluster import ContextClass, PoolConfig
+from baton.config.pools import ContextClass, PoolConfig
 from baton.errors import LastWorker, NotFound, WorkerFailed
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.store.supervision import PoolSizes

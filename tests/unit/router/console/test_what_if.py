@@ -15,7 +15,9 @@ import pytest
 import uvloop
 from pydantic import ValidationError
 
-from baton.config.cluster import Config, KeyConfig, PoolConfig
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import make_server, open_channel

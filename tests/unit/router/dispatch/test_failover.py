@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton import hashing
+from baton.config.advanced import AdvancedConfig
 from baton.config.cluster import Config
 from baton.errors import (
     BatonError,
@@ -41,7 +42,7 @@ from router.dispatch import failover as failover_module
 from router.dispatch.failover import MAX_FAILURES, Failover
 from router.dispatch.hang_detector import HangDetector
 from router.dispatch.placement import Placement
-from router.dispatch.retry_limits import Quarantine, RetryBudget
+from router.dispatch.retry_limits import QUARANTINE_S, Quarantine, RetryBudget
 from router.dispatch.running_request import RunningRequest
 from router.routing.ledger import Ledger
 from router.routing.policy import Decision, RouteRequest
@@ -118,7 +119,9 @@ class Asked:
 class World:
     """Two workers of each role; routes go to the first that is not excluded."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(
+        self, *, max_moves: int | None = None, quarantine_s: float = QUARANTINE_S, **changes: Any
+    ) -> None:
         self.links = {
             f"{role[0]}{n}": Link(f"{role[0]}{n}", role)
             for role in ("prefill", "decode")
@@ -136,10 +139,8 @@ class World:
         self.placement = Placement(
             "router", config, links, cast(Ledger, ledger), cast(RouteFinder, self), self.metrics
         )
-        self.budget = RetryBudget(
-            config.move_budget_ratio, config.max_moves, config.move_budget_per_s
-        )
-        self.quarantine = Quarantine(config.poison_quarantine_s)
+        self.budget = RetryBudget.of(config) if max_moves is None else RetryBudget(0, max_moves, 0)
+        self.quarantine = Quarantine(quarantine_s)
         self.failover = Failover(
             config, self.placement, links, self.budget, self.quarantine, self.metrics
         )
@@ -494,7 +495,7 @@ async def test_lost_streams_are_no_deaths(
 ) -> None:
     """The router stood still: the workers are there, or it is not known in time."""
     monkeypatch.setattr(failover_module, "LOOK_S", 0.001)
-    world = World(registry_ttl_s=4.0, heartbeat_s=1.0)
+    world = World(advanced=AdvancedConfig(registry_ttl_s=4.0, heartbeat_s=1.0))
     world.failover._verdict_s = 0.02
 
     def what_becomes(name: str) -> None:
@@ -600,7 +601,7 @@ async def test_prefill_workers_that_died_before_they_had_a_prompt_died_of_someth
 
 
 async def test_moves_are_bounded_for_each_request_and_for_all() -> None:
-    world = World(move_budget_burst=3, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    world = World(max_moves=3)
     running = await world.run()
     for n in range(4):
         world.failover.worker_broken(f"d{n % 2}", GONE)
@@ -618,7 +619,7 @@ async def test_moves_are_bounded_for_each_request_and_for_all() -> None:
 
 
 async def test_what_is_handed_back_goes_on_without_any_budget() -> None:
-    world = World(move_budget_burst=1, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    world = World(max_moves=1)
     running = await world.run(choices=2)
     world.tell(running, 2, choice=0)
     world.tell(running, 3, choice=1)
@@ -704,7 +705,7 @@ async def test_what_is_too_long_for_the_others_may_be_tried_again(
 
 
 async def test_a_silent_worker_keeps_what_no_budget_is_left_for() -> None:
-    world = World(move_budget_burst=1, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    world = World(max_moves=1)
     assert world.budget.take(0.0)
     running = await world.run()
     world.tell(running, 1)
@@ -787,7 +788,7 @@ async def test_a_worker_whose_streams_break_again_and_again_is_left_out(
 ) -> None:
     """Each of them after it had begun well."""
     monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
-    world = World(poison_quarantine_s=0.0)
+    world = World(quarantine_s=0.0)
     for n in range(3):
         running = await world.run()
         world.tell(running, 1 + 9 * n)
@@ -856,7 +857,7 @@ async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -
 
 async def test_requests_wait_for_workers_that_were_cut_off_together() -> None:
     """No worker is blamed, whatever a request had when each of its workers went away."""
-    world = World(move_budget_ratio=0.0, move_budget_per_s=0.0, move_budget_burst=1)
+    world = World(max_moves=1)
     running = await world.run()
     for name in ("d0", "d1", "d0"):
         world.tell(running, 1)

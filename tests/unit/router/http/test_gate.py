@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from baton.config.cluster import Config, KeyConfig
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config
 from baton.errors import NotFound
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access

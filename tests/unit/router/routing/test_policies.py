@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config.cluster import PolicyName
+from baton.config.choices import PolicyName
 from baton.request import LoadSnapshot
 from router.routing.ledger import Ledger
 from router.routing.policies import make_policy, scores

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from baton.errors import HandoffError
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.layout.plan import plan
-from kvtransfer.layout.share_layout import ShareLayout, share_of, shares_from, shares_to
+from kvtransfer.layout.reshard import plan
+from kvtransfer.layout.shard_layout import ShardLayout, shard_of, shards_from, shards_to
 from kvtransfer.memory.host_memory import HostMemory
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.memory.share_memory import (
+from kvtransfer.memory.shard_memory import (
     PeerBlocks,
     Pieces,
-    ShareMemory,
+    ShardMemory,
     source_memory,
     target_memory,
 )
@@ -59,10 +59,10 @@ class Ends:
             found[each.target_rank][each.target_block, each.target_offset : end] = part
         return found
 
-    def shares(self) -> list[ShareLayout]:
+    def shards(self) -> list[ShardLayout]:
         """Of all pairs of ranks."""
         ranks = range(self.target.tensor_parallel)
-        return [share for rank in ranks for share in shares_to(self.source, self.target, rank)]
+        return [shard for rank in ranks for shard in shards_to(self.source, self.target, rank)]
 
 
 def layouts(heads: int, source: int, target: int, dtype: str = "int8") -> tuple[KvLayout, KvLayout]:
@@ -77,9 +77,9 @@ CASES = [
 ]
 
 
-def parts(share: ShareLayout, step: int) -> list[tuple[int, int]]:
+def parts(shard: ShardLayout, step: int) -> list[tuple[int, int]]:
     """A block's packed bytes in parts of ``step`` bytes: offset and length."""
-    size = share.block_bytes
+    size = shard.block_bytes
     return [(start, min(step, size - start)) for start in range(0, size, step)]
 
 
@@ -98,12 +98,12 @@ def test_what_is_read_and_written_is_what_the_plan_names(
         found.array, found.blocks, found.block_bytes = data, *data.shape
         return found
 
-    for share in ends.shares():
-        here = source_memory(memory(ends.sources[share.share.source_rank]), share)
-        there = target_memory(memory(ends.targets[share.share.target_rank]), share)
-        assert here.block_bytes == there.block_bytes == share.block_bytes
-        given = [block for block in range(BLOCKS) if share.share.has(block)]
-        for offset, length in parts(share, 37):
+    for shard in ends.shards():
+        here = source_memory(memory(ends.sources[shard.shard.source_rank]), shard)
+        there = target_memory(memory(ends.targets[shard.shard.target_rank]), shard)
+        assert here.block_bytes == there.block_bytes == shard.block_bytes
+        given = [block for block in range(BLOCKS) if shard.shard.has(block)]
+        for offset, length in parts(shard, 37):
             packed = bytearray(len(given) * length)
             outs = [memoryview(packed)[at : at + length] for at in range(0, len(packed), length)]
             sums = here.read_many(given, offset, outs)
@@ -120,24 +120,24 @@ def test_what_is_read_and_written_is_what_the_plan_names(
 def test_mapped_blocks_are_copied_without_a_detour(heads: int, source: int, target: int) -> None:
     ends = Ends.of(*layouts(heads, source, target, "bfloat16"))
     expected = ends.expected()
-    for share in ends.shares():
-        data = ends.sources[share.share.source_rank]
-        here = source_memory(HostMemory(data), share)
-        memory = HostMemory(ends.targets[share.share.target_rank])
-        there = ShareMemory(memory, share.target_planes, share.block_bytes)
-        pieces = Pieces(share.source_planes)
-        if share.is_whole:
+    for shard in ends.shards():
+        data = ends.sources[shard.shard.source_rank]
+        here = source_memory(HostMemory(data), shard)
+        memory = HostMemory(ends.targets[shard.shard.target_rank])
+        there = ShardMemory(memory, shard.target_planes, shard.block_bytes)
+        pieces = Pieces(shard.source_planes)
+        if shard.is_whole:
             continue
-        given = [block for block in range(BLOCKS) if share.share.has(block)]
-        for offset, length in parts(share, 100):
-            peer = PeerBlocks(data.reshape(-1), share.source_block_bytes, pieces, given)
+        given = [block for block in range(BLOCKS) if shard.shard.has(block)]
+        for offset, length in parts(shard, 100):
+            peer = PeerBlocks(data.reshape(-1), shard.source_block_bytes, pieces, given)
             sums = there.copy_from(given, offset, length, peer)
             assert sums == here.checksum_many(given, offset, length)
-    for share in ends.shares():
-        if share.is_whole:
-            rank = share.share.target_rank
-            given = [block for block in range(BLOCKS) if share.share.has(block)]
-            ends.targets[rank][given] = ends.sources[share.share.source_rank][given]
+    for shard in ends.shards():
+        if shard.is_whole:
+            rank = shard.shard.target_rank
+            given = [block for block in range(BLOCKS) if shard.shard.has(block)]
+            ends.targets[rank][given] = ends.sources[shard.shard.source_rank][given]
     for found, wanted in zip(ends.targets, expected, strict=True):
         assert (found == wanted).all()
 
@@ -150,9 +150,9 @@ def test_packed_bytes_are_those_of_the_floor(
     here, there = layouts(heads, source, target, dtype)
     floor = sum(each.length for each in plan(here, there, 0, BLOCKS * 4))
     packed = sum(
-        share.block_bytes * sum(map(share.share.has, range(BLOCKS)))
+        shard.block_bytes * sum(map(shard.shard.has, range(BLOCKS)))
         for rank in range(source)
-        for share in shares_from(here, there, rank)
+        for shard in shards_from(here, there, rank)
     )
     assert packed == floor
 
@@ -160,38 +160,38 @@ def test_packed_bytes_are_those_of_the_floor(
 @pytest.mark.parametrize(("heads", "source", "target"), CASES)
 def test_layer_runs_cover_a_block_once(heads: int, source: int, target: int) -> None:
     ends = Ends.of(*layouts(heads, source, target))
-    for share in ends.shares():
-        assert share.layer_runs(0, 3) == [(0, share.block_bytes)]
-        runs = sorted(run for layer in range(3) for run in share.layer_runs(layer, layer + 1))
+    for shard in ends.shards():
+        assert shard.layer_runs(0, 3) == [(0, shard.block_bytes)]
+        runs = sorted(run for layer in range(3) for run in shard.layer_runs(layer, layer + 1))
         assert [start for start, _ in runs] == [
             0,
             *itertools.accumulate(length for _, length in runs[:-1]),
         ]
-        assert sum(length for _, length in runs) == share.block_bytes
+        assert sum(length for _, length in runs) == shard.block_bytes
 
 
 def test_planes_that_change_places_have_another_checksum() -> None:
     here, there = layouts(3, 1, 2)
-    share = share_of(here, there, 0, 1)
+    shard = shard_of(here, there, 0, 1)
     data = np.random.default_rng(1).integers(0, 256, (1, here.block_bytes), np.uint8)
-    memory = source_memory(HostMemory(data), share)
-    before = memory.checksum(0, 0, share.block_bytes)
-    one, two = share.source_planes[0], share.source_planes[3]
+    memory = source_memory(HostMemory(data), shard)
+    before = memory.checksum(0, 0, shard.block_bytes)
+    one, two = shard.source_planes[0], shard.source_planes[3]
     first = data[0, one.place : one.place + one.length].copy()
     data[0, one.place : one.place + one.length] = data[0, two.place : two.place + two.length]
     data[0, two.place : two.place + two.length] = first
-    assert memory.checksum(0, 0, share.block_bytes) != before
+    assert memory.checksum(0, 0, shard.block_bytes) != before
 
 
 def test_ranks_without_a_head_in_common_have_no_share() -> None:
     with pytest.raises(HandoffError, match="rank 0 of 2 has nothing for rank 1 of 2"):
-        share_of(*layouts(4, 2, 2), 0, 1)
+        shard_of(*layouts(4, 2, 2), 0, 1)
 
 
 def test_parts_that_cannot_be_are_refused() -> None:
     here, there = layouts(2, 1, 2)
-    share = share_of(here, there, 0, 1)
-    memory = source_memory(HostMemory(np.zeros((2, here.block_bytes), np.uint8)), share)
-    for blocks, offset, length in (([2], 0, 8), ([0], share.block_bytes - 4, 8), ([-1], 0, 8)):
+    shard = shard_of(here, there, 0, 1)
+    memory = source_memory(HostMemory(np.zeros((2, here.block_bytes), np.uint8)), shard)
+    for blocks, offset, length in (([2], 0, 8), ([0], shard.block_bytes - 4, 8), ([-1], 0, 8)):
         with pytest.raises(HandoffError, match="bytes from"):
             memory.checksum_many(blocks, offset, length)

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from baton.errors import HandoffError
 from kvtransfer.layout.layout import SCALE_BYTES, KvLayout
-from kvtransfer.layout.plan import Share, shares
+from kvtransfer.layout.reshard import Shard, shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,17 @@ class Plane:
     length: int
 
 
-class ShareLayout:
+class ShardLayout:
     """Of one pair of ranks, whose workers have equal block sizes and KV types."""
 
-    def __init__(self, source: KvLayout, target: KvLayout, share: Share) -> None:
+    def __init__(self, source: KvLayout, target: KvLayout, shard: Shard) -> None:
         """``source`` and ``target`` are those of the workers."""
-        self.share = share
-        self._source = source.of_rank(share.source_rank)
-        self._target = target.of_rank(share.target_rank)
-        first, heads = share.heads.start, len(share.heads)
-        self._source_head = first - source.heads_of(share.source_rank).start
-        self._target_head = first - target.heads_of(share.target_rank).start
+        self.shard = shard
+        self._source = source.of_rank(shard.source_rank)
+        self._target = target.of_rank(shard.target_rank)
+        first, heads = shard.heads.start, len(shard.heads)
+        self._source_head = first - source.heads_of(shard.source_rank).start
+        self._target_head = first - target.heads_of(shard.target_rank).start
         self.is_whole = heads == self._source.kv_heads == self._target.kv_heads
         """Whether blocks go as they lie."""
         self.layers = source.layers
@@ -95,28 +95,28 @@ class ShareLayout:
         return tuple(planes)
 
 
-def shares_from(source: KvLayout, target: KvLayout, source_rank: int) -> list[ShareLayout]:
+def shards_from(source: KvLayout, target: KvLayout, source_rank: int) -> list[ShardLayout]:
     """What one rank of a writer gives: one for each rank of the receiver that it gives anything."""
     return [
-        ShareLayout(source, target, share)
-        for share in shares(source, target)
-        if share.source_rank == source_rank
+        ShardLayout(source, target, shard)
+        for shard in shards(source, target)
+        if shard.source_rank == source_rank
     ]
 
 
-def shares_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[ShareLayout]:
+def shards_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[ShardLayout]:
     """What one rank of a receiver gets: one for each rank of the writer that gives it anything."""
     return [
-        ShareLayout(source, target, share)
-        for share in shares(source, target)
-        if share.target_rank == target_rank
+        ShardLayout(source, target, shard)
+        for shard in shards(source, target)
+        if shard.target_rank == target_rank
     ]
 
 
-def share_of(source: KvLayout, target: KvLayout, source_rank: int, target_rank: int) -> ShareLayout:
+def shard_of(source: KvLayout, target: KvLayout, source_rank: int, target_rank: int) -> ShardLayout:
     """What one rank gives another. Raises HandoffError where that is nothing."""
-    for found in shares_to(source, target, target_rank):
-        if found.share.source_rank == source_rank:
+    for found in shards_to(source, target, target_rank):
+        if found.shard.source_rank == source_rank:
             return found
     raise HandoffError(
         f"rank {source_rank} of {source.tensor_parallel} has nothing for rank {target_rank} of "

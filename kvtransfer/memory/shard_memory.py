@@ -1,6 +1,6 @@
 """A rank's blocks as one of its peers has them: the bytes that both share, packed.
 
-``kvtransfer.layout.share_layout`` says what packed bytes are. The checksum of a part of them is
+``kvtransfer.layout.shard_layout`` says what packed bytes are. The checksum of a part of them is
 made of
 those of the planes that it touches, each times an odd number of its plane's: so no plane can pass
 for another, and both ends find the same wherever planes lie.
@@ -16,7 +16,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.layout.share_layout import Plane, ShareLayout
+from kvtransfer.layout.shard_layout import Plane, ShardLayout
 from kvtransfer.memory import copying
 from kvtransfer.memory.host_memory import HostMemory
 from kvtransfer.memory.memory import BlockMemory, PartByPart, SharedFile, check_part
@@ -77,7 +77,7 @@ class Pieces:
         return tuple(cuts)
 
 
-class ShareMemory(PartByPart):
+class ShardMemory(PartByPart):
     """``kvtransfer.memory.memory.BlockMemory`` over the packed bytes of another one's blocks."""
 
     def __init__(self, memory: BlockMemory, planes: Sequence[Plane], block_bytes: int) -> None:
@@ -213,18 +213,18 @@ class PeerBlocks:
     blocks: Sequence[int]
 
 
-def source_memory(memory: BlockMemory, share: ShareLayout | None) -> BlockMemory:
-    """A writer's blocks as a share has them; themselves where they go whole."""
-    if share is None or share.is_whole:
+def source_memory(memory: BlockMemory, shard: ShardLayout | None) -> BlockMemory:
+    """A writer's blocks as a shard has them; themselves where they go whole."""
+    if shard is None or shard.is_whole:
         return memory
-    return ShareMemory(memory, share.source_planes, share.block_bytes)
+    return ShardMemory(memory, shard.source_planes, shard.block_bytes)
 
 
-def target_memory(memory: BlockMemory, share: ShareLayout | None) -> BlockMemory:
-    """A receiver's blocks as a share has them; themselves where they come whole."""
-    if share is None or share.is_whole:
+def target_memory(memory: BlockMemory, shard: ShardLayout | None) -> BlockMemory:
+    """A receiver's blocks as a shard has them; themselves where they come whole."""
+    if shard is None or shard.is_whole:
         return memory
-    return ShareMemory(memory, share.target_planes, share.block_bytes)
+    return ShardMemory(memory, shard.target_planes, shard.block_bytes)
 
 
 def _starts(blocks: Sequence[int], block_bytes: int, cut: _Cut) -> npt.NDArray[np.int64]:

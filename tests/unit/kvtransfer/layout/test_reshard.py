@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import GroupShape
 from kvtransfer.layout.layout import SCALE_BYTES, KvLayout
-from kvtransfer.layout.plan import Slice, overlaps, plan, shares
+from kvtransfer.layout.reshard import Slice, overlaps, plan, shards
 
 Bytes = npt.NDArray[np.uint8]
 DEGREES = (1, 2, 4, 8)
@@ -248,17 +248,17 @@ def test_every_head_of_every_rank_comes_from_one_rank(
 ) -> None:
     source, target = (KvLayout(4, 1, heads, 4, "int8", n) for n in (source_ranks, target_ranks))
     given_by = Counter(
-        (share.target_rank, head)
-        for share in shares(source, target)
-        for head in share.heads
-        if share.has(block)
+        (shard.target_rank, head)
+        for shard in shards(source, target)
+        for head in shard.heads
+        if shard.has(block)
     )
     assert given_by == Counter(
         (rank, head) for rank in range(target_ranks) for head in target.heads_of(rank)
     )
-    for share in shares(source, target):
-        assert share.heads.start in source.heads_of(share.source_rank)
-        assert share.heads[-1] in source.heads_of(share.source_rank)
+    for shard in shards(source, target):
+        assert shard.heads.start in source.heads_of(shard.source_rank)
+        assert shard.heads[-1] in source.heads_of(shard.source_rank)
 
 
 def test_no_tokens_need_no_slices() -> None:

@@ -1,7 +1,7 @@
 """Which bytes of a writer's blocks belong where in a receiver's, whose layout may be another.
 
     plan ─ slices of bytes, for layouts of one KV type
-      ├ shares ─ which heads each rank gives each other rank, and of which blocks
+      ├ shards ─ which heads each rank gives each other rank, and of which blocks
       └ overlaps ─ runs of tokens, for every pair of layouts; what converts KV types works on these
 
 Blocks are counted within the sequence: token ``t`` lies in slot ``t % block_size`` of block
@@ -44,7 +44,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """What one rank of a source gives one rank of a target: heads of some blocks."""
 
     source_rank: int
@@ -61,7 +61,7 @@ class Share:
         return (block * self.step + self.turn) % self.turns == 0
 
 
-def shares(source: KvLayout, target: KvLayout) -> list[Share]:
+def shards(source: KvLayout, target: KvLayout) -> list[Shard]:
     """Of every pair of ranks that has one. By target rank, then by head.
 
     Every head that a target rank holds comes from one source rank, of each block.
@@ -69,25 +69,25 @@ def shares(source: KvLayout, target: KvLayout) -> list[Share]:
     found = []
     for target_rank in range(target.tensor_parallel):
         for source_rank in range(source.tensor_parallel):
-            share = _share(source, target, source_rank, target_rank)
-            if share is not None:
-                found.append(share)
+            shard = _shard(source, target, source_rank, target_rank)
+            if shard is not None:
+                found.append(shard)
     return found
 
 
-def _share(source: KvLayout, target: KvLayout, source_rank: int, target_rank: int) -> Share | None:
+def _shard(source: KvLayout, target: KvLayout, source_rank: int, target_rank: int) -> Shard | None:
     here, there = source.heads_of(source_rank), target.heads_of(target_rank)
     heads = range(max(here.start, there.start), min(here.stop, there.stop))
     if not heads:
         return None
     holders, copies = source.ranks_of(heads[0]), target.ranks_of(heads[0])
     if len(holders) == 1:
-        return Share(source_rank, target_rank, heads)
+        return Shard(source_rank, target_rank, heads)
     # Every copy of every block takes the next replica. With as many copies as replicas each copy
     # keeps its own, so that equal geometries move from rank to same rank.
     turn = (target_rank - copies.start) - (source_rank - holders.start)
-    share = Share(source_rank, target_rank, heads, turn, len(copies), len(holders))
-    return share if any(share.has(block) for block in range(len(holders))) else None
+    shard = Shard(source_rank, target_rank, heads, turn, len(copies), len(holders))
+    return shard if any(shard.has(block) for block in range(len(holders))) else None
 
 
 def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slice]:
@@ -107,12 +107,12 @@ def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slic
         raise GeometryMismatch(f"parts of {source} cannot be planned: a drafter has its own")
     if source.kv_dtype != target.kv_dtype:
         raise GeometryMismatch(f"codes of {source} are not those of {target}")
-    given = shares(source, target)
+    given = shards(source, target)
     slices: list[Slice] = []
     for overlap in overlaps(source, target, first, last):
-        for share in given:
-            if share.has(overlap.source_block):
-                slices.extend(_slices(source, target, overlap, share))
+        for shard in given:
+            if shard.has(overlap.source_block):
+                slices.extend(_slices(source, target, overlap, shard))
     return slices
 
 
@@ -146,29 +146,29 @@ def check_convertible(source: KvLayout, target: KvLayout) -> None:
         raise GeometryMismatch(f"the source has {source}, the target has {target}")
 
 
-def _slices(source: KvLayout, target: KvLayout, overlap: Overlap, share: Share) -> Iterator[Slice]:
+def _slices(source: KvLayout, target: KvLayout, overlap: Overlap, shard: Shard) -> Iterator[Slice]:
     """What one source rank gives one target rank of one overlap."""
-    here, there = source.of_rank(share.source_rank), target.of_rank(share.target_rank)
+    here, there = source.of_rank(shard.source_rank), target.of_rank(shard.target_rank)
 
     def between(source_offset: int, target_offset: int, length: int) -> Slice:
         return Slice(
-            share.source_rank,
+            shard.source_rank,
             overlap.source_block,
             source_offset,
-            share.target_rank,
+            shard.target_rank,
             overlap.target_block,
             target_offset,
             length,
         )
 
-    if _is_whole(here, there, overlap, share.heads):
+    if _is_whole(here, there, overlap, shard.heads):
         yield between(0, 0, here.block_bytes)
         return
-    first = share.heads.start
+    first = shard.heads.start
     heads = (
-        first - source.heads_of(share.source_rank).start,
-        first - target.heads_of(share.target_rank).start,
-        len(share.heads),
+        first - source.heads_of(shard.source_rank).start,
+        first - target.heads_of(shard.target_rank).start,
+        len(shard.heads),
     )
     for source_row, target_row, rows in _runs(here, there, overlap, *heads):
         yield between(
