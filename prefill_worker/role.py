@@ -20,8 +20,7 @@ from baton.request import FinishReason, FirstToken, SequenceSpec
 from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.transports.transport import Peer
 from prefill_worker.handoff import Handoff
 from worker.conversion.converted_blocks import Staging

@@ -37,10 +37,9 @@ from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.exchange.rank_link import RankLinks
 from worker.exchange.transports import make_transports
-from worker.intake import Intake
 from worker.offload.kv_tiers import KvTiers
 from worker.registry.index_publisher import IndexPublisher
-from worker.role import Role, RoleFactory, WorkerContext
+from worker.role import Intake, Role, RoleFactory, WorkerContext
 from worker.services.cache_service import CacheServicer
 from worker.services.control_service import ControlServicer, Drainable
 from worker.services.mounting import Mounting

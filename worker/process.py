@@ -46,10 +46,10 @@ from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
 from engine.roofline import Ceilings
-from worker.core.chunk_slack import ChunkSlack
 from worker.core.engine_core import ENGINE_HANG_S, EngineCore
 from worker.core.gauges import UtilizationMeter, WorkerGauges
-from worker.cores.cores import CoreBoard
+from worker.core.prefill_budget import PrefillBudget
+from worker.cores.core_board import CoreBoard
 from worker.costs.step_costs import StepCosts
 from worker.device.device import DeviceWatch, use_device
 from worker.device.pool_memory import PoolMemory
@@ -170,9 +170,9 @@ class WorkerProcess:
         meter = _utilization_meter(engine, pool)
         gauges = WorkerGauges(metrics, settings.slot, pool.role, pool.price_per_hour, meter)
         self._gauges = gauges
-        slack = ChunkSlack(costs, settings.config.slo_tpot_s)
+        budget = PrefillBudget(costs, settings.config.slo_tpot_s)
         tiers = await self._make_tiers(engine, costs, metrics)
-        core = EngineCore(engine, gauges, "", board, slack, tiers, fail=self._end)
+        core = EngineCore(engine, gauges, "", board, budget, tiers, fail=self._end)
         # serves /metrics from a thread of its own; ended in stop()
         tls = settings.config.tls.of("worker")
         self._metrics_server = MetricsServer(settings.host, metrics.registry, tls)

@@ -10,7 +10,7 @@ from baton.config.pools import PoolConfig
 from baton.errors import ConfigError
 from decode_worker.role import DecodeRole
 from loadtest.common.line_service import Asker, Fields, run_helper
-from worker.cores.cores import host_cores
+from worker.cores.core_board import host_cores
 from worker.process import WorkerProcess
 from worker.settings import WorkerSettings
 

@@ -17,9 +17,9 @@ from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.tickets.ticket import Attempt, Purpose, Ticket
 from kvtransfer.transports.transport import Parts, Transport

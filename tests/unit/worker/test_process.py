@@ -21,12 +21,11 @@ from baton.host.background import end_tasks
 from baton.store.registry import DRAINING, Registry
 from engine.parallel.ranks import LeadRank
 from engine.scheduling.block_pool import BlockPool
-from worker.intake import Intake
 from worker.life import Life
 from worker.process import LEAVE_S, WorkerProcess
 from worker.registry.own_entry import OwnEntry
 from worker.registry.own_lease import OwnLease
-from worker.role import WorkerContext
+from worker.role import Intake, WorkerContext
 from worker.settings import WorkerSettings
 
 
