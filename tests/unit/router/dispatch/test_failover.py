@@ -587,15 +587,16 @@ async def test_prefill_workers_that_died_before_they_had_a_prompt_died_of_someth
     monkeypatch.setattr(failover_module, "LOOK_S", 0.001)
     world = World()
     running = await world.run()
-    for name in ("p0", "p1"):
+    for name, then in (("p0", ["p1"]), ("p1", [])):
         stream = world.links[name].prefills
         stream.messages += have_begun
         stream.breaks += 1
         world.links[name].connected = False
         stream.fail(GONE)
-        await asyncio.sleep(0.01)
+        await world.until(lambda: [at for _, at, _ in world.at(running)] == then)  # noqa: B023
         del world.links[name]
-    await asyncio.sleep(0.05)
+    with pytest.raises(PoisonRequest if have_begun else WorkerFailed):
+        await running.next_delta()
     assert bool(world.quarantine) == have_begun
     world.close(running)
 
