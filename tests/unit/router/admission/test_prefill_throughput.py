@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineUnreachable
-from router.admission.drain_rate import (
+from router.admission.prefill_throughput import (
     ENOUGH_S,
     IDLE_S,
     MIN_SPEED,
     QUIET_MEMORY_S,
-    DrainRate,
-    Stay,
+    PrefillThroughput,
+    Sample,
 )
 from tests.support.router.admission_cluster import Cluster
 
 
 def test_nothing_is_said_before_enough_was_seen() -> None:
-    rate = DrainRate()
+    rate = PrefillThroughput()
     stay = rate.sent(1000, 0.0)
     rate.saturated(0.0, waiting=True)
     rate.finished(stay, ENOUGH_S / 2)
@@ -34,7 +34,7 @@ def test_nothing_is_said_before_enough_was_seen() -> None:
 
 def test_what_faded_is_not_believed_whenever_it_is_asked_for() -> None:
     """After an hour no second is remembered at all, and a prompt may still end."""
-    rate = DrainRate()
+    rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
     last = rate.sent(1000, 0.0)
     rate.finished(rate.sent(1000, 0.0), 1.0)
@@ -47,7 +47,7 @@ def test_what_faded_is_not_believed_whenever_it_is_asked_for() -> None:
 
 
 def test_an_idle_clusters_prompts_say_nothing() -> None:
-    rate = DrainRate()
+    rate = PrefillThroughput()
     for second in range(10):
         stay = rate.sent(1000, float(second))
         rate.finished(stay, second + 0.9)
@@ -56,7 +56,7 @@ def test_an_idle_clusters_prompts_say_nothing() -> None:
 
 def test_a_burst_shows_what_all_workers_do_though_one_of_them_ends_first() -> None:
     """Eight workers of 10,000 tokens/s each begin at once; waiting ends with the first of them."""
-    rate = DrainRate()
+    rate = PrefillThroughput()
     stays = {tokens: rate.sent(tokens, 0.0) for tokens in range(6000, 22_000, 2000)}
     rate.saturated(0.0, waiting=True)
     for tokens, stay in sorted(stays.items()):
@@ -70,7 +70,7 @@ def test_a_burst_shows_what_all_workers_do_though_one_of_them_ends_first() -> No
 
 
 def test_a_prompt_counts_for_the_part_of_its_stay_in_which_others_waited() -> None:
-    rate = DrainRate()
+    rate = PrefillThroughput()
     stay = rate.sent(4000, 0.0)
     rate.saturated(3.0, waiting=True)
     rate.finished(stay, 4.0)
@@ -79,7 +79,7 @@ def test_a_prompt_counts_for_the_part_of_its_stay_in_which_others_waited() -> No
 
 
 def test_who_has_gone_without_a_token_counts_for_nothing() -> None:
-    rate = DrainRate()
+    rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
     first, second = rate.sent(1000, 0.0), rate.sent(50_000, 0.0)
     rate.finished(first, 1.0)
@@ -88,7 +88,7 @@ def test_who_has_gone_without_a_token_counts_for_nothing() -> None:
 
 
 def test_a_worker_that_hangs_lowers_the_rate() -> None:
-    rate = DrainRate()
+    rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
     rate.finished(rate.sent(1000, 0.0), 1.0)
     rate.sent(1000, 1.0)
@@ -103,7 +103,7 @@ def test_a_worker_that_hangs_lowers_the_rate() -> None:
 
 def test_between_two_ends_of_prompts_the_rate_stays_as_it_is() -> None:
     """How much of a long prompt is done nobody knows: that must not swing what is predicted."""
-    rate = DrainRate()
+    rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
     now = 0.0
     for _ in range(8):
@@ -119,7 +119,7 @@ def test_between_two_ends_of_prompts_the_rate_stays_as_it_is() -> None:
 
 
 def test_a_rate_by_which_times_are_divided_is_never_zero() -> None:
-    rate = DrainRate()
+    rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
     rate.finished(rate.sent(1000, 0.0), 1.0)
     hangs = rate.sent(50_000, 1.0)
@@ -133,7 +133,7 @@ def test_a_rate_by_which_times_are_divided_is_never_zero() -> None:
 
 
 def test_what_was_learned_fades_while_nobody_waits_and_idleness_forgets_it() -> None:
-    rate = DrainRate()
+    rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
     rate.finished(rate.sent(20_000, 0.0), 20.0)
     rate.saturated(20.0, waiting=False)
@@ -145,7 +145,7 @@ def test_what_was_learned_fades_while_nobody_waits_and_idleness_forgets_it() -> 
     assert rate.speed == pytest.approx(1000, rel=0.01)
     rate.look(20.0 + 10 * QUIET_MEMORY_S)
     assert rate.speed is None
-    idle = DrainRate()
+    idle = PrefillThroughput()
     idle.saturated(0.0, waiting=True)
     idle.finished(idle.sent(20_000, 0.0), 20.0)
     idle.saturated(20.0, waiting=False)
@@ -164,9 +164,9 @@ def test_a_steady_rate_is_found_whatever_the_prompts_are(
     workers: int, lengths: list[int], speed: float
 ) -> None:
     """Always as many prompts as workers, each at its own speed."""
-    rate = DrainRate()
+    rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
-    running: list[tuple[float, int, Stay]] = []
+    running: list[tuple[float, int, Sample]] = []
     seen: list[float] = []
     for number, length in enumerate(lengths):
         now = 0.0

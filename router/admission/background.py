@@ -5,25 +5,68 @@ Plain Python; ``now`` is passed in. Owned by one event loop.
 
 from __future__ import annotations
 
-from router.admission.background_share import BackgroundShare
-from router.admission.capacity import Capacity
-from router.admission.decode_room import Answer, DecodeRoom
-from router.admission.prefill_forecast import PrefillForecast
+import math
+
+from router.admission.capacity import Capacity, DecodeReservations, ExpectedAnswer
+from router.admission.inflight_prefills import InflightPrefills
 
 RESERVE_SHARE = 0.25
 """The share of the decode workers' places and blocks that is left to other requests."""
 MAX_TPOT_SHARE = 0.7
 """They are sent while a decode step takes no more than this share of the SLO's time per token."""
+HOLD_S = 1.0
+"""Delay that is seen again within this many seconds is the same delay: halving has had no effect
+yet. For as long nothing more is let in."""
 WINDOW_S = 0.01
 """Each prefill worker gets more than one of their prompts only where all of them take no longer
 than this. Measured (docs/batches.md): more of them hurt others, and gain little."""
 
 
+class BackgroundShare:
+    """How many background requests may be with the workers at a time.
+
+    Additive increase, multiplicative decrease (D. Chiu and R. Jain, "Analysis of the increase and
+    decrease algorithms for congestion avoidance in computer networks", Computer Networks and ISDN
+    Systems 17(1), 1989): one more for each that ends while no other request is delayed, half as
+    many when one is.
+    """
+
+    def __init__(self, maximum: int) -> None:
+        """At most ``maximum`` at a time, at least one."""
+        self._maximum = maximum
+        self._limit = 1
+        self._hurt_at = -math.inf
+
+    @property
+    def limit(self) -> int:
+        """How many may be with the workers while no other request is delayed."""
+        return self._limit
+
+    def hurt(self, now: float) -> None:
+        """Note that other requests wait, or that their tokens come too slowly."""
+        if now - self._hurt_at >= HOLD_S:
+            self._limit = max(1, self._limit // 2)
+            self._hurt_at = now
+
+    def finished(self, now: float) -> None:
+        """Note one that has ended well."""
+        if now - self._hurt_at >= HOLD_S:
+            self._limit = min(self._maximum, self._limit + 1)
+
+    def allows(self, in_flight: int, now: float) -> bool:
+        """Whether one more may be sent while ``in_flight`` are with the workers."""
+        return in_flight < self._limit and now - self._hurt_at >= HOLD_S
+
+
 class BackgroundSlack:
-    """See the module's text."""
+    """Finds slack, and counts the background requests that are with the workers."""
 
     def __init__(
-        self, prefill: PrefillForecast, decode: DecodeRoom, slo_tpot_s: float, max_sent: int
+        self,
+        prefill: InflightPrefills,
+        decode: DecodeReservations,
+        slo_tpot_s: float,
+        max_sent: int,
     ) -> None:
         """At most ``max_sent`` background requests are with the workers at a time."""
         self._prefill = prefill
@@ -37,7 +80,7 @@ class BackgroundSlack:
         if self._sent and (others_wait or self._is_slow(capacity)):
             self._share.hurt(now)
 
-    def takes(self, answer: Answer, work_s: float, capacity: Capacity, now: float) -> bool:
+    def takes(self, answer: ExpectedAnswer, work_s: float, capacity: Capacity, now: float) -> bool:
         """Whether one more may be sent, with ``work_s`` seconds of prefill work."""
         if not self._share.allows(len(self._sent), now):
             return False
@@ -70,7 +113,7 @@ class BackgroundSlack:
         brief = self._prefill.takes(work_s) <= WINDOW_S
         return brief or len(self._prefill.prompts) < capacity.prefill_workers
 
-    def _decode_has_slack(self, answer: Answer, capacity: Capacity) -> bool:
+    def _decode_has_slack(self, answer: ExpectedAnswer, capacity: Capacity) -> bool:
         if self._is_slow(capacity):
             return False
         if self._decode.free_places(capacity) <= RESERVE_SHARE * capacity.max_sequences:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,13 +11,15 @@ from prometheus_client import CollectorRegistry
 from baton.config.access import KeyConfig, TenantConfig
 from baton.config.cluster import Config
 from baton.errors import DeadlineUnreachable, Overloaded
-from baton.request import Principal
+from baton.request import Geometry, LoadSnapshot, Principal
 from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import RouterMetrics
+from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
-from router.admission.prefill_forecast import MIN_WINDOW_TOKENS
-from router.admission.waiting_room import WaitingRoom
+from router.admission.inflight_prefills import MIN_WINDOW_TOKENS
 from router.core.request import GenerationRequest
+from router.workers.worker_link import WorkerLink
+from tests.support.router.workers import record
 
 DEADLINE_S = 20.0
 
@@ -32,7 +34,7 @@ class Room:
 
     def __post_init__(self) -> None:
         self.metrics = RouterMetrics(CollectorRegistry())
-        self.room = WaitingRoom(self.config, self.metrics, self.capacity, lambda: self.now)
+        self.room = AdmissionQueue(self.config, self.metrics, self.capacity, lambda: self.now)
         self.done: list[str] = []
 
     def capacity(self) -> Capacity | None:
@@ -47,7 +49,7 @@ class Room:
             deadline_s=30.0,
             priority=priority,
         )
-        await self.room.turn(request)
+        await self.room.acquire(request)
         self.done.append(name)
 
     def start(self, name: str, tenant: str = "default", priority: int = 0) -> asyncio.Task[None]:
@@ -71,12 +73,12 @@ async def test_one_window_of_work_is_passed_on_at_a_time() -> None:
     room.room.first_token("a")
     await turns()
     assert room.done == ["a", "b"]
-    room.room.left("b")
+    room.room.release("b")
     await turns()
     assert room.done == ["a", "b", "c"]
     await asyncio.gather(*tasks)
     for name in "abc":
-        room.room.left(name)
+        room.room.release(name)
     count = room.metrics.registry.get_sample_value("baton_queue_seconds_count", {"role": "router"})
     assert count == 3
     assert room.waiting("default") == 0
@@ -89,7 +91,7 @@ async def test_who_hangs_up_while_waiting_takes_nobodys_turn() -> None:
     await turns()
     second.cancel()
     await turns()
-    room.room.left("b")
+    room.room.release("b")
     room.room.first_token("a")
     await turns()
     assert room.done == ["a", "c"]
@@ -131,7 +133,7 @@ async def test_too_late_is_told_without_anything_happening() -> None:
     with pytest.raises(DeadlineUnreachable):
         async with asyncio.timeout(DEADLINE_S):
             await late
-    room.room.left("b")
+    room.room.release("b")
     assert room.waiting("default") == 0
     await first
     room.room.close()
@@ -145,14 +147,14 @@ async def test_a_full_room() -> None:
     assert room.done == ["a"]
     with pytest.raises(Overloaded, match="1 requests wait already"):
         await room.visit("c")
-    room.room.left("c")
+    room.room.release("c")
     mine = room.start("d", "acme")
     await turns()
     # Equal burdens: who came first stays.
     with pytest.raises(Overloaded):
         await mine
-    room.room.left("d")
-    room.room.left("a")
+    room.room.release("d")
+    room.room.release("a")
     await asyncio.gather(*tasks)
     room.room.close()
 
@@ -184,3 +186,25 @@ def test_the_configuration_knows_whose_a_key_is() -> None:
         "default": 1.0,
         "a": 2.0,
     }
+
+
+async def test_capacity_counts_in_blocks_of_the_prefix_index() -> None:
+    load = LoadSnapshot(running=2, waiting=1, free_blocks=7, cached_blocks=3)
+    links = [
+        WorkerLink(
+            replace(
+                record(slot),
+                load=load,
+                geometry=Geometry(32, 2, 3, 64, "bfloat16"),
+                total_blocks=100,
+                max_sequences=8,
+            )
+        )
+        for slot in ("p-0", "d-0")
+    ]
+    try:
+        seen = capacity_of(16, links[:1], links[1:], (1.0, 2.0, 3.0))
+    finally:
+        for link in links:
+            await link.channel.close()
+    assert seen == Capacity(16, 1, 3, 8, (20,), (200,), prefill_cost=(1.0, 2.0, 3.0))

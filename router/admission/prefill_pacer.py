@@ -22,7 +22,7 @@ SLACK_S = 0.1
 _STEP = 0.03
 
 
-class Pace:
+class PrefillPacer:
     """A share of the drain rate at which just ``MISSES`` of the answers come too slowly.
 
     A quantile is tracked by stochastic approximation (H. Robbins and S. Monro, "A stochastic

@@ -30,7 +30,7 @@ QUIET_MEMORY_S = 5.0
 """The same for seconds in which no request waits: the cost model takes over, which every prompt
 corrects."""
 IDLE_S = 5.0
-"""An idle cluster in which nobody has waited for so long is as one that was never seen."""
+"""An idle cluster in which no request has waited for this long is as one that was never seen."""
 ENOUGH_S = 0.5
 """Saturated seconds before the rate is believed; then it is until they have faded."""
 FADED_S = 0.1
@@ -40,7 +40,7 @@ MIN_SPEED = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class Sample:
     """A prompt at the workers."""
 
     work_s: float
@@ -50,7 +50,7 @@ class Stay:
     """Saturated seconds of the router's life until then."""
 
 
-class DrainRate:
+class PrefillThroughput:
     """Work per second, cached tokens counted as if computed, of all prefill workers together.
 
     Only time in which requests waited counts: what an idle cluster finishes says nothing of what
@@ -73,7 +73,7 @@ class DrainRate:
         self._workers = 0
         self._since_saturated_s = 0.0
         self._waited_at = 0.0
-        """When somebody waited last."""
+        """When a request waited last."""
         self._estimate: float | None = None
         """As of the last end of a prompt."""
 
@@ -94,7 +94,7 @@ class DrainRate:
     def served_by(self, workers: int) -> None:
         """So many prefill workers there are now: what was learned of fewer, or more, is theirs.
 
-        Nobody would learn it otherwise: where too low a rate turns all away, nobody waits.
+        It would not be learned otherwise: where too low a rate turns all away, no request waits.
         """
         if self._workers and workers:
             self._work_s *= workers / self._workers
@@ -117,14 +117,14 @@ class DrainRate:
         if self._estimate is None:
             self._judge()
 
-    def sent(self, work_s: float, now: float) -> Stay:
+    def sent(self, work_s: float, now: float) -> Sample:
         """A prompt goes to the workers. ``finished`` or ``left`` is to follow, once."""
         self._pass(now)
-        stay = Stay(work_s, now, self._saturated_s)
+        stay = Sample(work_s, now, self._saturated_s)
         self._stays(stay, 1)
         return stay
 
-    def finished(self, stay: Stay, now: float) -> None:
+    def finished(self, stay: Sample, now: float) -> None:
         """It has its first token."""
         self._pass(now)
         self._stays(stay, -1)
@@ -132,11 +132,11 @@ class DrainRate:
         self._work_s += self._credit(stay.work_s, overlap_s, now - stay.since)
         self._judge()
 
-    def left(self, stay: Stay) -> None:
+    def left(self, stay: Sample) -> None:
         """It has gone without one."""
         self._stays(stay, -1)
 
-    def _stays(self, stay: Stay, count: int) -> None:
+    def _stays(self, stay: Sample, count: int) -> None:
         work_s = count * stay.work_s
         self._stays_count += count
         if self._stays_count:

@@ -1,4 +1,4 @@
-"""Admission against a simulated cluster in virtual time."""
+"""The admission controller against a simulated cluster in virtual time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from baton.config.cluster import Config
 from baton.errors import DeadlineUnreachable, Overloaded
-from router.admission.admission import MAX_LEAD_S, Admission, Applicant
 from router.admission.capacity import Capacity
+from router.admission.controller import MAX_LEAD_S, AdmissionController, AdmissionRequest
 from tests.support.router.admission_cluster import BLOCK, WEIGHTS, Cluster
 
 
@@ -48,9 +48,9 @@ def test_what_was_learned_of_few_prefill_workers_counts_for_each_of_many() -> No
     assert learned is not None
     for workers in (4, 2, 1):
         capacity = dataclasses.replace(cluster.capacity(), prefill_workers=workers)
-        cluster.admission.release(capacity, cluster.now)
+        cluster.admission.admit(capacity, cluster.now)
         assert cluster.admission.speed == pytest.approx(workers * learned)
-    cluster.admission.release(None, cluster.now)
+    cluster.admission.admit(None, cluster.now)
     assert cluster.admission.speed == pytest.approx(learned)
 
 
@@ -156,14 +156,14 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
 def test_a_full_queue_is_not_looked_through_for_each_that_leaves_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks, late = 0, Admission._is_late
+    looks, late = 0, AdmissionController._is_late
 
     def counted(self: Any, *arguments: Any) -> bool:
         nonlocal looks
         looks += 1
         return late(self, *arguments)
 
-    monkeypatch.setattr(Admission, "_is_late", counted)
+    monkeypatch.setattr(AdmissionController, "_is_late", counted)
     cluster = Cluster(tokens_per_s=1e6, slo_s=60.0, places=10_000)
     for number in range(1000):
         cluster.offer(f"r{number}", 1024)
@@ -263,7 +263,7 @@ def test_a_wait_beyond_the_operators_bound_is_refused() -> None:
 def test_a_deadline_of_the_operator_ends_a_wait_and_refuses_nothing_before() -> None:
     cluster = Cluster()
     cluster.offer("first", 20_000)
-    late = Applicant("late", "default", 0, 2000, 10, deadline_s=5.0)
+    late = AdmissionRequest("late", "default", 0, 2000, 10, deadline_s=5.0)
     cluster.admission.offer(late, cluster.capacity(), cluster.now)
     cluster.until(4.9, step_s=0.05)
     assert cluster.refused == {}
@@ -306,15 +306,15 @@ def test_what_was_learned_of_slow_answers_is_forgotten_where_nobody_decodes() ->
 
 def test_a_long_prompt_leaves_the_other_prefill_workers_theirs() -> None:
     """One worker computes it: the others would have nothing to do until it is done."""
-    admission = Admission(WEIGHTS, Config(), lambda name, error: None)
+    admission = AdmissionController(WEIGHTS, Config(), lambda name, error: None)
     capacity = Capacity(BLOCK, 3, 0, 64, (100_000,), (100_000,))
     for number, tokens in enumerate((90_000, 2000, 2000, 2000)):
         name = f"r{number}"
-        applicant = Applicant(name, "default", 0, tokens, 10)
+        applicant = AdmissionRequest(name, "default", 0, tokens, 10)
         admission.offer(applicant, capacity, 0.0)
-    assert admission.release(capacity, 0.0) == ["r0", "r1", "r2"]
+    assert admission.admit(capacity, 0.0) == ["r0", "r1", "r2"]
     admission.first_token("r1", 0.1)
-    assert admission.release(capacity, 0.1) == ["r3"]
+    assert admission.admit(capacity, 0.1) == ["r3"]
 
 
 def test_a_slow_reader_slows_nobody_down() -> None:
@@ -426,8 +426,8 @@ def test_at_a_reduced_pace_a_long_prompt_leaves_the_other_prefill_workers_theirs
     cluster = Cluster(workers=4, slo_s=60.0, slo_tpot_s=0.05)
     cluster.offer("slow", 100, 1000)
     cluster.until(1.0)
-    cluster.admission._pace.heard(in_time=False, took_s=100.0, now=cluster.now)
-    assert cluster.admission._pace.share < 1.0
+    cluster.admission._pacer.heard(in_time=False, took_s=100.0, now=cluster.now)
+    assert cluster.admission._pacer.share < 1.0
     for name, prompt in (("long", 20_000), ("a", 4000), ("b", 4000), ("c", 4000)):
         cluster.offer(name, prompt)
     assert cluster.order == ["slow", "long", "a", "b", "c"]
@@ -443,11 +443,11 @@ def test_without_workers_all_go_to_be_told_so() -> None:
     cluster.offer("a")
     cluster.offer("b")
     assert cluster.order == ["a"]
-    assert cluster.admission.release(None, 0.0) == ["b"]
+    assert cluster.admission.admit(None, 0.0) == ["b"]
 
 
 def test_an_hour_without_workers_leaves_a_speed_that_can_be_asked_for() -> None:
     cluster = Cluster()
     cluster.learn()
-    cluster.admission.release(None, cluster.now + 4000.0)
+    cluster.admission.admit(None, cluster.now + 4000.0)
     assert cluster.admission.speed is None

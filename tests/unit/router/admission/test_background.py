@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.background_share import HOLD_S, BackgroundShare
-from router.admission.background_slack import MAX_TPOT_SHARE
+from router.admission.background import HOLD_S, MAX_TPOT_SHARE, BackgroundShare
 from tests.support.router.admission_cluster import Cluster
 
 
@@ -198,7 +197,7 @@ def test_without_workers_they_are_told_so() -> None:
     cluster = Shared()
     cluster.offer("blocker", 5000)
     cluster.offer_background("b")
-    assert cluster.admission.release(None, cluster.now) == ["b"]
+    assert cluster.admission.admit(None, cluster.now) == ["b"]
 
 
 @settings(deadline=None, max_examples=50)

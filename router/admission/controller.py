@@ -6,7 +6,7 @@
 
 A request without a deadline of its own waits for its turn. It is refused where
 ``max_waiting_requests`` wait already or the predicted wait is over ``max_queue_s``. One with a
-deadline is refused where its answer is predicted to end later. Where the applicant has an SLO
+deadline is refused where its answer is predicted to end later. Where the request has an SLO
 (``admission = "slo"``), it is also refused where waiting would make its first token late, while
 more work arrives than the cluster can do: at a lower load the queue shortens by itself, and a late
 answer is better than none.
@@ -15,7 +15,7 @@ While requests of a length (by power of two) are refused for time, one is accept
 1 to 10 s: a refused request corrects no prediction.
 
 Background requests stand in a queue of their own, behind all others: they are sent while no other
-request waits and ``router.admission.background_slack`` finds slack.
+request waits and ``router.admission.background`` finds slack.
 
 Only so much work lies at the prefill workers as keeps them busy; the rest waits here, where its
 order can still be chosen. Plain Python; ``now`` is passed in. Owned by one event loop.
@@ -30,13 +30,12 @@ from dataclasses import dataclass
 
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineUnreachable, Overloaded
-from router.admission.background_slack import BackgroundSlack
-from router.admission.capacity import Capacity
-from router.admission.decode_room import Answer, DecodeRoom
+from router.admission.background import BackgroundSlack
+from router.admission.capacity import Capacity, DecodeReservations, ExpectedAnswer
 from router.admission.fair_queue import Entry, FairQueue
+from router.admission.inflight_prefills import InflightPrefills
 from router.admission.overload import Overload
-from router.admission.pace import Pace
-from router.admission.prefill_forecast import PrefillForecast
+from router.admission.prefill_pacer import PrefillPacer
 
 MAX_LEAD_S = 30.0
 """No priority, however low its number, is worth more than this many seconds of waiting."""
@@ -53,7 +52,7 @@ LOOK_S = 0.04
 
 
 @dataclass(frozen=True, slots=True)
-class Applicant:
+class AdmissionRequest:
     """What admission has to know of a request."""
 
     request_id: str
@@ -76,23 +75,25 @@ class Applicant:
 
 
 def slo_of(config: Config, prompt_tokens: int) -> float:
-    """``Applicant.slo_s`` of a request without a deadline of its own."""
+    """``AdmissionRequest.slo_s`` of a request without a deadline of its own."""
     if config.admission == "queue":
         return math.inf
     return config.slo_ttft_of(config.class_of(prompt_tokens))
 
 
-@dataclass(slots=True)
-class _Request:
-    applicant: Applicant
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting(Entry):
+    """A request in a queue of the controller."""
+
+    request: AdmissionRequest
     offered_at: float
-    answer: Answer
+    answer: ExpectedAnswer
     work_s: float
     """Seconds of a prefill worker, by the cost model."""
 
 
-class Admission:
-    """See the module's text."""
+class AdmissionController:
+    """Queues requests and admits them; see the module's text for its rules."""
 
     def __init__(
         self,
@@ -105,21 +106,21 @@ class Admission:
         ``refuse`` gets the id of each waiting request that gets no turn, and the reason. In ``slo``
         mode prompts are sent only as fast as the times per token allow.
         """
-        self._queue: FairQueue[_Request] = FairQueue(weights, config.max_waiting_requests)
+        self._queue: FairQueue[_Waiting] = FairQueue(weights, config.max_waiting_requests)
         # Not bounded here: the source of background requests bounds their number.
-        self._behind: FairQueue[_Request] = FairQueue(weights, sys.maxsize)
-        self._entries: dict[str, Entry[_Request]] = {}
+        self._background: FairQueue[_Waiting] = FairQueue(weights, sys.maxsize)
+        self._entries: dict[str, _Waiting] = {}
         self._max_queue_s = config.max_queue_s
         self._slo_tpot_s = config.slo_tpot_s
         self._paces = config.admission == "slo"
         self._refuse = refuse
-        self._prefill = PrefillForecast()
-        self._decode = DecodeRoom()
+        self._prefill = InflightPrefills()
+        self._decode = DecodeReservations()
         self._slack = BackgroundSlack(
             self._prefill, self._decode, config.slo_tpot_s, config.max_batch_in_flight
         )
         self._overload = Overload()
-        self._pace = Pace()
+        self._pacer = PrefillPacer()
         self._looked_at = -math.inf
 
     # What is known
@@ -141,39 +142,39 @@ class Admission:
     @property
     def waiting_requests(self) -> int:
         """All that wait, those in the background too."""
-        return len(self._queue) + len(self._behind)
+        return len(self._queue) + len(self._background)
 
     def _see(self, capacity: Capacity, now: float) -> None:
         """What there is now, and what is no longer true of what was learned."""
-        self._prefill.see(capacity, now)
-        self._pace.served_by(capacity.prefill_workers)
-        self._pace.look(now)
+        self._prefill.look(capacity, now)
+        self._pacer.served_by(capacity.prefill_workers)
+        self._pacer.look(now)
         if self._decode.look(capacity, now):
-            self._pace.forget()
+            self._pacer.forget()
 
     # A request's way
 
-    def offer(self, applicant: Applicant, capacity: Capacity, now: float) -> None:
-        """Let a request wait for its turn; ``release`` tells of it.
+    def offer(self, request: AdmissionRequest, capacity: Capacity, now: float) -> None:
+        """Let a request wait until ``admit`` returns its id.
 
         Raises DeadlineUnreachable where it would be late, Overloaded where there is no place or the
         wait is too long, with the time that the work ahead takes.
         """
         self._see(capacity, now)
-        expected = self._decode.expected_tokens(applicant.max_tokens)
-        answer = Answer(applicant.prompt_tokens, expected, applicant.choices)
-        request = _Request(applicant, now, answer, capacity.work_s(applicant.prompt_tokens))
-        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, applicant.priority * PRIORITY_STEP_S))
-        cost = max(1, applicant.prompt_tokens + expected * applicant.choices)
-        entry = Entry(applicant.tenant, now + lead, cost, request)
-        if applicant.background:
-            self._entries[applicant.request_id] = entry
-            self._behind.push(entry)
+        expected = self._decode.expected_tokens(request.max_tokens)
+        answer = ExpectedAnswer(request.prompt_tokens, expected, request.choices)
+        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, request.priority * PRIORITY_STEP_S))
+        cost = max(1, request.prompt_tokens + expected * request.choices)
+        work_s = capacity.work_s(request.prompt_tokens)
+        entry = _Waiting(request.tenant, now + lead, cost, request, now, answer, work_s)
+        if request.background:
+            self._entries[request.request_id] = entry
+            self._background.push(entry)
             return
-        self._overload.came(request.work_s, applicant.choices, now)
+        self._overload.came(entry.work_s, request.choices, now)
         turn_s = self._turn_s(entry, capacity, now)
-        self._check_time(request, turn_s, now)
-        self._overload.let_in(applicant.prompt_tokens)
+        self._check_time(entry, turn_s, now)
+        self._overload.let_in(request.prompt_tokens)
         victim = self._queue.push(entry)
         if victim is not None:
             full = Overloaded(
@@ -183,23 +184,23 @@ class Admission:
             if victim is entry:
                 raise full
             self._forget(victim)
-            self._refuse(victim.item.applicant.request_id, full)
-        self._entries[applicant.request_id] = entry
+            self._refuse(victim.request.request_id, full)
+        self._entries[request.request_id] = entry
 
-    def release(self, capacity: Capacity | None, now: float) -> list[str]:
-        """The ids of those whose turn it is; they count as sent. Refuses those that are too late.
+    def admit(self, capacity: Capacity | None, now: float) -> list[str]:
+        """Admit the requests whose turn it is; return their ids. Refuse those that are too late.
 
-        ``capacity`` None: there are no workers, and all go, to be told so.
+        With ``capacity`` None there are no workers: all are admitted, and fail at their placement.
         """
         released: list[str] = []
         if capacity is not None:
             self._see(capacity, now)
         self._drop_late(now)
         while (entry := self._queue.peek()) is not None:
-            if self._is_late(entry.item, self._prefill.free_after_s((), now), now):
+            if self._is_late(entry, self._prefill.free_after_s((), now), now):
                 self._drop(entry, now)
                 continue
-            if capacity is not None and not self._fits(entry.item, capacity, now):
+            if capacity is not None and not self._fits(entry, capacity, now):
                 break
             released.append(self._send(self._queue, capacity, now))
         released += self._release_background(capacity, now)
@@ -208,16 +209,16 @@ class Admission:
         self._prefill.saturated(now, waiting=waits)
         return released
 
-    def _send(self, queue: FairQueue[_Request], capacity: Capacity | None, now: float) -> str:
+    def _send(self, queue: FairQueue[_Waiting], capacity: Capacity | None, now: float) -> str:
         """Take out whose turn it is, and count it as sent."""
         entry = queue.pop()
         self._forget(entry)
-        request = entry.item
-        request_id = request.applicant.request_id
-        self._decode.sent(request_id, request.answer, capacity)
-        self._prefill.sent(request_id, request.applicant.prompt_tokens, request.work_s, now)
-        self._pace.sent(self._prefill.own_s(request.work_s), now)
-        if request.applicant.background:
+        request = entry.request
+        request_id = request.request_id
+        self._decode.sent(request_id, entry.answer, capacity)
+        self._prefill.sent(request_id, request.prompt_tokens, entry.work_s, now)
+        self._pacer.sent(self._prefill.own_s(entry.work_s), now)
+        if request.background:
             self._slack.sent(request_id)
         return request_id
 
@@ -226,13 +227,12 @@ class Admission:
         others_wait = len(self._queue) > 0
         if capacity is not None:
             self._slack.look(capacity, now, others_wait=others_wait)
-        while (entry := self._behind.peek()) is not None:
-            request = entry.item
+        while (entry := self._background.peek()) is not None:
             if capacity is not None and (
-                others_wait or not self._slack.takes(request.answer, request.work_s, capacity, now)
+                others_wait or not self._slack.takes(entry.answer, entry.work_s, capacity, now)
             ):
                 break
-            released.append(self._send(self._behind, capacity, now))
+            released.append(self._send(self._background, capacity, now))
         return released
 
     def first_token(self, request_id: str, now: float) -> bool:
@@ -256,7 +256,7 @@ class Admission:
         """
         entry = self._entries.get(request_id)
         if entry is not None:
-            queue = self._behind if entry.item.applicant.background else self._queue
+            queue = self._background if entry.request.background else self._queue
             queue.remove(entry)
             self._forget(entry)
         self._overload.begun(request_id)
@@ -268,51 +268,51 @@ class Admission:
         if answer is not None and answer.begun_at is not None and finished:
             self._learn(answer, max(0.0, now - answer.begun_at - held_s), now)
 
-    def _forget(self, entry: Entry[_Request]) -> None:
+    def _forget(self, entry: _Waiting) -> None:
         """What is no longer in the queue."""
-        del self._entries[entry.item.applicant.request_id]
+        del self._entries[entry.request.request_id]
 
-    def _learn(self, answer: Answer, stayed_s: float, now: float) -> None:
+    def _learn(self, answer: ExpectedAnswer, stayed_s: float, now: float) -> None:
         tpot_s = self._decode.learn(answer, stayed_s)
         if self._paces and tpot_s is not None and answer.generated >= MIN_PACED_TOKENS:
-            self._pace.heard(in_time=tpot_s <= self._slo_tpot_s, took_s=stayed_s, now=now)
+            self._pacer.heard(in_time=tpot_s <= self._slo_tpot_s, took_s=stayed_s, now=now)
 
     # Time
 
-    def _turn_s(self, entry: Entry[_Request], capacity: Capacity, now: float) -> float:
+    def _turn_s(self, entry: _Waiting, capacity: Capacity, now: float) -> float:
         """Seconds until a worker takes its prompt up: after the prompts that go before it, and once
 
         there is a place at a decode worker.
         """
-        ahead_s = [one.item.work_s for one in self._queue.ahead(entry)]
+        ahead_s = [one.work_s for one in self._queue.ahead(entry)]
         return max(
             self._prefill.free_after_s(ahead_s, now),
             self._decode.place_s(len(ahead_s), capacity),
-            self._pace.wait_s(map(self._prefill.own_s, ahead_s), now),
+            self._pacer.wait_s(map(self._prefill.own_s, ahead_s), now),
         )
 
-    def _check_time(self, request: _Request, turn_s: float, now: float) -> None:
+    def _check_time(self, entry: _Waiting, turn_s: float, now: float) -> None:
         """Refuse what would be late, except for probes. Raises DeadlineUnreachable, Overloaded."""
-        applicant = request.applicant
-        own_s = self._prefill.own_s(request.work_s)
-        error = self._refusal(request, turn_s, own_s, now)
+        request = entry.request
+        own_s = self._prefill.own_s(entry.work_s)
+        error = self._refusal(entry, turn_s, own_s, now)
         if error is not None and not self._overload.probes(
-            applicant.request_id, applicant.prompt_tokens, own_s, now
+            request.request_id, request.prompt_tokens, own_s, now
         ):
             raise error
 
     def _refusal(
-        self, request: _Request, turn_s: float, own_s: float, now: float
+        self, entry: _Waiting, turn_s: float, own_s: float, now: float
     ) -> Overloaded | None:
-        applicant = request.applicant
+        request = entry.request
         retry_after = max(MIN_RETRY_S, turn_s)
-        if applicant.own_deadline:
-            end_s = turn_s + own_s + self.tpot_s * max(0, request.answer.expected_tokens - 1)
-            if end_s <= applicant.deadline_s:
+        if request.own_deadline:
+            end_s = turn_s + own_s + self.tpot_s * max(0, entry.answer.expected_tokens - 1)
+            if end_s <= request.deadline_s:
                 return None
             return DeadlineUnreachable(
                 f"the request would take about {end_s:.1f} s, and its deadline leaves"
-                f" {applicant.deadline_s:.1f} s",
+                f" {request.deadline_s:.1f} s",
                 retry_after=retry_after,
             )
         if turn_s > self._max_queue_s:
@@ -323,16 +323,16 @@ class Admission:
             )
         first_s = CAUTION * turn_s + own_s
         # Where nothing is before it, refusing it serves no other request.
-        if first_s <= applicant.slo_s or turn_s <= 0 or not self._is_overloaded(now):
+        if first_s <= request.slo_s or turn_s <= 0 or not self._is_overloaded(now):
             return None
         return DeadlineUnreachable(
             f"the first token would come after about {first_s:.1f} s, and the SLO is"
-            f" {applicant.slo_s:.1f} s",
+            f" {request.slo_s:.1f} s",
             retry_after=retry_after,
         )
 
     def _is_overloaded(self, now: float) -> bool:
-        speed = self._prefill.speed * self._pace.share
+        speed = self._prefill.speed * self._pacer.share
         return self._overload.lasts(speed, self._decode.answers_per_s, now)
 
     def _drop_late(self, now: float) -> None:
@@ -341,42 +341,42 @@ class Admission:
             return
         self._looked_at = now
         free_s = self._prefill.free_after_s((), now)
-        for entry in [one for one in self._queue if self._is_late(one.item, free_s, now)]:
+        for entry in [one for one in self._queue if self._is_late(one, free_s, now)]:
             self._drop(entry, now)
 
-    def _is_late(self, request: _Request, free_s: float, now: float) -> bool:
+    def _is_late(self, entry: _Waiting, free_s: float, now: float) -> bool:
         """Whether it is too late to send it; a worker is free for it after ``free_s`` seconds."""
-        applicant = request.applicant
-        waited_s = now - request.offered_at
-        if waited_s >= applicant.deadline_s:
+        request = entry.request
+        waited_s = now - entry.offered_at
+        if waited_s >= request.deadline_s:
             return True
-        allowed_s = applicant.deadline_s if applicant.own_deadline else applicant.slo_s
-        if waited_s + free_s + self._prefill.own_s(request.work_s) <= allowed_s:
+        allowed_s = request.deadline_s if request.own_deadline else request.slo_s
+        if waited_s + free_s + self._prefill.own_s(entry.work_s) <= allowed_s:
             return False
-        if self._overload.is_probe(applicant.request_id):
+        if self._overload.is_probe(request.request_id):
             return False
-        if applicant.own_deadline:
+        if request.own_deadline:
             return True
         # The only waiting request takes no other request's time.
         return len(self._queue) > 1 and self._is_overloaded(now)
 
-    def _drop(self, entry: Entry[_Request], now: float) -> None:
+    def _drop(self, entry: _Waiting, now: float) -> None:
         self._queue.remove(entry)
         self._forget(entry)
         error = DeadlineUnreachable(
             "the request waited for its turn until it was too late",
             retry_after=max(MIN_RETRY_S, self._prefill.free_after_s((), now)),
         )
-        self._refuse(entry.item.applicant.request_id, error)
+        self._refuse(entry.request.request_id, error)
 
     # Room
 
-    def _fits(self, request: _Request, capacity: Capacity, now: float) -> bool:
+    def _fits(self, entry: _Waiting, capacity: Capacity, now: float) -> bool:
         if self._decode.is_empty:
             # Whatever it takes: nothing of ours would ever make more room.
             return True
-        if self._pace.wait_s((), now) > 0:
+        if self._pacer.wait_s((), now) > 0:
             return False
         if self._prefill.is_full(capacity) or self._decode.free_places(capacity) < 1:
             return False
-        return self._decode.has_blocks(request.answer, capacity)
+        return self._decode.has_blocks(entry.answer, capacity)

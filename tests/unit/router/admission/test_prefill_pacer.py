@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.pace import MAX_CALM_S, MIN_SHARE, MISSES, SLACK_S, Pace
+from router.admission.prefill_pacer import MAX_CALM_S, MIN_SHARE, MISSES, SLACK_S, PrefillPacer
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.booleans(), max_size=300))
 def test_it_stays_within_its_bounds(answers: list[bool]) -> None:
-    pace = Pace()
+    pace = PrefillPacer()
     for in_time in answers:
         pace.heard(in_time=in_time, took_s=1.0, now=0.0)
         assert MIN_SHARE <= pace.share <= 1.0
 
 
-def slowed(for_s: float = 100.0) -> Pace:
+def slowed(for_s: float = 100.0) -> PrefillPacer:
     """Answers were slow for some seconds, up to the moment 0."""
-    pace = Pace()
+    pace = PrefillPacer()
     for number in range(100):
         pace.heard(in_time=False, took_s=0.0, now=for_s * (number / 99 - 1))
     assert pace.share == MIN_SHARE
@@ -54,7 +54,7 @@ def test_nothing_is_held_back_for_longer_than_the_disturbance_lasted(
     answers: list[tuple[float, bool, float]], looks: list[float]
 ) -> None:
     """It lasts from when the first slow answer began to when the last one ended."""
-    pace, now, since, until = Pace(), 0.0, None, 0.0
+    pace, now, since, until = PrefillPacer(), 0.0, None, 0.0
     for pause_s, in_time, took_s in answers:
         now += pause_s
         pace.heard(in_time=in_time, took_s=took_s, now=now)
@@ -103,7 +103,7 @@ def test_a_miss_soon_after_prompts_are_held_back_no_more_belongs_to_the_same_dis
 
 
 def test_a_last_miss_before_an_idle_time_begins_no_disturbance_that_lasts_through_it() -> None:
-    pace = Pace()
+    pace = PrefillPacer()
     pace.heard(in_time=False, took_s=1.0, now=0.0)
     pace.look(5.0)
     pace.forget()
