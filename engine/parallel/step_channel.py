@@ -70,7 +70,7 @@ class Greeting:
     """What names its process to whoever is to end it."""
 
 
-class LeadChannel:
+class LeaderChannel:
     """Rank 0's end. ``tell`` is the engine thread's; a thread of its own watches the ranks."""
 
     def __init__(self, host: str, ranks: int) -> None:
@@ -249,7 +249,7 @@ class LeadChannel:
             peer.close()
 
 
-class RankChannel:
+class FollowerChannel:
     """Another rank's end. ``frame`` is the engine thread's; another thread says that it lives."""
 
     def __init__(
