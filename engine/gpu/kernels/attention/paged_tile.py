@@ -1,18 +1,44 @@
-"""What both attention kernels do with a tile of keys."""
+"""What both attention kernels do with a tile of keys.
+
+Several numbers go together from one function to the next:
+
+    place    (blocks, slots, inside) of the tile's tokens: where each lies, and whether it counts
+    pages    (keys, values, key scales, value scales) of one KV head: where they begin
+    strides  (of a block, of a slot, of a block's scales, of a slot's scale)
+    scoring  (window, scale, soft cap)
+    shape    (dimensions of the tile, dimensions of a head, kind of the blocks), all constants
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.kernels.kv_blocks import as_number
+from engine.gpu.kernels.kv_blocks import PLAIN, KvBlocks, as_number
+from engine.gpu.kernels.launch import check_strides
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def slots_of(  # type: ignore[no-untyped-def]
+def pages_of(  # type: ignore[no-untyped-def]
+    data, scales, head, stride_value, stride_head, scale_value, scale_head, kind: tl.constexpr
+):
+    """The pages of one KV head; those of the scales stand for nothing where there are none."""
+    keys = data + head.to(tl.int64) * stride_head
+    values = keys + stride_value
+    key_scales = keys
+    value_scales = values
+    if kind != 0:
+        key_scales = scales + head.to(tl.int64) * scale_head
+        value_scales = key_scales + scale_value
+    return keys, values, key_scales, value_scales
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place_of(  # type: ignore[no-untyped-def]
     table, start, end, tile: tl.constexpr, block_size: tl.constexpr
 ):
-    """Tokens ``start …`` of a sequence: their numbers, which are before ``end``, blocks, slots.
+    """Tokens ``start …`` of a sequence: their numbers, and the place of those before ``end``.
 
     ``start`` is a multiple of ``tile``.
     """
@@ -26,63 +52,40 @@ def slots_of(  # type: ignore[no-untyped-def]
     else:
         blocks = tl.load(table + tokens // block_size, mask=inside, other=0).to(tl.int64)
         slots = tokens % block_size
-    return tokens, inside, blocks, slots
+    return tokens, (blocks, slots, inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_tile(  # type: ignore[no-untyped-def]
-    base,
-    blocks,
-    slots,
-    inside,
-    stride_block,
-    stride_slot,
-    tile_dim: tl.constexpr,
-    dim: tl.constexpr,
-    kind: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """A tile of keys or values [tile, tile_dim] as ``dtype``; zeros outside."""
-    dims = tl.arange(0, tile_dim)
-    pointers = base + (blocks * stride_block + slots * stride_slot)[:, None] + dims[None, :]
+def load_tile(base, place, strides, shape, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of keys or values [tile, dimensions] as ``dtype``; zeros outside."""
+    blocks, slots, inside = place
+    dims = tl.arange(0, shape[0])
+    pointers = base + (blocks * strides[0] + slots * strides[1])[:, None] + dims[None, :]
     inside = inside[:, None]
-    if dim != tile_dim:
-        inside = inside & (dims < dim)[None, :]
-    return as_number(tl.load(pointers, mask=inside, other=0.0), kind, dtype)
+    if shape[1] != shape[0]:
+        inside = inside & (dims < shape[1])[None, :]
+    return as_number(tl.load(pointers, mask=inside, other=0.0), shape[2], dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_scales(base, place, strides):  # type: ignore[no-untyped-def]
+    blocks, slots, inside = place
+    return tl.load(base + blocks * strides[2] + slots * strides[3], mask=inside, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def key_scores(  # type: ignore[no-untyped-def]
-    query,
-    keys,
-    scales,
-    blocks,
-    slots,
-    inside,
-    stride_block,
-    stride_slot,
-    scale_block,
-    scale_slot,
-    scale,
-    soft_cap,
-    tile_dim: tl.constexpr,
-    dim: tl.constexpr,
-    kind: tl.constexpr,
-    capped: tl.constexpr,
+    query, pages, place, strides, scoring, shape, capped: tl.constexpr
 ):
     """Scores [rows, tile] of a tile of keys, in powers of two: times log2(e)."""
-    key = load_tile(
-        keys, blocks, slots, inside, stride_block, stride_slot, tile_dim, dim, kind, query.dtype
-    )
+    key = load_tile(pages[0], place, strides, shape, query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-    if kind != 0:
-        factors = tl.load(
-            scales + blocks * scale_block + slots * scale_slot, mask=inside, other=0.0
-        )
-        scores = scores * factors[None, :]
-    scores = scores * scale
+    if shape[2] != 0:
+        scores = scores * _load_scales(pages[2], place, strides)[None, :]
+    scores = scores * scoring[1]
     if capped:
         # tanh(x) = 2 * sigmoid(2x) - 1
+        soft_cap = scoring[2]
         scores = soft_cap * (2.0 / (1.0 + tl.exp2(scores * (-2.8853900817779268 / soft_cap))) - 1.0)
     return scores * 1.4426950408889634
 
@@ -93,18 +96,10 @@ def add_values(  # type: ignore[no-untyped-def]
     total,
     found,
     scores,
-    values,
-    scales,
-    blocks,
-    slots,
-    inside,
-    stride_block,
-    stride_slot,
-    scale_block,
-    scale_slot,
-    tile_dim: tl.constexpr,
-    dim: tl.constexpr,
-    kind: tl.constexpr,
+    pages,
+    place,
+    strides,
+    shape,
     dtype: tl.constexpr,
     unseen: tl.constexpr,
 ):
@@ -119,13 +114,9 @@ def add_values(  # type: ignore[no-untyped-def]
     fade = tl.exp2(most - around)
     weights = tl.exp2(scores - around[:, None])
     total = total * fade + tl.sum(weights, axis=1)
-    value = load_tile(
-        values, blocks, slots, inside, stride_block, stride_slot, tile_dim, dim, kind, dtype
-    )
-    if kind != 0:
-        factors = tl.load(
-            scales + blocks * scale_block + slots * scale_slot, mask=inside, other=0.0
-        )
+    value = load_tile(pages[1], place, strides, shape, dtype)
+    if shape[2] != 0:
+        factors = _load_scales(pages[3], place, strides)
         if dtype == tl.float16:
             # Weights times scales would leave fp16's range.
             value = (value.to(tl.float32) * factors[:, None]).to(dtype)
@@ -133,3 +124,16 @@ def add_values(  # type: ignore[no-untyped-def]
             weights = weights * factors[None, :]
     found = tl.dot(weights.to(dtype), value, found * fade[:, None], input_precision="ieee")
     return higher, total, found
+
+
+def check_queries(queries: torch.Tensor, blocks: KvBlocks, tables: torch.Tensor) -> None:
+    """Raises ValueError where queries do not fit the blocks, or have strides no kernel reads."""
+    _, heads, dim = queries.shape
+    check_strides(queries, "queries")
+    check_strides(tables, "block tables")
+    if heads % blocks.heads or dim != blocks.dim:
+        raise ValueError(
+            f"{heads} query heads of {dim} do not fit {blocks.heads} KV heads of {blocks.dim}"
+        )
+    if blocks.kind(0) == PLAIN and blocks.data.dtype != queries.dtype:
+        raise ValueError(f"queries are {queries.dtype} and KV blocks {blocks.data.dtype}")
