@@ -12,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.kernels.attention.paged_tile import (
+from engine.gpu.kernels.attention.paged import (
+    Scoring,
     add_values,
     check_queries,
     key_scores,
     pages_of,
     place_of,
 )
-from engine.gpu.kernels.attention.reference import Scoring
 from engine.gpu.kernels.kv_blocks import KvBlocks
 from engine.gpu.kernels.launch import (
     Launch,
