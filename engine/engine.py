@@ -36,9 +36,9 @@ from engine.quantization.packed_cache import PackedCache
 from engine.roofline import Storage
 from engine.sampling.sampling import sample
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SCORED_TOKENS, SchedulerLimits
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SCORED_TOKENS, SchedulerLimits
 from engine.speculation.heads.loading import (
     HEADS,
     EagleHead,

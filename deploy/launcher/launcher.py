@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 import redis
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
 from baton.config.keys_file import read_keys
+from baton.config.pools import PoolConfig
 from baton.errors import BatonError, ConfigError
 from baton.security.tls import TlsFiles
 from baton.store.redis_client import redis_client
@@ -277,7 +278,7 @@ class Launcher:
         if self._config.redis_url:
             return
         with self._progress.step("starting Valkey"):
-            valkey = EmbeddedValkey(self._mark, self._run, self._config.index_mib)
+            valkey = EmbeddedValkey(self._mark, self._run, self._config.advanced.index_mib)
             self._parts.valkey = valkey
             await valkey.start()
         self._pids["valkey"] = valkey.pid

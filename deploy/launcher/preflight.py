@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.config.cluster import Config, split_host_port
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
 from baton.errors import ConfigError
 from router.access.access import is_loopback
 

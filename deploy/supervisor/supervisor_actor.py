@@ -120,7 +120,7 @@ class SupervisorActor:
             sizes = PoolSizes(client, settings.cluster_id)
             supervisor = Supervisor(
                 slots.pools,
-                RaySlots(slots.of, roll, config.registry_ttl_s, self.worker_class),
+                RaySlots(slots.of, roll, config.advanced.registry_ttl_s, self.worker_class),
                 StatusStore(client, settings.cluster_id),
                 sizes,
                 metrics,

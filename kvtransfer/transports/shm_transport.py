@@ -155,7 +155,8 @@ class ShmShardCopier:
         return self._packed.copy_from(target.blocks, target.offset, target.length, peer)
 
 
-ShmReceiveLink = ReadReceiveLink[ShmCopier | ShmShardCopier]
+class ShmReceiveLink(ReadReceiveLink[ShmCopier | ShmShardCopier]):
+    """The mapping of the writer's blocks goes with the last copy that reads it."""
 
 
 def _parse(offer: bytes) -> _Offer:

@@ -23,7 +23,7 @@ from typing import Annotated, get_args
 import typer
 from rich.console import Console
 
-from baton.config.cluster import TransportName
+from baton.config.choices import TransportName
 from baton.errors import ConfigError
 from baton.request import Geometry
 from kvtransfer.layout.layout import KvLayout
