@@ -27,7 +27,7 @@ def _sum_squares(x):  # type: ignore[no-untyped-def]
 # ``shape`` is (half, its tile, dimensions of a head, the tile of the rest), all constants.
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _load_parts(source, inside, shape):  # type: ignore[no-untyped-def]
     """The parts of the heads that [heads, 1] pointers name."""
     half: tl.constexpr = shape[0]

@@ -123,7 +123,7 @@ def load_tile(base, place, strides, shape, dtype: tl.constexpr):  # type: ignore
     return as_number(tl.load(pointers, mask=inside, other=0.0), shape[2], dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _load_scales(base, place, strides):  # type: ignore[no-untyped-def]
     blocks, slots, inside = place
     return tl.load(base + blocks * strides[2] + slots * strides[3], mask=inside, other=0.0)
