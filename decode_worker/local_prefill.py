@@ -21,8 +21,7 @@ from baton.rpc import convert
 from baton.v1 import prefill_pb2
 from decode_worker.receiver import HandoffReceiver
 from decode_worker.room import RETRY_AFTER_S
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.tickets.ticket import Attempt
 from worker.fetch.fetch import Fetcher, PrefixSource, source_of
 from worker.role import WorkerContext

@@ -13,7 +13,7 @@ from baton.errors import BatonError, Unavailable
 from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.reserve_queue import ReserveQueue
 from kvtransfer.tickets.ticket import Attempt, Ticket
-from worker.intake import Intake
+from worker.role import Intake
 
 
 class Reserves:

@@ -31,8 +31,7 @@ from decode_worker.receiver import HandoffReceiver, Offer
 from decode_worker.reserves import Reserves
 from decode_worker.sequence_spans import SequenceSpans
 from decode_worker.service import DecodeServicer
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.tickets.ticket import Attempt, Ticket
 from worker.fetch.fetch import Fetcher
 from worker.fetch.fetch_estimates import FetchEstimates

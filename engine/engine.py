@@ -30,15 +30,15 @@ from engine.parallel.context_parallel import ContextExchange, ContextModel, Cont
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
 from engine.parallel.ranks import FollowingModel, FollowingTorch, LeadingRank, LeadModel, LeadRank
-from engine.parallel.shard import config_of, share_of
+from engine.parallel.shard import config_of, shard_of
 from engine.parallel.weight_slices import WeightSlices
 from engine.quantization.packed_cache import PackedCache
 from engine.roofline import Storage
 from engine.sampling.sampling import sample
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SCORED_TOKENS, SchedulerLimits
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SCORED_TOKENS, SchedulerLimits
 from engine.speculation.heads.loading import (
     HEADS,
     EagleHead,
@@ -141,7 +141,7 @@ def build_engine(
 ) -> Engine:
     """Load the model and take the memory, that of the KV blocks by ``allocate``.
 
-    Of several ``ranks`` this one leads: it loads its share, and the others compute theirs.
+    Of several ``ranks`` this one leads: it loads its shard, and the others compute theirs.
 
     Raises ConfigError with what to change, and WorkerFailed where another rank is lost.
     """
@@ -214,7 +214,7 @@ def _build(
 def build_following(
     settings: EngineSettings, group: RankGroup, allocate: Allocate | None = None
 ) -> tuple[FollowingModel, KvCache]:
-    """What another rank than 0 has of an engine: its share of the model, and of all KV blocks.
+    """What another rank than 0 has of an engine: its shard of the model, and of all KV blocks.
 
     Raises ConfigError and WorkerFailed, as ``build_engine`` does.
     """
@@ -267,7 +267,7 @@ def _context_ranks(model: DecoderModel) -> int:
 
 def _model_ranks(model: DecoderModel) -> int:
     """How many ranks divide the model, and with it each block of KV."""
-    return 1 if model.rank is None else model.rank.share.ranks
+    return 1 if model.rank is None else model.rank.shard.ranks
 
 
 def _blocks(
@@ -288,8 +288,8 @@ def _blocks(
     pool = settings.kv_pool_bytes if weights is None else _gpu_pool_bytes(settings, weights, device)
     if model.rank is not None and device.type == "cpu":
         # The pool's memory is the worker's: all of its ranks share it.
-        ranks = model.rank.share.ranks
-        own = (config_of(config, share_of(config, rank, ranks)) for rank in range(ranks))
+        ranks = model.rank.shard.ranks
+        own = (config_of(config, shard_of(config, rank, ranks)) for rank in range(ranks))
         size = sum(block_bytes(one, settings.block_size, kv) for one in own)
     if model.context is not None and device.type == "cpu":
         # The same, and each of them has all of a block.
@@ -357,12 +357,12 @@ def _load_model(
         model = DecoderModel(config, weights, device)
         model.context = None if group is None else ContextExchange(group)
         return model, per_weight
-    share = share_of(config, group.rank, group.ranks)
-    slices = WeightSlices(config, share)
+    shard = shard_of(config, group.rank, group.ranks)
+    slices = WeightSlices(config, shard)
     weights = load_weights(path, device, dtype, quantization, slices)
     per_weight = bytes_per_weight(weights.items())
-    own = config_of(config, share)
-    return DecoderModel(own, weights, device, RankModel(share, group)), per_weight
+    own = config_of(config, shard)
+    return DecoderModel(own, weights, device, RankModel(shard, group)), per_weight
 
 
 def _gpu_weights(
@@ -604,7 +604,7 @@ def _gpu_pool_bytes(settings: EngineSettings, weights: GpuWeights, device: torch
         quantized=weights.quantized,
         separate_experts=weights.waits,
         deterministic=settings.deterministic,
-        ranks=1 if weights.rank is None else weights.rank.share.ranks,
+        ranks=1 if weights.rank is None else weights.rank.shard.ranks,
     )
     planned = memory_plan(weights.config, limits).total
     # What loading has left in torch's allocator, but for what lies between weights.

@@ -25,7 +25,7 @@ from baton.v1 import decode_pb2
 from kvtransfer.pairs.negotiation import Fit, check_geometry
 from kvtransfer.pairs.outbound import Outbound
 from kvtransfer.pairs.push_fan import BlockPush
-from kvtransfer.pairs.put_plan import Part, PutPlan
+from kvtransfer.pairs.push_schedule import Part, PutPlan
 from kvtransfer.transports.transport import Peer
 from worker.conversion.converted_blocks import ConvertedBlocks, Staging
 from worker.exchange.handoff_calls import HandoffCalls

@@ -14,14 +14,13 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from opentelemetry.trace import Span
 
-from baton.config.cluster import MIB
+from baton.config.choices import MIB
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.request import FinishReason, FirstToken, SequenceSpec
 from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.transports.transport import Peer
 from prefill_worker.handoff import Handoff
 from worker.conversion.converted_blocks import Staging
@@ -48,7 +47,7 @@ class PrefillRole:
         self.context = context
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._listeners: dict[int, asyncio.Queue[Event]] = {}
-        self._staging = Staging(context.settings.config.transfer_window_mib * MIB)
+        self._staging = Staging(context.settings.config.advanced.transfer_window_mib * MIB)
         self._service = PrefillServicer(
             self.run, context.core.load, Beats.of(context.settings.config)
         )

@@ -15,12 +15,9 @@ from baton.rpc.grpc_channel import make_server
 from baton.store.prefix_index import PrefixIndex
 from baton.store.supervision import PoolSizes, supervision_page
 from router.access.access import Access
-from router.admin.cache_control import CacheControl
-from router.admin.cluster_view import ClusterApi
-from router.admin.operator_api import OperatorApi, Operators, OperatorServicer
-from router.admin.pool_scaling import PoolScaling
-from router.admin.worker_control import WorkerControl
-from router.admin.worker_operations import WorkerOperations, WorkerOperatorServicer
+from router.admin.cache import CacheApi, CacheControl, OperatorServicer
+from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
+from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.batches import Batches
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
@@ -63,7 +60,6 @@ def make_fronts(
 ) -> Fronts:
     """Every endpoint, each behind a gate; ``more`` are added to those of HTTP."""
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
-    operators = Operators(access)
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
     scaling = PoolScaling(config, PoolSizes(client, cluster_id))
     parts = (dispatcher, tokenizer, model, stats, config, access)
@@ -75,9 +71,9 @@ def make_fronts(
         supervisor=partial(supervisor_page, client, cluster_id),
         more=(
             batches.api,
-            OperatorApi(cache, operators),
-            WorkerOperations(control, scaling, operators, config),
-            ClusterApi(cluster_id, model.id, control, scaling, operators),
+            CacheApi(cache, access),
+            WorkerApi(control, scaling, access, config),
+            ClusterApi(cluster_id, model.id, control, scaling, access),
             console,
             *more,
         ),
@@ -87,8 +83,8 @@ def make_fronts(
         server,
         *parts,
         more=(
-            OperatorServicer(cache, operators),
-            WorkerOperatorServicer(control, scaling, operators, config),
+            OperatorServicer(cache, access),
+            WorkerOperatorServicer(control, scaling, access, config),
         ),
     )
     return Fronts(apps, server, batches, console)

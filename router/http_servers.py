@@ -11,7 +11,8 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
-from baton.config.cluster import Config, split_host_port
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
 from baton.host.background import end_tasks, spawn
 from baton.security.tls import LiveContext, server_context
 from router.http.protocol import http_protocol
@@ -71,10 +72,11 @@ class HttpServers:
 
     def _server(self, app: ASGIApp) -> QuietServer:
         config, certificate = self._config, self._certificate
+        limits = config.advanced
         http = uvicorn.Config(
             app,
             http=http_protocol(
-                config.slow_client_s, config.head_deadline_s, config.connections_per_client
+                limits.slow_client_s, limits.head_deadline_s, limits.max_connections_per_client
             ),
             ws="none",
             log_config=None,

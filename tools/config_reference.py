@@ -8,15 +8,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from baton.config.cluster import (
-    AutoscalerConfig,
-    Config,
-    ContextClass,
-    KeyConfig,
-    PoolConfig,
-    TenantConfig,
-    TlsConfig,
-)
+from baton.config.access import KeyConfig, TenantConfig
+from baton.config.advanced import AdvancedConfig
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.cluster import Config
+from baton.config.pools import ContextClass, PoolConfig
+from baton.config.tls import TlsConfig
 
 _HEAD = """# Configuration
 
@@ -34,6 +31,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("A context-length class", "A `[[classes]]` table each.", ContextClass),
     ("TLS", "The `[tls]` table.", TlsConfig),
     ("The autoscaler", "The `[autoscaler]` table.", AutoscalerConfig),
+    ("Advanced", "The `[advanced]` table: for tests and unusual networks.", AdvancedConfig),
     ("A tenant", "A `[[tenants]]` table each.", TenantConfig),
     (
         "An API key",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +15,10 @@ from engine.engine import Engine, EngineSettings, build_engine, device_of, warm_
 from engine.kv.kv_cache import Allocate
 from engine.parallel.ranks import LeadRank
 from worker.core.engine_thread import run_sharing
-from worker.cores.cores import CoreBoard, host_cores
-from worker.costs.calibration import alone, calibrate
-from worker.costs.known_costs import KnownCosts
+from worker.cores.core_board import CoreBoard, host_cores
+from worker.costs.calibration import CostCache, alone, calibrate
 from worker.costs.step_costs import StepCosts
 from worker.device.device import use_device
-from worker.device.placement import place
 from worker.settings import WorkerSettings
 
 StartEngine = Callable[[WorkerSettings, Allocate, LeadRank | None], Engine]
@@ -92,6 +91,30 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A device by torch's name, and the share of its memory."""
+
+    device: str
+    memory_fraction: float
+
+
+def place(
+    device: str, memory_fraction: float, *, number: int, workers_here: int, gpus: int
+) -> Placement:
+    """Give worker ``number`` of ``workers_here`` its device on a machine with ``gpus`` GPUs.
+
+    Workers take the GPUs in turn; those that share one divide ``memory_fraction`` evenly.
+    """
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return Placement("cpu", memory_fraction)
+    if gpus == 0:
+        return Placement(device, memory_fraction)
+    gpu = number % gpus
+    sharing = len(range(gpu, workers_here, gpus))
+    return Placement(f"cuda:{gpu}", memory_fraction / max(1, sharing))
+
+
 def start_engine(settings: WorkerSettings, allocate: Allocate, lead: LeadRank | None) -> Engine:
     """Load the model; the KV pool's memory comes from ``allocate``. Raises BatonError.
 
@@ -130,9 +153,9 @@ def measure(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -
     return costs
 
 
-def _known_costs(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -> KnownCosts:
+def _known_costs(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -> CostCache:
     config = settings.config.model_dump(mode="json", include=_ENGINE_FIELDS)
     pool = settings.pool.model_dump(mode="json", exclude={"count", "name", "role"})
     alike = [engine.fingerprint, config, pool, settings.threads]
     owner = settings.slot if board is None else "cores"
-    return KnownCosts(Path(settings.costs_folder), owner, alike)
+    return CostCache(Path(settings.costs_folder), owner, alike)

@@ -25,7 +25,7 @@ from engine.parallel.ranks import FORM_S, FollowingRank
 from engine.parallel.step_channel import GroupAddress
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transport import Transport
-from worker.cores.cores import give_way
+from worker.cores.core_board import give_way
 from worker.device.device import DeviceWatch, use_device
 from worker.device.device_fault import described
 from worker.device.pool_memory import PoolMemory

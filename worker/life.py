@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import redis.asyncio
 
-from baton.config.cluster import MIB
+from baton.config.choices import MIB
 from baton.liveness.listening import ListeningClock
 from baton.rpc.grpc_channel import listen, make_server
 from baton.security.peer_roles import PeerRoles
@@ -37,10 +37,9 @@ from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.exchange.rank_link import RankLinks
 from worker.exchange.transports import make_transports
-from worker.intake import Intake
 from worker.offload.kv_tiers import KvTiers
 from worker.registry.index_publisher import IndexPublisher
-from worker.role import Role, RoleFactory, WorkerContext
+from worker.role import Intake, Role, RoleFactory, WorkerContext
 from worker.services.cache_service import CacheServicer
 from worker.services.control_service import ControlServicer, Drainable
 from worker.services.mounting import Mounting
@@ -114,7 +113,7 @@ class Life:
         await life.server.start()
         life.record = _record(settings, lasting, incarnation, port)
         index = PrefixIndex(
-            client, settings.cluster_id, memory_bytes=settings.config.index_mib * MIB
+            client, settings.cluster_id, memory_bytes=settings.config.advanced.index_mib * MIB
         )
         books = None if tiers is None else tiers.tiers
         life.publisher = IndexPublisher(index, books or core.engine.pool, incarnation)
@@ -179,7 +178,9 @@ class Life:
 async def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> Exchange:
     config, memory = settings.config, lasting.memory
     engine: Engine = lasting.core.engine
-    limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
+    limits = PairLimits(
+        window_bytes=config.advanced.transfer_window_mib * MIB, silence_s=config.advanced.lease_s
+    )
     identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
     tls = config.tls.of("worker")
     ranks = RankLinks(lasting.ranks, limits, SILENT_RANK_S, tls) if lasting.ranks else None
@@ -189,7 +190,7 @@ async def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str
         engine.pool,
         lasting.metrics,
         block_bytes=memory.block_bytes,
-        lease_s=config.lease_s,
+        lease_s=config.advanced.lease_s,
         worker=settings.slot,
         geometry=engine.cache.geometry(),
         ranks=ranks,

@@ -33,7 +33,8 @@ import redis
 import torch
 from prometheus_client import CollectorRegistry
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
 from baton.host.background import end_tasks, watch_loop
 from baton.host.process_end import Fail, fail
@@ -45,10 +46,10 @@ from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
 from engine.parallel.ranks import LeadRank
 from engine.roofline import Ceilings
-from worker.core.chunk_slack import ChunkSlack
 from worker.core.engine_core import ENGINE_HANG_S, EngineCore
 from worker.core.gauges import UtilizationMeter, WorkerGauges
-from worker.cores.cores import CoreBoard
+from worker.core.prefill_budget import PrefillBudget
+from worker.cores.core_board import CoreBoard
 from worker.costs.step_costs import StepCosts
 from worker.device.device import DeviceWatch, use_device
 from worker.device.pool_memory import PoolMemory
@@ -116,8 +117,8 @@ class WorkerProcess:
         self._redis = redis_client(settings.redis_url)
         self._entry = OwnEntry(
             Registry(self._redis, settings.cluster_id),
-            ttl_s=settings.config.registry_ttl_s,
-            heartbeat_s=settings.config.heartbeat_s,
+            ttl_s=settings.config.advanced.registry_ttl_s,
+            heartbeat_s=settings.config.advanced.heartbeat_s,
             record=self._present_record,
             timed=self._timed_call,
             lost=self._lost_entry,
@@ -169,9 +170,9 @@ class WorkerProcess:
         meter = _utilization_meter(engine, pool)
         gauges = WorkerGauges(metrics, settings.slot, pool.role, pool.price_per_hour, meter)
         self._gauges = gauges
-        slack = ChunkSlack(costs, settings.config.slo_tpot_s)
+        budget = PrefillBudget(costs, settings.config.slo_tpot_s)
         tiers = await self._make_tiers(engine, costs, metrics)
-        core = EngineCore(engine, gauges, "", board, slack, tiers, fail=self._end)
+        core = EngineCore(engine, gauges, "", board, budget, tiers, fail=self._end)
         # serves /metrics from a thread of its own; ended in stop()
         tls = settings.config.tls.of("worker")
         self._metrics_server = MetricsServer(settings.host, metrics.registry, tls)
@@ -183,7 +184,7 @@ class WorkerProcess:
             tiers,
             costs,
             self._transfers,
-            ListeningClock(2 * settings.config.heartbeat_s / _BEATS),
+            ListeningClock(2 * settings.config.advanced.heartbeat_s / _BEATS),
             self.lead.addresses() if self.lead is not None and settings.pool.tp > 1 else (),
         )
         await self._begin_life()
@@ -331,7 +332,7 @@ class WorkerProcess:
     async def _watch_itself(self) -> None:
         """Notice that the process stood still, as soon as it goes on."""
         while True:
-            await asyncio.sleep(self.settings.config.heartbeat_s / _BEATS)
+            await asyncio.sleep(self.settings.config.advanced.heartbeat_s / _BEATS)
             self._lasting.clock.tick()
             self._entry.beat(time.monotonic())
 
@@ -438,7 +439,7 @@ class WorkerProcess:
         Waits for Redis only between two lives, and then for 2 s at most: peers must not consider
         this worker dead because Redis is slow.
         """
-        heartbeat_s = self.settings.config.heartbeat_s
+        heartbeat_s = self.settings.config.advanced.heartbeat_s
         while True:
             began = time.monotonic()
             self._condemned.clear()
@@ -492,7 +493,7 @@ class WorkerProcess:
             self._next_check_at = began + _CHECK_REST * (time.monotonic() - began)
 
     async def _publish(self) -> None:
-        verify_every = max(1, int(self.settings.config.heartbeat_s / PUBLISH_EVERY_S))
+        verify_every = max(1, int(self.settings.config.advanced.heartbeat_s / PUBLISH_EVERY_S))
         count = 0
         told_at = time.monotonic()
         while True:
@@ -509,9 +510,9 @@ class WorkerProcess:
             except redis.RedisError as error:
                 log.warning("the prefix index cannot be reached: %s", error)
                 self._gauges.index_told(publisher.pending_blocks, time.monotonic() - told_at)
-                await asyncio.sleep(self.settings.config.heartbeat_s)
+                await asyncio.sleep(self.settings.config.advanced.heartbeat_s)
             # Where many workers keep the server busy, each asks for less of it.
-            rest = min(_PUBLISH_REST * took, self.settings.config.heartbeat_s)
+            rest = min(_PUBLISH_REST * took, self.settings.config.advanced.heartbeat_s)
             await asyncio.sleep(max(PUBLISH_EVERY_S, rest))
 
 

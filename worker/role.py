@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import grpc.aio
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Unavailable
 from baton.grammars.grammar_gate import GrammarGate
 from baton.request import SequenceSpec
 from baton.telemetry.worker_metrics import WorkerMetrics
@@ -19,9 +20,45 @@ from engine.scheduling.sequence import Sequence
 from kvtransfer.memory.memory import BlockMemory
 from worker.core.engine_core import EngineCore, StepListener
 from worker.exchange.exchange import Exchange
-from worker.intake import Intake
 from worker.offload.kv_tiers import KvTiers
 from worker.settings import WorkerSettings
+
+
+class Intake:
+    """Whether a worker takes new work, and how much of what it took has not ended.
+
+        open ─close()→ closed ─open()→ open (in another role, perhaps)
+
+    Roles check it before they take anything.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.under_way = 0
+        """Calls that were admitted and have not returned."""
+
+    def close(self) -> None:
+        """Take nothing more; idempotent."""
+        self.is_open = False
+
+    def open(self) -> None:
+        """Take work again."""
+        self.is_open = True
+
+    def check(self) -> None:
+        """Raises Unavailable where nothing is taken."""
+        if not self.is_open:
+            raise Unavailable("this worker is being drained and takes nothing more")
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """For the time that a call takes. Raises Unavailable before it begins."""
+        self.check()
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
 
 
 @dataclass(frozen=True)

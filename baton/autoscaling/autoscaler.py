@@ -28,8 +28,12 @@ from baton.autoscaling.cluster_figures import (
     other,
 )
 from baton.autoscaling.needs import Reason, RoleBalance, WorkerNeeds
-from baton.config.cluster import AutoscalerConfig, Role
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.choices import Role
 
+HYSTERESIS = 0.15
+"""A role gives a worker away only if its load stays below 1 minus this, or if the higher load of
+the two roles falls by at least this fraction."""
 GROWTH_LOOKS = 2
 """Looks with a shortage before a worker is started."""
 
@@ -255,7 +259,7 @@ class Autoscaler:
 
     def _gains(self, balance: RoleBalance, taker: Role) -> bool:
         """Whether a worker of the other role is better used in this one."""
-        giver, bounds, band = other(taker), self._bounds, 1 - self._config.hysteresis
+        giver, bounds, band = other(taker), self._bounds, 1 - HYSTERESIS
         if balance.load(taker) <= 1 or balance.have[taker] >= bounds.max_of[taker]:
             return False
         if balance.have[giver] <= max(1, bounds.min_of[giver]):
@@ -304,7 +308,7 @@ class Autoscaler:
         """Whether a role could have done with a worker less, at all looks of a cooldown."""
         if balance.have[role] <= max(1, self._bounds.min_of[role]):
             return False
-        return self._needs.max_need(role) / (balance.have[role] - 1) <= 1 - self._config.hysteresis
+        return self._needs.max_need(role) / (balance.have[role] - 1) <= 1 - HYSTERESIS
 
     def _turn(
         self, balance: RoleBalance, giver: Role, count: int, reason: Reason, why: str, now: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from baton.config.cluster import Role
+from baton.config.choices import Role
 
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 

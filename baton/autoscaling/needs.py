@@ -20,12 +20,15 @@ from baton.autoscaling.cluster_figures import (
     WorkerFigures,
     WorkerState,
 )
-from baton.config.cluster import AutoscalerConfig, Role
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.choices import Role
 
 MEMORY_LOOKS = 1.5
 """Time constant of the rates' memory, in looks."""
 MIN_JUDGED = 10
 """Minimum number of requests that an SLO is judged by."""
+SLO_SHARE = 0.95
+"""Fraction of requests that must meet each SLO; below it, a role gets one more worker."""
 MIN_TOKENS_PER_S = 0.1
 """A lower rate is no traffic."""
 _TREND_WEIGHT = 0.5
@@ -235,8 +238,8 @@ class WorkerNeeds:
         return "decode" if is_decode else "prefill"
 
     def _beyond(self, count: float, judged: float) -> bool:
-        """Whether a count exceeds the share of judged requests that ``slo_share`` allows."""
-        return judged >= MIN_JUDGED and count > (1 - self._config.slo_share) * judged
+        """Whether a count exceeds the share of judged requests that ``SLO_SHARE`` allows."""
+        return judged >= MIN_JUDGED and count > (1 - SLO_SHARE) * judged
 
 
 def _total(parts: Sequence[SloFigures]) -> SloFigures:

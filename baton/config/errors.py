@@ -12,6 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from baton.config.renames import advice
 from baton.config.sources import PREFIX, FlagSource, Location, Sources, has
 
 _UNNAMED = ("extra_forbidden", "missing")
@@ -124,6 +125,9 @@ def _entry(location: Location, sources: Sources) -> str:
 
 def _sentence(subject: str, fault: ErrorDetails, model: type[BaseModel]) -> str:
     if fault["type"] == "extra_forbidden":
+        path = tuple(part for part in fault["loc"] if isinstance(part, str))
+        if instead := advice(path):
+            return f"`{'.'.join(path)}` {instead}"
         name = str(fault["loc"][-1])
         known = _fields_at(model, fault["loc"][:-1])
         close = get_close_matches(name, known, 1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from baton.config.cluster import KeyConfig
+from baton.config.access import KeyConfig
 from baton.config.errors import plain_faults
 from baton.errors import ConfigError
 

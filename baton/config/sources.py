@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
+from baton.config.renames import REMOVED, RENAMED, advice
 from baton.errors import ConfigError
 
 PREFIX = "BATON_"
@@ -34,6 +35,12 @@ _OTHER_VARIABLES = frozenset(
 """What Baton's commands and processes read beside the configuration, without the prefix."""
 _CLOSE = 0.8
 """How alike an unknown variable and a field must be, from 0 to 1, before a warning is given."""
+
+
+def variable_of(field: Iterable[str]) -> str:
+    """The environment variable of a field: ``BATON_TLS__FOLDER``."""
+    return PREFIX + "__".join(field).upper()
+
 
 PoolsOf = Literal["", "all", "prefill", "decode"]
 """Whose field it is: the cluster's, every pool's, or that of the only pool of a role."""
@@ -119,6 +126,9 @@ class EnvironmentSource:
     def __init__(self, settings: type[BaseSettings]) -> None:
         self.faults: list[str] = []
         reader = EnvSettingsSource(settings)
+        old = {name: fault for name, fault in _old_variables() if name in reader.env_vars}
+        self.faults.extend(old.values())
+        reader.env_vars = {k: v for k, v in reader.env_vars.items() if k not in old}
         while True:
             try:
                 self.values = reader()
@@ -142,6 +152,14 @@ class EnvironmentSource:
         # A table of which only fields are set.
         start = PREFIX + "__".join(parts)
         return " and ".join(sorted(name for name in given if name.startswith(f"{start}__")))
+
+
+def _old_variables() -> Iterator[tuple[str, str]]:
+    """For each variable of a field's old name: it in lower case, and what to do instead."""
+    for old in (*RENAMED, *REMOVED):
+        new = RENAMED.get(old)
+        instead = f"is now {variable_of(new)}" if new else advice(old)
+        yield variable_of(old).lower(), f"{variable_of(old)} {instead}"
 
 
 class FileSource:
@@ -242,10 +260,12 @@ def has(values: Any, location: Location) -> bool:
 def unknown_variables(settings: type[BaseSettings]) -> list[str]:
     """A warning for each variable that looks like a field misspelled. It is not read."""
     fields = {name.upper() for name in settings.model_fields}
+    # The variables of old names are errors.
+    known = fields | _OTHER_VARIABLES | {old[0].upper() for old in (*RENAMED, *REMOVED)}
     warnings = []
     for variable in sorted(os.environ):
         name = variable.upper().removeprefix(PREFIX)
-        if name == variable.upper() or name.partition("__")[0] in fields | _OTHER_VARIABLES:
+        if name == variable.upper() or name.partition("__")[0] in known:
             continue
         close = get_close_matches(name.partition("__")[0], sorted(fields), 1, _CLOSE)
         if close:

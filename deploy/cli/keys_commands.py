@@ -18,7 +18,7 @@ from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.output import Output, print_json, print_table
 
 if TYPE_CHECKING:
-    from baton.config.cluster import KeyConfig
+    from baton.config.access import KeyConfig
 
 File = Annotated[
     Path,
@@ -68,7 +68,7 @@ def create(
     """
     from pydantic import ValidationError  # noqa: PLC0415
 
-    from baton.config.cluster import KeyConfig  # noqa: PLC0415
+    from baton.config.access import KeyConfig  # noqa: PLC0415
     from baton.config.errors import plain_faults  # noqa: PLC0415
     from baton.config.keys_file import changing, hash_of, new_key, write_keys  # noqa: PLC0415
 

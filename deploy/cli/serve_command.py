@@ -115,7 +115,7 @@ def _flags(given: dict[str, Any]) -> Iterator[Flag]:
 
 def _with_address(config: Config, host: str | None, port: int | None) -> Config:
     """``--host`` and ``--port``: each a part of ``http``."""
-    from baton.config.cluster import split_host_port  # noqa: PLC0415
+    from baton.config.fields import split_host_port  # noqa: PLC0415
 
     if host is None and port is None:
         return config

@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 import psutil
 import redis
 
-from baton.config.cluster import Config, split_host_port
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
 from baton.errors import BatonError, ConfigError
 from baton.store.redis_client import redis_client
 from deploy.doctor.doctor import Check, Missing, imported, nccl_devices

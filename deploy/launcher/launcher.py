@@ -202,7 +202,7 @@ class Launcher:
         if self._config.redis_url:
             return
         with self._progress.step("starting Valkey"):
-            valkey = EmbeddedValkey(self._mark, self._run, self._config.index_mib)
+            valkey = EmbeddedValkey(self._mark, self._run, self._config.advanced.index_mib)
             self._parts.valkey = valkey
             await valkey.start()
         self._pids["valkey"] = valkey.pid

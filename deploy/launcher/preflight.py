@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config.cluster import Config, split_host_port
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
 from baton.config.keys_file import read_keys
 from baton.errors import ConfigError
 from deploy.processes.ports import choose_ports

@@ -34,8 +34,8 @@ TTL_S = 15
 RENEW_S = 3.0
 GONE_S = 60.0
 _POLL_S = 2.0
-# A lease that lasts longer than its TTL shows that the server's clock was set back. The rest is cut:
-# a holder that runs renews it in time.
+# A lease that lasts longer than its TTL shows that the server's clock was set back. The rest is
+# cut: a holder that runs renews it in time.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then
@@ -54,7 +54,8 @@ return 1
 _FRONTS = ("http", "grpc", "admin_http", "routers", "allowed_hosts", "allowed_origins")
 _STORE = ("insecure_listen", "redis_router_url")
 _KEYS = ("keys", "keys_file", "tenants", "require_key")
-OF_ROUTERS = frozenset((*_FRONTS, *_KEYS, *_STORE, "data_dir", "head_deadline_s"))
+_ADVANCED = ("head_deadline_s", "max_connections_per_client")
+OF_ROUTERS = frozenset((*_FRONTS, *_KEYS, *_STORE, "data_dir"))
 OF_LAUNCHERS = frozenset(("ray_address", "leave_workers"))
 
 log = logging.getLogger(__name__)
@@ -155,7 +156,8 @@ class LauncherClaim:
 
 def workers_hash(config: Config) -> str:
     """A hash of all of a configuration that makes a difference to workers."""
-    said = config.model_dump(mode="json", exclude=set(OF_ROUTERS | OF_LAUNCHERS))
+    left_out = {**dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True), "advanced": set(_ADVANCED)}
+    said = config.model_dump(mode="json", exclude=left_out)
     text = json.dumps([version("baton"), said], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -7,7 +7,8 @@ import socket
 
 import psutil
 
-from baton.config.cluster import Config, split_host_port
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
 from baton.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from baton.config.cluster import Config, split_host_port
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
 from baton.errors import BatonError, ConfigError
 from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.run_directory import ClusterMark, RunDirectory

@@ -16,7 +16,8 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 import redis
 import redis.asyncio
 
-from baton.config.cluster import Config, TlsConfig
+from baton.config.cluster import Config
+from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
 from baton.store.redis_client import redis_client
 
@@ -57,8 +58,8 @@ def url_with_certificates(url: str, tls: TlsConfig, user: StoreUser) -> str:
     if parts.scheme != "rediss":
         return url
     told = dict(parse_qsl(parts.query))
-    if tls.redis_authority:
-        told.setdefault("ssl_ca_certs", tls.redis_authority)
+    if tls.redis_ca:
+        told.setdefault("ssl_ca_certs", tls.redis_ca)
     if files is not None:
         told.setdefault("ssl_ca_certs", str(files.authority))
         if "ssl_certfile" not in told and told["ssl_ca_certs"] == str(files.authority):

@@ -13,7 +13,7 @@ import secrets
 
 import redis
 
-from baton.config.cluster import MIB
+from baton.config.choices import MIB
 from baton.errors import Unavailable
 from baton.store.redis_client import redis_client
 from baton.valkey_binary import valkey_binary

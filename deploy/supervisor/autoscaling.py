@@ -25,7 +25,8 @@ from baton.autoscaling.cluster_figures import ROLES, ClusterFigures, WorkerFigur
 from baton.autoscaling.demand import DemandReader
 from baton.autoscaling.traffic import TrafficTracker
 from baton.autoscaling.traffic_store import TrafficStore
-from baton.config.cluster import Config, Role
+from baton.config.choices import Role
+from baton.config.cluster import Config
 from baton.errors import BatonError, Unavailable, WorkerFailed
 from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import error_from_rpc

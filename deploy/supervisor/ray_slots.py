@@ -35,8 +35,8 @@ from deploy.workers.worker_actor import PingReply, WorkerActor
 ANSWER_S = 3.0
 """A worker that has not answered a ping for this long is silent."""
 _DEAF_S = 6.0
-"""How much longer than ``ANSWER_S`` the notification of a silent worker's death may take. Half of it
-applies once the control store is known to know of the death."""
+"""How much longer than ``ANSWER_S`` the notification of a silent worker's death may take. Half
+of it applies once the control store is known to know of the death."""
 _LONGEST_GAP_S = 5.0
 """Longest time between two looks at the registry that counts as time without an entry: the
 supervisor itself may have been stopped."""

@@ -252,7 +252,7 @@ class WantedSlots:
     """Owned by the supervisor's event loop."""
 
     def __init__(self, configured: Mapping[str, int], living: Collection[str] = ()) -> None:
-        """``configured`` has the number of workers by pool, ``living`` the slots of running workers.
+        """``configured`` has the number of workers by pool, ``living`` the slots with a worker.
 
         A running worker is wanted until an operator changes that: a pool that had grown keeps its
         size even where its size is lost in Redis, or cannot be read.

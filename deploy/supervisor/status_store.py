@@ -1,4 +1,4 @@
-"""The status that the supervisor publishes, of itself and of the slots: a value in Redis with a TTL.
+"""The status of the supervisor and of the slots, which it publishes in Redis with a TTL.
 
 Readers only show it. The cluster runs the same without it.
 """

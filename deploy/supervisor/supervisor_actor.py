@@ -138,7 +138,9 @@ class SupervisorActor:
             supervisor = Supervisor(
                 workers.pools,
                 reconciler,
-                RaySlots(workers.of, list_registry, config.registry_ttl_s, self.worker_class),
+                RaySlots(
+                    workers.of, list_registry, config.advanced.registry_ttl_s, self.worker_class
+                ),
                 StatusStore(client, settings.cluster_id),
                 sizes,
                 metrics,

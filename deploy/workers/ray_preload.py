@@ -1,4 +1,4 @@
-"""Ray imports this module in each process that it starts on a node: see ``deploy.workers.standby``."""
+"""Ray imports this module in each process of a node: see ``deploy.workers.standby``."""
 
 # The modules of the actors that Ray may place here are imported first, on the main thread: later
 # the main thread and the standby's would import them at once, and see modules half made.

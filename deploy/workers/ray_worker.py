@@ -19,9 +19,9 @@ from deploy.workers.actor_process import end_other, reason
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ranks import (
     WORKER_RESOURCE,
-    request_places,
-    remove_places,
     in_place,
+    remove_places,
+    request_places,
 )
 from deploy.workers.worker_actor import PingReply, WorkerActor
 

@@ -347,7 +347,7 @@ class WorkerActor:
         self._life = WorkerThread(settings, share, place.node, log_file, self.build)
         take_sigterm(self._life.on_sigterm)
         self._life.begin()
-        if config["standby"]:
+        if config["advanced"]["standby"]:
             keep_standby()
 
     def ready(self) -> dict[str, Any]:

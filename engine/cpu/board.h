@@ -1,5 +1,5 @@
 // How the engines of a host share its cores: a page of shared memory, a line for each engine, which
-// only its owner writes. worker/cores/cores.py makes the file and decides; here it is obeyed.
+// only its owner writes. worker/cores/core_board.py makes the file and decides; here it is obeyed.
 //
 // An engine that yields (prefill) leaves cores to those that are urgent (decode) at once, and without
 // ever being put aside with work in hand: its helpers look before they take a piece of work, and an
@@ -20,17 +20,17 @@ struct Line {
                                // CLOCK_MONOTONIC; 0: none runs
   std::atomic<int32_t> urgent;  // threads of it that yield to nobody
   std::atomic<int32_t> helping;  // threads of it, besides the first, that have work in hand
-  std::atomic<int64_t> busy_since;  // for worker/cores/cores.py alone
+  std::atomic<int64_t> busy_since;  // for worker/cores/core_board.py alone
   char rest[40];
 };
-static_assert(sizeof(Line) == 64, "worker/cores/cores.py packs it");
+static_assert(sizeof(Line) == 64, "worker/cores/core_board.py packs it");
 
 struct Board {
   Line* lines = nullptr;
   int64_t count = 0, mine = 0, cores = 0;
 
   static const int64_t STALE_NS = 5000000000;  // a dead engine's line counts no longer than that
-  static const int NICENESS = 10;  // as in worker/cores/cores.py
+  static const int NICENESS = 10;  // as in worker/cores/core_board.py
 
   // Helpers that a step which yields may have now.
   int helpers() const {

@@ -19,8 +19,7 @@ from engine.parallel.ranks import CopyBlocks
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampling import SampleRow, draw_of, sample
 from engine.sampling.step_work import StepFound, StepWork, found_of
-from engine.scheduling.known_sequence import KnownSequence
-from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
+from engine.scheduling.plan import KnownSequence, NewSequence, PlanRow, StepPlan, StepResult
 from engine.speculation.model_drafter import ComputedRow
 from engine.speculation.speculation import DraftedRow, StepSpeculation, kept_tokens, with_place
 from engine.step.step import CoreShare, StepInput, StepModel

@@ -168,7 +168,7 @@ class GpuStepModel:
                     forbid(logits, list(made), list(made.values()))
                 drawn = self._draw(keep_allowed(logits, draws), tensors)
                 self._drawn[: len(drawn)].copy_(drawn)
-            self._share_drawn(len(drawn))
+            self._broadcast_drawn(len(drawn))
         return self._brought(drawn)
 
     def _part(self, step: StepInput) -> AbstractContextManager[StepPart | None]:
@@ -187,15 +187,15 @@ class GpuStepModel:
         else:
             self._compute(step, [])
         if draws:
-            self._share_drawn(len(step.outputs))
+            self._broadcast_drawn(len(step.outputs))
 
     def _leading(self, step: StepInput, *, draws: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._lead is None else self._lead.computing(step, draws=draws)
 
-    def _share_drawn(self, count: int) -> None:
+    def _broadcast_drawn(self, count: int) -> None:
         """Have the tokens that rank 0 has drawn, so that the next step may name them."""
         if self._group is not None and count:
-            self._group.share(self._drawn[:count])
+            self._group.broadcast(self._drawn[:count])
 
     @torch.inference_mode()
     def warm_up(self) -> None:

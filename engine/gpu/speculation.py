@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.scheduling.known_sequence import KnownSequence
-from engine.scheduling.plan import PlanRow
+from engine.scheduling.plan import KnownSequence, PlanRow
 from engine.speculation.costs import DraftCosts, OverlapCosts
 from engine.speculation.drafter import Drafter
 from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal

@@ -156,7 +156,7 @@ class KvCache(KvGroup):
         """``dtype`` is a plain one, or int8 or float8_e4m3fn: then the codes have scales.
 
         ``allocate`` gives the memory, once. ``drafter`` is the shape of what has a group of its
-        own. Of one of several ``ranks``, ``config`` is its share of the ``whole`` model.
+        own. Of one of several ``ranks``, ``config`` is its shard of the ``whole`` model.
         """
         self.blocks = blocks
         self._ranks = ranks

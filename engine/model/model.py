@@ -89,7 +89,7 @@ class DecoderModel:
     ) -> None:
         """``weights`` has Hugging Face's names.
 
-        Of one ``rank`` of several, ``config`` and ``weights`` are its share of the model.
+        Of one ``rank`` of several, ``config`` and ``weights`` are its shard of the model.
 
         Raises ConfigError where one is missing or has another shape than ``config`` says.
         """
@@ -258,7 +258,7 @@ def _prefix(config: ModelConfig, tensors: NamedTensors) -> str:
 
 def _vocabulary(config: ModelConfig, rank: RankModel | None) -> int:
     """How many tokens' rows embedding and head have."""
-    return config.vocab_size if rank is None else len(rank.share.vocabulary)
+    return config.vocab_size if rank is None else len(rank.shard.vocabulary)
 
 
 def _head(config: ModelConfig, tensors: NamedTensors, embedding: Matrix, vocab: int) -> Linear:
@@ -335,7 +335,7 @@ def _mlp(
     family = FAMILIES[config.architecture]
     if config.experts is not None and number in config.experts.layers:
         assert family.experts is not None
-        held = range(config.experts.count) if rank is None else rank.share.experts
+        held = range(config.experts.count) if rank is None else rank.shard.experts
         return _experts(hidden, config.experts, family.experts, tensors, base, held)
     if family.fused_projections:
         gate, up = tensors.split_linear(f"{base}.mlp.gate_up_proj", (inner, inner), hidden)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from engine.kv.kv_cache import KvGroup
-from engine.parallel.context_split import ContextShare, is_split, shares_of
+from engine.parallel.context_split import ContextShard, is_split, shards_of
 from engine.parallel.rank_group import RankGroup
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput, StepModel, StepOutput
@@ -73,19 +73,19 @@ class ContextExchange:
         self._spread: StepSpread | None = None
 
     def begin(
-        self, rows: Sequence[PlanRow], shares: Sequence[ContextShare], cache: KvGroup
+        self, rows: Sequence[PlanRow], shards: Sequence[ContextShard], cache: KvGroup
     ) -> None:
-        """A step is computed in ``shares``, until ``end``: each layer's KV is to be spread."""
+        """A step is computed in ``shards``, until ``end``: each layer's KV is to be spread."""
         device = cache.data.device
-        widest = max(len(share.tokens) for share in shares)
+        widest = max(len(shard.tokens) for shard in shards)
         mapping = SlotMapping.of(rows, cache.block_size, device)
-        own = torch.tensor(shares[self.group.rank].tokens, device=device)
+        own = torch.tensor(shards[self.group.rank].tokens, device=device)
         kept: list[int] = []
         tokens: list[int] = []
-        for rank, share in enumerate(shares):
+        for rank, shard in enumerate(shards):
             if rank != self.group.rank:
-                kept += range(rank * widest, rank * widest + len(share.tokens))
-                tokens += share.tokens
+                kept += range(rank * widest, rank * widest + len(shard.tokens))
+                tokens += shard.tokens
         self._spread = StepSpread(
             mapping.at(own),
             widest,
@@ -116,7 +116,7 @@ class ContextExchange:
         """Have what rank 0 has computed alone, all layers of it."""
         where = SlotMapping.of(rows, cache.block_size, cache.data.device)
         found = cache.stored(where.blocks, where.slots)
-        self.group.share(found)
+        self.group.broadcast(found)
         if self.group.rank:
             cache.store(where.blocks, where.slots, found)
 
@@ -163,10 +163,10 @@ class ContextSteps:
         """
         group = self.group
         if is_split(step.rows, group.ranks):
-            shares = shares_of(step.rows, group.ranks)
-            self._exchange.begin(step.rows, shares, self._cache)
+            shards = shards_of(step.rows, group.ranks)
+            self._exchange.begin(step.rows, shards, self._cache)
             try:
-                yield _part(step, shares[group.rank], shares[0])
+                yield _part(step, shards[group.rank], shards[0])
             finally:
                 self._exchange.end()
             return
@@ -193,7 +193,7 @@ class ContextSteps:
         return replace(found, logits=logits)
 
 
-def _part(step: StepInput, own: ContextShare, lead: ContextShare) -> StepPart:
+def _part(step: StepInput, own: ContextShard, lead: ContextShard) -> StepPart:
     here = {token: place for place, token in enumerate(own.tokens)}
     leads = set(lead.tokens)
     gathers = any(token not in leads for token in step.outputs)

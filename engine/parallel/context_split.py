@@ -20,7 +20,7 @@ MIN_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class ContextShare:
+class ContextShard:
     """What one rank computes of a step."""
 
     rows: tuple[PlanRow, ...]
@@ -37,7 +37,7 @@ def is_split(rows: Sequence[PlanRow], ranks: int) -> bool:
     return sum(row.count for row in rows if row.count >= 2 * ranks) >= ranks * MIN_TOKENS
 
 
-def shares_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShare]:
+def shards_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShard]:
     """One for each rank. Rank 0 has the last token of every row, of which it draws the next one."""
     runs: list[list[PlanRow]] = [[] for _ in range(ranks)]
     tokens: list[list[int]] = [[] for _ in range(ranks)]
@@ -50,7 +50,7 @@ def shares_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShare]:
                 )
                 tokens[rank].extend(range(first + run.start, first + run.stop))
         first += row.count
-    return [ContextShare(tuple(own), tuple(named)) for own, named in zip(runs, tokens, strict=True)]
+    return [ContextShard(tuple(own), tuple(named)) for own, named in zip(runs, tokens, strict=True)]
 
 
 def _runs(count: int, rank: int, ranks: int) -> list[range]:

@@ -114,7 +114,7 @@ class RankGroup:
         self._run(lambda: self._group.allreduce([x], options))
         return x
 
-    def share(self, x: torch.Tensor) -> None:
+    def broadcast(self, x: torch.Tensor) -> None:
         """Have rank 0's ``x``, which is contiguous, everywhere."""
         options = _in_order(torch.distributed.BroadcastOptions())
         options.rootRank = 0

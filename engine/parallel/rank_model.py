@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from engine.parallel.rank_group import RankGroup
-from engine.parallel.shard import ModelShare
+from engine.parallel.shard import ModelShard
 from engine.quantization.weight import QuantizedWeight, dequantize
 
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """One rank's share of a model, and the way to the other ranks."""
+    """One rank's shard of a model, and the way to the other ranks."""
 
-    share: ModelShare
+    shard: ModelShard
     group: RankGroup
 
     def embed(self, table: torch.Tensor | QuantizedWeight, token_ids: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ class RankModel:
 
         Exact: of each token one rank has the row, and the others add zeros.
         """
-        own = self.share.vocabulary
+        own = self.shard.vocabulary
         here = (token_ids >= own.start) & (token_ids < own.stop)
         ids = (token_ids - own.start).clamp(0, len(own) - 1)
         if isinstance(table, QuantizedWeight):
@@ -48,14 +48,14 @@ class RankModel:
 
         ``query`` and ``key`` [tokens, the rank's heads * head_dim]; ``weights`` fp32, the rank's.
         """
-        share = self.share
-        size = key.shape[1] // len(share.kv_heads)
+        shard = self.shard
+        size = key.shape[1] // len(shard.kv_heads)
         # What several ranks hold is counted once.
-        counted = slice((share.counted_kv_heads.start - share.kv_heads.start) * size, None)
+        counted = slice((shard.counted_kv_heads.start - shard.kv_heads.start) * size, None)
         q, k = query.float(), key.float()
         sums = torch.stack((q.square().sum(dim=1), k[:, counted].square().sum(dim=1)), dim=1)
         sums = self.group.add(sums)
-        wide, narrow = share.all_query_heads * size, share.all_kv_heads * size
+        wide, narrow = shard.all_query_heads * size, shard.all_kv_heads * size
         q = q * torch.rsqrt(sums[:, :1] / wide + epsilon) * weights[0]
         k = k * torch.rsqrt(sums[:, 1:] / narrow + epsilon) * weights[1]
         return q.to(query.dtype), k.to(key.dtype)
@@ -68,11 +68,11 @@ class RankModel:
         if not len(own):
             return own.new_empty(0, vocab_size)
         # Ranks may differ by one token, and what is gathered has one shape.
-        widest = -(-vocab_size // self.share.ranks)
+        widest = -(-vocab_size // self.shard.ranks)
         found = self.group.gather(F.pad(own, (0, widest - own.shape[1])))
         if found is None:
             return own.new_empty(0, vocab_size)
-        sizes = [_vocabulary(vocab_size, rank, self.share.ranks) for rank in range(len(found))]
+        sizes = [_vocabulary(vocab_size, rank, self.shard.ranks) for rank in range(len(found))]
         parts = zip(found, sizes, strict=True)
         return torch.cat([part[:, :size] for part, size in parts], dim=1)
 
@@ -85,7 +85,7 @@ class RankModel:
             return []
         value, place = own.max(dim=1)
         # fp64 holds both exactly.
-        named = torch.stack((value.double(), (place + self.share.vocabulary.start).double()))
+        named = torch.stack((value.double(), (place + self.shard.vocabulary.start).double()))
         found = self.group.gather(named)
         if found is None:
             return []

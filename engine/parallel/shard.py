@@ -18,7 +18,7 @@ a quantised weight shares a scale."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShare:
+class ModelShard:
     """Of one rank."""
 
     rank: int
@@ -50,8 +50,8 @@ class ModelShare:
         return self.rank == 0
 
 
-def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelShare:
-    """The share of ``rank`` of the whole model. Raises ConfigError where there is none."""
+def shard_of(config: ModelConfig, rank: int, ranks: int) -> ModelShard:
+    """The shard of ``rank`` of the whole model. Raises ConfigError where there is none."""
     if ranks > config.heads:
         raise ConfigError(
             f"tp {ranks} has more ranks than the model has query heads, {config.heads}: take"
@@ -65,7 +65,7 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelShare:
     piece = _piece(config.intermediate_size, ranks)
     inner = _run(config.intermediate_size // piece, rank, ranks)
     count = 0 if config.experts is None else config.experts.count
-    return ModelShare(
+    return ModelShard(
         rank,
         ranks,
         query_heads_of(rank, ranks, config.kv_heads, config.heads),
@@ -78,13 +78,13 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelShare:
     )
 
 
-def config_of(config: ModelConfig, share: ModelShare) -> ModelConfig:
+def config_of(config: ModelConfig, shard: ModelShard) -> ModelConfig:
     """The shape of what the rank holds. Vocabulary and experts are counted whole there."""
     return replace(
         config,
-        heads=len(share.query_heads),
-        kv_heads=len(share.kv_heads),
-        intermediate_size=len(share.inner),
+        heads=len(shard.query_heads),
+        kv_heads=len(shard.kv_heads),
+        intermediate_size=len(shard.inner),
     )
 
 

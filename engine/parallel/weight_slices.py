@@ -16,7 +16,7 @@ import torch
 from baton.errors import ConfigError
 from engine.checkpoint.families import FAMILIES
 from engine.checkpoint.model_config import ModelConfig
-from engine.parallel.shard import ModelShare
+from engine.parallel.shard import ModelShard
 from engine.quantization.weight import QuantizedWeight, concat_rows
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -60,41 +60,41 @@ class Cut:
 class WeightSlices:
     """Of one rank. The model's names are Hugging Face's."""
 
-    def __init__(self, config: ModelConfig, share: ModelShare) -> None:
+    def __init__(self, config: ModelConfig, shard: ModelShard) -> None:
         """``config`` is the whole model's."""
         self._family = FAMILIES[config.architecture]
-        self._share = share
+        self._shard = shard
         dim, inner = config.head_dim, config.intermediate_size
         wide, narrow = config.heads * dim, config.kv_heads * dim
-        query, key = _scaled(share.query_heads, dim), _scaled(share.kv_heads, dim)
+        query, key = _scaled(shard.query_heads, dim), _scaled(shard.kv_heads, dim)
         self._rows: dict[str, tuple[range, ...]] = {
             "q_proj": (query,),
             "k_proj": (key,),
             "v_proj": (key,),
             "qkv_proj": (query, _moved(key, wide), _moved(key, wide + narrow)),
-            "gate_proj": (share.inner,),
-            "up_proj": (share.inner,),
-            "gate_up_proj": (share.inner, _moved(share.inner, inner)),
-            "embed_tokens": (share.vocabulary,),
-            **dict.fromkeys(_HEADS, (share.vocabulary,)),
+            "gate_proj": (shard.inner,),
+            "up_proj": (shard.inner,),
+            "gate_up_proj": (shard.inner, _moved(shard.inner, inner)),
+            "embed_tokens": (shard.vocabulary,),
+            **dict.fromkeys(_HEADS, (shard.vocabulary,)),
         }
         if config.qk_norm == "full":
             self._rows |= {"q_norm": (query,), "k_norm": (key,)}
-        self._columns = {"o_proj": query, "down_proj": share.inner}
+        self._columns = {"o_proj": query, "down_proj": shard.inner}
 
     def of(self, name: str) -> Cut | None:
         """The part of the tensor ``name``, or of the matrix of that name; None: nothing of it."""
         if not name.startswith((*self._family.tensor_prefixes, *_HEADS)):
             return None
         if _FUSED_EXPERTS.search(name):
-            return Cut(0, (self._share.experts,))
+            return Cut(0, (self._shard.experts,))
         expert = _EXPERT.search(name)
         if expert is not None:
-            return Cut() if int(expert[1]) in self._share.experts else None
+            return Cut() if int(expert[1]) in self._shard.experts else None
         module, _, kind = name.rpartition(".")
         layer = module.rpartition(".")[2]
         if layer in self._columns and kind == "bias":
-            return Cut() if self._share.leads else None
+            return Cut() if self._shard.leads else None
         if layer in self._columns:
             return Cut(1, (self._columns[layer],))
         return Cut(0, self._rows.get(layer, ()))
@@ -106,7 +106,7 @@ class WeightSlices:
             return None if cut is None else cut.quantized(weight)
         except ValueError as error:
             raise ConfigError(
-                f"the quantised weight {name} cannot be cut for tp {self._share.ranks}: {error};"
+                f"the quantised weight {name} cannot be cut for tp {self._shard.ranks}: {error};"
                 " take another tp, or quantization none"
             ) from error
 

@@ -16,7 +16,7 @@ import torch
 from baton.sampling_params import SamplingParams
 from engine.sampling.grammar_state import Mask, unpack
 from engine.sampling.noise import gumbel, noise_keys
-from engine.scheduling.known_sequence import KnownSequence
+from engine.scheduling.plan import KnownSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the engine core asks of the engine, and what it gets back: flat data."""
+"""The data that engine core and engine exchange: step plans, their results, and known sequences."""
 
 from __future__ import annotations
 
@@ -100,3 +100,31 @@ class StepResult:
     left_out: tuple[int, ...] = ()
     """Rows that were not computed, by their place in the plan: an earlier step failed, and their
     sequences lack its tokens."""
+
+
+@dataclass(slots=True)
+class KnownSequence:
+    """What the engine was told of a sequence, and its tokens by now. Owned by the engine thread."""
+
+    token_ids: list[int]
+    """Prompt and output; the runner appends to it."""
+    prompt_length: int
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+    choice: int
+    takes_prompt: bool = True
+    """Whether a drafter takes the prompt in as it is computed."""
+    embeds: bool = False
+    """Whether its embedding is wanted, with the next token."""
+
+    @classmethod
+    def of(cls, new: NewSequence) -> KnownSequence:
+        """As it was when it came."""
+        return cls(
+            list(new.token_ids),
+            new.prompt_length,
+            new.sampling,
+            new.stop_ids,
+            new.choice,
+            embeds=new.embeds,
+        )

@@ -27,15 +27,12 @@ from collections.abc import Callable, Iterable
 from baton.errors import InvalidRequest
 from baton.request import FinishReason
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
-from engine.scheduling.findable_blocks import FindableBlocks
+from engine.scheduling.limits import SchedulerLimits, SequenceBounds
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
-from engine.scheduling.plan_in_flight import PlanInFlight
 from engine.scheduling.preemption import victim_of
-from engine.scheduling.scheduler_limits import SchedulerLimits
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_bounds import SequenceBounds
-from engine.scheduling.sequence_update import SequenceUpdate
-from engine.scheduling.step_rows import StepRows
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.sequence import Sequence, SequenceUpdate
+from engine.scheduling.step_builder import PlanInFlight, StepBuilder
 
 ReturnsHere = Callable[[Sequence], bool]
 """Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
@@ -48,7 +45,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self._bounds = SequenceBounds(limits)
-        self._findable = FindableBlocks(pool, limits)
+        self._prefix_cache = PrefixCache(pool, limits)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.held: set[Sequence] = set()
@@ -128,8 +125,8 @@ class Scheduler:
         sequence.block_table = blocks
         sequence.computed = sequence.scheduled = computed
         self.waiting.append(sequence)
-        self._findable.register(sequence)
-        self._findable.deduplicate(sequence)
+        self._prefix_cache.register(sequence)
+        self._prefix_cache.deduplicate(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """End a sequence in whatever state it is; idempotent."""
@@ -198,7 +195,7 @@ class Scheduler:
         chunks = budget if max_prompt_tokens is None else max_prompt_tokens
         self._release_all_idle()
         preemptions = self.preemptions
-        rows = StepRows(self.limits, self._bounds)
+        rows = StepBuilder(self.limits, self._bounds)
         decoding = [s for s in self.running if s.target - s.scheduled == 1]
         computing = [s for s in self.running if s.target - s.scheduled > 1]
         for sequence in (*decoding, *computing):
@@ -222,7 +219,7 @@ class Scheduler:
             self._admit(rows, chunks)
         return self._send(rows) if rows else None
 
-    def _send(self, rows: StepRows) -> StepPlan:
+    def _send(self, rows: StepBuilder) -> StepPlan:
         """The plan, in flight from now on."""
         plan = rows.make_plan(self._step + 1, tuple(self._dropped))
         flight = PlanInFlight(rows.rows, [source for source, _ in plan.copies])
@@ -303,7 +300,7 @@ class Scheduler:
                 return True
         return False
 
-    def _admit(self, rows: StepRows, chunks: int) -> None:
+    def _admit(self, rows: StepBuilder, chunks: int) -> None:
         """Let those in line join; ``chunks`` prompt tokens may be computed besides ``rows``."""
         budget = self.limits.chunk_tokens - rows.tokens
         while budget and len(self.running) < self.limits.max_sequences:
@@ -338,7 +335,7 @@ class Scheduler:
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Cached blocks of the longest known prefix, and new ones for the rest."""
         if not sequence.block_table:
-            hits = self._findable.prefix_of(sequence)
+            hits = self._prefix_cache.prefix_of(sequence)
             missing = self._bounds.blocks_for(sequence.target) - len(hits)
             # Room for one more block each keeps the running ones from preempting at once.
             headroom = len(self.running)
@@ -440,7 +437,7 @@ class Scheduler:
             extra = max(0, len(accepted) - 1)
             sequence.scheduled += extra
             sequence.computed = len(sequence.token_ids) - 1 if accepted else row.start + row.count
-            self._findable.register(sequence)
+            self._prefix_cache.register(sequence)
         if sequence.prefill_only and accepted and not _all_ended((sequence, *begun)):
             self.running.remove(sequence)
             self.held.add(sequence)

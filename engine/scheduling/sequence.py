@@ -1,8 +1,9 @@
-"""A sequence: the scheduler's state of one request."""
+"""A sequence, the scheduler's state of one request, and what a step brings it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from baton.grammar import TokenMatcher
 from baton.hashing import block_hashes
@@ -11,20 +12,11 @@ from baton.request import FinishReason, SequenceSpec
 
 
 class Sequence:
-    """Owned by the engine core; the scheduler alone changes it.
-
-    ``computed`` tokens have their KV in the cache. ``scheduled`` counts those of plans in flight
-    too. ``pending`` samples are in flight: tokens that exist for the engine and not yet here.
-    ``computed_here`` of the tokens that it came with were computed, in ``compute_s`` seconds: of a
-    step's time a sequence has the share that it has of its tokens. With plans in flight ``highest``
-    is the most tokens that it may have when they have ended, drafts included. ``takes_prompt``:
-    whether a drafter may take the prompt in as it is computed. While it is ``returning``, blocks
-    that it lost are on their way back: it keeps its place in line. ``embedding`` is there with the
-    first token, where it is wanted.
+    """One answer to a request, until it ends. The scheduler alone changes it.
 
     A request's answers share the prompt until the first token of each is drawn, all from the same
-    logits: ``siblings`` are those that begin then. A fork writes into a block of its own; if its
-    prompt ends within one, it is filled from ``copy_of`` first. ``spare`` blocks are for forks.
+    logits: ``siblings`` are those that begin then. A sibling writes into a block of its own; if its
+    prompt ends within a block, that one is filled from ``copy_of`` first.
     """
 
     __slots__ = (
@@ -77,7 +69,7 @@ class Sequence:
     ) -> None:
         """``prefill_only`` stops after one token and keeps its blocks until they are released.
 
-        Nothing is computed for it after ``deadline``, on the clock that ``queued_at`` is of.
+        Nothing is computed for it after ``deadline``, on the clock of ``queued_at``.
         """
         self.sequence_id = sequence_id
         self.spec = spec
@@ -90,27 +82,42 @@ class Sequence:
         self.token_ids: list[int] = list(spec.token_ids)
         self.block_table: list[int] = []
         self.hashes: list[bytes] = []
+        """Hashes of the full hash blocks, as far as they were needed."""
         self.registered = 0
+        """Blocks that the prefix cache has, from the first."""
         self.computed = 0
+        """Tokens whose KV is in the cache."""
         self.scheduled = 0
+        """``computed`` tokens, and those of plans in flight."""
         self.pending = 0
+        """Samples in flight: tokens that exist for the engine and not yet here."""
         self.highest = 0
+        """Maximum tokens when the plans in flight have ended, drafts included."""
         self.in_flight = 0
+        """Plans in flight that have a row of it."""
         self.cached_tokens = 0
+        """Tokens of its prompt whose KV was found in the prefix cache."""
         self.computed_here = 0
+        """Tokens that it came with and that were computed here, in ``compute_s`` seconds."""
         self.compute_s = 0.0
+        """Its share of the time of steps, which is its share of their tokens."""
         self.known_to_engine = False
         self.preempted = False
         self.preemptions = spec.preemptions
         self.returning = False
+        """Whether lost blocks are on their way back: it keeps its place in line."""
         self.finish_reason: FinishReason | None = None
         self.choice = choice
         self.siblings: tuple[Sequence, ...] = ()
         self.copy_of: int | None = None
+        """A pinned block, which is copied into its own one before its first step."""
         self.spare: list[int] = []
+        """Blocks for siblings."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.takes_prompt = True
+        """Whether a drafter may take the prompt in as it is computed."""
         self.embedding: tuple[float, ...] = ()
+        """Of the prompt, with the first token, where it is wanted."""
         self.matcher: TokenMatcher | None = None
 
     def follow(self, matcher: TokenMatcher | None) -> None:
@@ -159,3 +166,18 @@ class Sequence:
         """The hashes of all full hash blocks, of that many tokens, of the known tokens."""
         self.hashes = block_hashes(self.token_ids, hash_block, self.hash_key, self.hashes)
         return self.hashes
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What a step brought a sequence: new tokens, computed prompt tokens, perhaps its end."""
+
+    sequence: Sequence
+    token_ids: tuple[int, ...]
+    computed_prompt_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, where they are wanted."""
+    failure: str = ""
+    """Not empty: the sequence could not go on and has ended, and why."""
+    lost: bool = False
+    """It has ended: an earlier step failed, and it lacks the tokens of that step."""

@@ -20,8 +20,7 @@ import torch
 from engine.cpu.decoder import CpuDecoder
 from engine.kv.kv_cache import DrafterGroup
 from engine.sampling.sampling import SampleRow
-from engine.scheduling.known_sequence import KnownSequence
-from engine.scheduling.plan import PlanRow
+from engine.scheduling.plan import KnownSequence, PlanRow
 from engine.step.step import CoreShare, StepModel
 
 

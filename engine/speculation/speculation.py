@@ -14,8 +14,7 @@ from typing import Protocol
 
 import torch
 
-from engine.scheduling.known_sequence import KnownSequence
-from engine.scheduling.plan import PlanRow
+from engine.scheduling.plan import KnownSequence, PlanRow
 from engine.speculation.drafter import Draft, Drafter, NgramDrafter
 from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal
 from engine.speculation.model_drafter import ComputedRow

@@ -37,10 +37,10 @@ from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
 from kvtransfer.memory.checksum import raw_checksum
 from kvtransfer.pairs.negotiation import Fit, rank_transports
-from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, check_peer, share_between
+from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, check_peer, shard_between
 from kvtransfer.tickets.ticket import Ticket
-from kvtransfer.transports.links import accept_share, damaged
-from kvtransfer.transports.offer import are_on_two_hosts
+from kvtransfer.transports.in_place import are_on_two_hosts
+from kvtransfer.transports.links import accept_shard, damaged
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Batch, Parts, Peer, ReceiveLink, Transport
 
@@ -148,7 +148,7 @@ class Inbound:
             raise HandoffError(
                 f"here is {self.identity.name}, not its rank {message.receiver_rank}"
             )
-        share = share_between(writer, self.identity)
+        shard = shard_between(writer, self.identity)
         offers = {offer.transport: offer.offer for offer in message.offers}
         peer = Peer(writer.name, "", writer.rank)
         refusals: dict[str, str] = {}
@@ -160,7 +160,7 @@ class Inbound:
                 )
                 continue
             try:
-                link, answer = accept_share(self._transports[name], peer, offers[name], share)
+                link, answer = accept_shard(self._transports[name], peer, offers[name], shard)
             except HandoffError as error:
                 refusals[name] = error.message
                 continue

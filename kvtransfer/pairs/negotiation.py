@@ -11,7 +11,7 @@ from collections.abc import Collection
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import Geometry
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.layout.plan import check_convertible
+from kvtransfer.layout.reshard import check_convertible
 
 TRANSPORTS = ("cuda_ipc", "shm", "nixl", "nccl", "grpc", "gloo")
 """Best first: one copy within a device or host, then what networks do fastest, then what runs

@@ -25,14 +25,13 @@ from baton.rpc import convert
 from baton.rpc.grpc_errors import error_from_code, stream_ending, stream_errors
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.layout.share_layout import ShareLayout
+from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.pairs.bandwidth import Bandwidth
 from kvtransfer.pairs.negotiation import Fit, check_geometry
-from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, share_between
-from kvtransfer.pairs.push_queue import Load, PushQueue
-from kvtransfer.transports.links import connect_share
+from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, shard_between
+from kvtransfer.pairs.push_schedule import Bandwidth, Load, PushQueue
+from kvtransfer.transports.links import connect_shard
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Packed, Parts, Peer, SendLink, Transport
 
@@ -66,7 +65,7 @@ class Push:
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
         """Send the layers ``first`` … ``last - 1`` of a block, complete from now on; see ``put``.
 
-        Of a pair of ranks: what its share has of them, if any.
+        Of a pair of ranks: what its shard has of them, if any.
         """
         for offset, length in self._outbound.runs(target, first, last):
             self.put(target, source, offset, length)
@@ -163,7 +162,7 @@ class Outbound:
         self._transports = {transport.name: transport for transport in transports}
         self._limits = limits
         self._executor = executor
-        self._share: ShareLayout | None = None
+        self._shard: ShardLayout | None = None
         self._layout = KvLayout.of(self.geometry)
         self._call: Call | None = None
         self._link: SendLink | None = None
@@ -213,8 +212,8 @@ class Outbound:
             self.geometry = convert.geometry_from_proto(opened.geometry)
             self._layout = KvLayout.of(self.geometry)
             self._check_fit(transport)
-            self._share = self._share_with(self.peer)
-            self._link = connect_share(transport, self.peer, opened.answer, self._share)
+            self._shard = self._shard_with(self.peer)
+            self._link = connect_shard(transport, self.peer, opened.answer, self._shard)
             self.rank_addresses = tuple(opened.rank_addresses)
         except BaseException as error:
             call.cancel()
@@ -241,15 +240,15 @@ class Outbound:
                 f"go: it has {self.geometry}, here is {self._identity.geometry}"
             )
 
-    def _share_with(self, peer: Peer) -> ShareLayout | None:
+    def _shard_with(self, peer: Peer) -> ShardLayout | None:
         theirs = Identity(peer.incarnation, self._identity.fingerprint, self.geometry, peer.rank)
-        return share_between(self._identity, theirs)
+        return shard_between(self._identity, theirs)
 
     def runs(self, target: int, first: int, last: int) -> list[tuple[int, int]]:
         """Offset and bytes of what layers ``first`` … ``last - 1`` are in a block of a ticket."""
-        if self._share is not None:
-            has = self._share.share.has(target)
-            return self._share.layer_runs(first, last) if has else []
+        if self._shard is not None:
+            has = self._shard.shard.has(target)
+            return self._shard.layer_runs(first, last) if has else []
         if (first, last) == (0, self._layout.layers):
             return [(0, self._layout.block_bytes)]
         return self._layout.layer_runs(first, last)

@@ -10,7 +10,7 @@ from baton.errors import FingerprintMismatch, GeometryMismatch, HandoffError
 from baton.request import Geometry
 from baton.v1 import transfer_pb2
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.layout.share_layout import ShareLayout, share_of
+from kvtransfer.layout.shard_layout import ShardLayout, shard_of
 from kvtransfer.pairs.negotiation import Fit, check_geometry
 
 
@@ -42,7 +42,7 @@ class PairLimits:
     """A batch that has not landed by then ends its pair."""
 
 
-def share_between(writer: Identity, receiver: Identity) -> ShareLayout | None:
+def shard_between(writer: Identity, receiver: Identity) -> ShardLayout | None:
     """What the writer's rank gives the receiver's; None between two workers of one rank each.
 
     Raises HandoffError where that is nothing, or where a worker has no such rank.
@@ -53,7 +53,7 @@ def share_between(writer: Identity, receiver: Identity) -> ShareLayout | None:
     for layout, rank in ((source, writer.rank), (target, receiver.rank)):
         if not 0 <= rank < layout.tensor_parallel:
             raise HandoffError(f"there is no rank {rank} of {layout.tensor_parallel}")
-    return share_of(source, target, writer.rank, receiver.rank)
+    return shard_of(source, target, writer.rank, receiver.rank)
 
 
 def check_peer(own: Identity, peer: Identity, meant: str) -> Fit:

@@ -20,7 +20,7 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from baton.errors import HandoffError, TicketEnded
-from kvtransfer.layout.share_layout import ShareLayout
+from kvtransfer.layout.shard_layout import ShardLayout
 
 Attempt = tuple[str, int]
 """(request id, number of the attempt)"""
@@ -60,12 +60,12 @@ class Ticket:
         lease_s: float,
         now: float,
         purpose: Purpose = Purpose.HANDOFF,
-        shares: Sequence[ShareLayout] = (),
+        shards: Sequence[ShardLayout] = (),
         others: Iterable[int] = (),
     ) -> None:
         """``missing`` are the blocks to be written, ``pinned`` those held already.
 
-        ``shares``: what this rank gets, where the writer or the receiver has several ranks; none:
+        ``shards``: what this rank gets, where the writer or the receiver has several ranks; none:
         whole blocks, of ``block_bytes``. ``others``: the receiver's other ranks, on its rank 0.
         """
         self.ticket_id = ticket_id
@@ -82,8 +82,8 @@ class Ticket:
         self.copies = 0
         self._holds = 0
         """Waiting commits. Their writer renews nothing any more, since all bytes have landed."""
-        self._shares = {share.share.source_rank: share for share in shares}
-        self._awaited = {rank: self._all_of(rank) for rank in self._shares or (0,)}
+        self._shards = {shard.shard.source_rank: shard for shard in shards}
+        self._awaited = {rank: self._all_of(rank) for rank in self._shards or (0,)}
         """By the writer's rank: of each missing block the runs of bytes, (start, end), that nobody
 
         has begun to copy.
@@ -97,15 +97,15 @@ class Ticket:
 
     def _all_of(self, rank: int) -> dict[int, _Runs]:
         """What a rank of the writer has to bring."""
-        size, share = self._part_bytes(rank), self._shares.get(rank)
+        size, shard = self._part_bytes(rank), self._shards.get(rank)
         count = range(len(self.missing))
-        return {i: [(0, size)] for i in count if share is None or share.share.has(i)}
+        return {i: [(0, size)] for i in count if shard is None or shard.shard.has(i)}
 
     def _part_bytes(self, rank: int) -> int:
         """What a rank of the writer has of a block; 0 for one that has nothing."""
-        if not self._shares:
+        if not self._shards:
             return 0 if rank else self.block_bytes
-        return self._shares[rank].block_bytes if rank in self._shares else 0
+        return self._shards[rank].block_bytes if rank in self._shards else 0
 
     @property
     def is_open(self) -> bool:
@@ -125,9 +125,9 @@ class Ticket:
     @property
     def expected_bytes(self) -> int:
         """Of its own rank, and what the others have told."""
-        if not self._shares:
+        if not self._shards:
             return len(self.missing) * self.block_bytes
-        own = sum(len(self._all_of(rank)) * self._part_bytes(rank) for rank in self._shares)
+        own = sum(len(self._all_of(rank)) * self._part_bytes(rank) for rank in self._shards)
         return own + self._bytes_of_others
 
     def renew(self, now: float) -> None:

@@ -17,13 +17,11 @@ from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from weakref import WeakSet
 
-from baton.errors import ConfigError, HandoffError, WorkerFailed
+from baton.errors import ConfigError, HandoffError
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.memory import check_part as check_place
 from kvtransfer.transports import cuda_ipc
-from kvtransfer.transports.links import OpenTransfers, ReadSendLink, damaged
-from kvtransfer.transports.offer import host_of, read_offer
-from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.in_place import ReadReceiveLink, ReadSendLink, host_of, read_offer
 from kvtransfer.transports.transport import Batch, Peer
 
 _HANDLE_BYTES = 64
@@ -119,7 +117,7 @@ class CudaIpcTransport:
             copier = _Copier(self._memory, self._device, theirs)
         except ConfigError as error:
             raise HandoffError(error.message) from error
-        link = CudaIpcReceiveLink(copier, theirs, self._executor)
+        link = CudaIpcReceiveLink(copier, self._executor)
         self._links.add(link)
         return link, b""
 
@@ -137,7 +135,7 @@ class CudaIpcTransport:
 
 
 class _Copier:
-    """Copies parts of a writer's blocks, which it opens, into this worker's."""
+    """Implements ``Copier``: opens the writer's blocks for this worker's GPU."""
 
     def __init__(self, memory: BlockMemory, device: int, theirs: _Offer) -> None:
         """Raises HandoffError where GPU ``device`` cannot read the writer's blocks, ConfigError
@@ -149,9 +147,10 @@ class _Copier:
 
         from kvtransfer.memory import checksum_triton  # noqa: PLC0415
 
+        self.blocks = theirs.blocks
+        self.part_end = theirs.block_bytes
         self._memory = memory
         self._device = torch.device("cuda", device)
-        self._their_block_bytes = theirs.block_bytes
         self._kernels = checksum_triton
         # Of its own: on the default stream a copy would wait for the engine's steps.
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -159,15 +158,19 @@ class _Copier:
         exported = cuda_ipc.ExportedMemory(base64.b64decode(theirs.handle), theirs.offset)
         self._theirs = cuda_ipc.OpenedMemory(exported, theirs.blocks * theirs.block_bytes, device)
 
-    def copy(self, source: int, target: int, offset: int, length: int) -> int:
-        """Copy a part. Returns the checksum of what was written, which then has arrived.
+    def copy(self, batch: Batch) -> tuple[int, ...]:
+        """See ``Copier``. Raises WorkerFailed if it was closed."""
+        offset, length = batch.target.offset, batch.target.length
+        return tuple(
+            self._copy_part(source, target, offset, length)
+            for source, target in zip(batch.source.blocks, batch.target.blocks, strict=True)
+        )
 
-        Raises HandoffError where this worker has no such part, WorkerFailed if it was closed.
-        """
+    def _copy_part(self, source: int, target: int, offset: int, length: int) -> int:
         check_place(self._memory, target, offset, length)
         to = self._memory.address + target * self._memory.block_bytes + offset
         with self._theirs.reading() as first:
-            words = first + source * self._their_block_bytes + offset
+            words = first + source * self.part_end + offset
             if self._kernels.can_copy_words(to, words, length):
                 with self._on_stream(self._stream):
                     return self._kernels.copy_words(to, words, length, self._device)
@@ -181,68 +184,16 @@ class _Copier:
         self._theirs.close()
 
 
-class CudaIpcReceiveLink:
-    """Implements ``ReceiveLink``."""
+class CudaIpcReceiveLink(ReadReceiveLink[_Copier]):
+    """Unmaps the writer's blocks after the last copy of them."""
 
-    def __init__(self, copier: _Copier, theirs: _Offer, executor: Executor) -> None:
-        self._copier = copier
-        self._theirs = theirs
-        self._executor = executor
-        self._transfers = OpenTransfers()
-
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
-        """See ``ReceiveLink``. A copy takes no longer than its bytes do."""
-        transfer = self._transfers.new()
-        if not wanted:
-            transfer.cancel()
-            return transfer
-        if not self._sound(batch):
-            transfer.fail(HandoffError(f"batch {batch.number} lies outside its writer's blocks"))
-            return transfer
+    def _let_go(self, copier: _Copier) -> None:
+        # A thread of the executor does it: CUDA may wait for the GPU.
         try:
-            self._executor.submit(self._copy, batch, transfer)
-        except RuntimeError:
-            transfer.fail(WorkerFailed("this worker is stopping"))
-        return transfer
-
-    def _sound(self, batch: Batch) -> bool:
-        """Peers name parts, and may be wrong."""
-        source, target = batch.source, batch.target
-        end = source.offset + source.length
-        return (
-            all(0 <= block < self._theirs.blocks for block in source.blocks)
-            and 0 <= source.offset < end <= self._theirs.block_bytes
-            and (source.offset, source.length) == (target.offset, target.length)
-        )
-
-    def _copy(self, batch: Batch, transfer: Transfer) -> None:
-        if not transfer.begin():
-            return
-        try:
-            offset, length = batch.target.offset, batch.target.length
-            found = tuple(
-                self._copier.copy(source, target, offset, length)
-                for source, target in zip(batch.source.blocks, batch.target.blocks, strict=True)
-            )
-            if batch.checksums and found != batch.checksums:
-                raise damaged(batch.number)
-        except Exception as error:
-            transfer.fail(error)
-        else:
-            transfer.found = () if batch.checksums else found
-            transfer.finish()
-
-    def close(self) -> None:
-        """See ``ReceiveLink``. The writer's blocks are unmapped after the last copy of them.
-
-        A thread of the executor does that, because CUDA may wait for the GPU meanwhile.
-        """
-        self._transfers.end(WorkerFailed("the pair was closed"))
-        try:
-            self._executor.submit(self._copier.close)
+            self._executor.submit(copier.close)
         except RuntimeError:
             # The executor has ended, and with it every copy.
-            self._copier.close()
+            copier.close()
 
 
 def _parse(offer: bytes) -> _Offer:

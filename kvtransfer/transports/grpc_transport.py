@@ -29,9 +29,9 @@ from baton.rpc.grpc_channel import make_blocking_server, open_blocking_channel
 from baton.security.peer_roles import refusal
 from baton.security.tls import TlsFiles
 from baton.v1 import transfer_pb2
-from kvtransfer.layout.share_layout import ShareLayout
+from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.memory.share_memory import source_memory, target_memory
+from kvtransfer.memory.shard_memory import source_memory, target_memory
 from kvtransfer.transports.frames import Frame, decode_frame
 from kvtransfer.transports.links import OpenTransfers, place
 from kvtransfer.transports.transfer import Transfer
@@ -55,7 +55,7 @@ class GrpcTransport:
     part_bytes = CHUNK_BYTES
     batch_bytes = 4 * CHUNK_BYTES
     copies_out = True
-    carries_shares = True
+    carries_shards = True
     reads_in_place = False
 
     def __init__(self, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:
@@ -92,27 +92,27 @@ class GrpcTransport:
         return b"{}"
 
     def accept(
-        self, peer: Peer, offer: bytes, share: ShareLayout | None = None
+        self, peer: Peer, offer: bytes, shard: ShardLayout | None = None
     ) -> tuple[GrpcReceiveLink, bytes]:
-        """See ``SharingTransport``."""
+        """See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
         if len(self._links) >= MAX_PAIRS:
             raise HandoffError(f"{MAX_PAIRS} workers send blocks here already")
         pair = secrets.token_hex(16)
-        memory = target_memory(self._memory, share)
+        memory = target_memory(self._memory, shard)
         link = GrpcReceiveLink(memory, peer.incarnation, lambda: self._links.pop(pair, None))
         self._links[pair] = link
         return link, json.dumps({"address": self._address, "pair": pair}).encode()
 
-    def connect(self, peer: Peer, answer: bytes, share: ShareLayout | None = None) -> GrpcSendLink:
-        """See ``SharingTransport``."""
+    def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> GrpcSendLink:
+        """See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
         try:
             fields = json.loads(answer)
             address, pair = str(fields["address"]), str(fields["pair"])
         except (ValueError, KeyError, TypeError) as error:
             raise HandoffError(f"{peer.incarnation} has not said where blocks go") from error
-        memory = source_memory(self._memory, share)
+        memory = source_memory(self._memory, shard)
         link = GrpcSendLink(memory, peer.incarnation, address, pair, self._tls)
         self._senders.add(link)
         return link

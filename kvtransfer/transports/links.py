@@ -5,42 +5,40 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from baton.errors import BatonError, ChecksumMismatch, HandoffError, WorkerFailed
-from kvtransfer.layout.share_layout import ShareLayout
+from baton.errors import BatonError, ChecksumMismatch, HandoffError
+from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import (
     Batch,
-    Packed,
-    Parts,
     Peer,
     ReceiveLink,
     SendLink,
-    SharingTransport,
+    ShardingTransport,
     Transport,
 )
 
 
-def accept_share(
-    transport: Transport, peer: Peer, offer: bytes, share: ShareLayout | None
+def accept_shard(
+    transport: Transport, peer: Peer, offer: bytes, shard: ShardLayout | None
 ) -> tuple[ReceiveLink, bytes]:
     """``Transport.accept``, of a pair of ranks. Raises HandoffError where it carries none."""
-    if share is None:
+    if shard is None:
         return transport.accept(peer, offer)
-    return _sharing(transport).accept(peer, offer, share)
+    return _sharding(transport).accept(peer, offer, shard)
 
 
-def connect_share(
-    transport: Transport, peer: Peer, answer: bytes, share: ShareLayout | None
+def connect_shard(
+    transport: Transport, peer: Peer, answer: bytes, shard: ShardLayout | None
 ) -> SendLink:
     """``Transport.connect``, of a pair of ranks. Raises HandoffError where it carries none."""
-    if share is None:
+    if shard is None:
         return transport.connect(peer, answer)
-    return _sharing(transport).connect(peer, answer, share)
+    return _sharding(transport).connect(peer, answer, shard)
 
 
-def _sharing(transport: Transport) -> SharingTransport:
-    if isinstance(transport, SharingTransport):
+def _sharding(transport: Transport) -> ShardingTransport:
+    if isinstance(transport, ShardingTransport):
         return transport
     raise HandoffError(
         f"transport {transport.name} is for workers of one rank each: workers of several exchange "
@@ -115,27 +113,3 @@ def check_part(found: int, expected: int, batch: Batch) -> None:
 def damaged(number: int) -> ChecksumMismatch:
     """The error of a batch whose bytes are not those that its writer has."""
     return ChecksumMismatch(f"a part of batch {number} arrived damaged")
-
-
-class ReadSendLink:
-    """Implements ``SendLink`` where the receiver reads: there is nothing to send."""
-
-    def __init__(self, memory: BlockMemory) -> None:
-        self._memory = memory
-        self._transfers = OpenTransfers()
-
-    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """See ``SendLink``."""
-        assert memory is None or memory is self._memory, "the receiver cannot read other memory"
-        sums = self._memory.checksum_many(parts.blocks, parts.offset, parts.length)
-        return Packed(parts, sums)
-
-    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
-        """See ``SendLink``."""
-        transfer = self._transfers.new()
-        transfer.finish()
-        return transfer
-
-    def close(self) -> None:
-        """See ``SendLink``."""
-        self._transfers.end(WorkerFailed("the pair was closed"))

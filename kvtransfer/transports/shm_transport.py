@@ -19,14 +19,12 @@ from weakref import WeakSet
 
 import numpy as np
 
-from baton.errors import ConfigError, HandoffError, WorkerFailed
-from kvtransfer.layout.share_layout import ShareLayout
+from baton.errors import ConfigError, HandoffError
+from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.memory.share_memory import PeerBlocks, Pieces, ShareMemory, source_memory
+from kvtransfer.memory.shard_memory import PeerBlocks, Pieces, ShardMemory, source_memory
 from kvtransfer.memory.shared_pool import open_shared
-from kvtransfer.transports.links import OpenTransfers, ReadSendLink, place
-from kvtransfer.transports.offer import host_of, read_offer
-from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.in_place import ReadReceiveLink, ReadSendLink, host_of, read_offer
 from kvtransfer.transports.transport import Batch, Peer
 
 
@@ -50,7 +48,7 @@ class ShmTransport:
     part_bytes = 8 << 20
     batch_bytes = 16 << 20
     copies_out = False
-    carries_shares = True
+    carries_shards = True
     reads_in_place = True
     staging_bytes = 0
 
@@ -84,31 +82,32 @@ class ShmTransport:
         return self._offer
 
     def accept(
-        self, peer: Peer, offer: bytes, share: ShareLayout | None = None
+        self, peer: Peer, offer: bytes, shard: ShardLayout | None = None
     ) -> tuple[ShmReceiveLink, bytes]:
-        """See ``SharingTransport``."""
+        """See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
         theirs = _parse(offer)
         if (theirs.boot_id, theirs.pid_namespace) != host_of(self.name):
             raise HandoffError(f"{peer.incarnation} is on another host, or in another container")
         blocks = open_shared(theirs.pid, theirs.descriptor, theirs.inode, theirs.bytes)
-        link: ShmReceiveLink
-        if share is None or share.is_whole:
-            link = ShmReceiveLink(self._memory, blocks.data, theirs.block_bytes, self._executor)
-        elif theirs.block_bytes != share.source_block_bytes:
+        copier: ShmCopier | ShmShardCopier
+        if shard is None or shard.is_whole:
+            copier = ShmCopier(self._memory, blocks.data, theirs.block_bytes)
+        elif theirs.block_bytes != shard.source_block_bytes:
             raise HandoffError(
                 f"{peer.incarnation} offers blocks of {theirs.block_bytes} bytes, and those of its "
-                f"rank have {share.source_block_bytes}"
+                f"rank have {shard.source_block_bytes}"
             )
         else:
-            link = ShmShareLink(self._memory, blocks.data, share, self._executor)
+            copier = ShmShardCopier(self._memory, blocks.data, shard)
+        link = ShmReceiveLink(copier, self._executor)
         self._links.add(link)
         return link, b""
 
-    def connect(self, peer: Peer, answer: bytes, share: ShareLayout | None = None) -> ReadSendLink:
-        """See ``SharingTransport``."""
+    def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> ReadSendLink:
+        """See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
-        link = ReadSendLink(source_memory(self._memory, share))
+        link = ReadSendLink(source_memory(self._memory, shard))
         self._links.add(link)
         return link
 
@@ -118,77 +117,45 @@ class ShmTransport:
             link.close()
 
 
-class ShmReceiveLink:
-    """Implements ``ReceiveLink``."""
+class ShmCopier:
+    """Implements ``Copier`` for blocks that go as they lie."""
 
-    def __init__(
-        self, memory: BlockMemory, theirs: memoryview, block_bytes: int, executor: Executor
-    ) -> None:
+    def __init__(self, memory: BlockMemory, theirs: memoryview, block_bytes: int) -> None:
+        """``theirs`` are the writer's blocks, of ``block_bytes`` each."""
+        self.blocks = len(theirs) // block_bytes
+        self.part_end = block_bytes
         self._memory = memory
         self._theirs = theirs
-        """Empty once it is closed: whoever still refers to the link must not keep the mapping."""
         self._block_bytes = block_bytes
-        self._part_end = block_bytes
-        """Where the last part of a block ends at most."""
-        self._executor = executor
-        self._transfers = OpenTransfers()
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
-        """See ``ReceiveLink``. A copy takes no longer than its bytes do."""
-        transfer = self._transfers.new()
-        if not wanted:
-            transfer.cancel()
-            return transfer
-        source, theirs = batch.source, self._theirs
-        last = (max(source.blocks) + 1) * self._block_bytes
-        if source.offset + source.length > self._part_end or last > len(theirs):
-            transfer.fail(HandoffError(f"batch {batch.number} lies outside its writer's blocks"))
-            return transfer
-        try:
-            self._executor.submit(self._copy, batch, theirs, transfer)
-        except RuntimeError:
-            transfer.fail(WorkerFailed("this worker is stopping"))
-        return transfer
-
-    def _copy(self, batch: Batch, theirs: memoryview, transfer: Transfer) -> None:
-        if not transfer.begin():
-            return
-        try:
-            found = self._copy_parts(batch, theirs)
-        except Exception as error:
-            transfer.fail(error)
-        else:
-            transfer.found = () if batch.checksums else found
-            transfer.finish()
-
-    def _copy_parts(self, batch: Batch, theirs: memoryview) -> tuple[int, ...]:
-        source = batch.source
-        starts = [block * self._block_bytes + source.offset for block in source.blocks]
-        return place(self._memory, batch, theirs, starts)
-
-    def close(self) -> None:
-        """See ``ReceiveLink``. The mapping goes with the last copy that reads it."""
-        self._transfers.end(WorkerFailed("the pair was closed"))
-        self._theirs = memoryview(b"")
-
-
-class ShmShareLink(ShmReceiveLink):
-    """Where a rank takes the heads that it has of a peer's blocks."""
-
-    def __init__(
-        self, memory: BlockMemory, theirs: memoryview, share: ShareLayout, executor: Executor
-    ) -> None:
-        super().__init__(memory, theirs, share.source_block_bytes, executor)
-        self._packed = ShareMemory(memory, share.target_planes, share.block_bytes)
-        self._part_end = share.block_bytes
-        self._pieces = Pieces(share.source_planes)
-
-    def _copy_parts(self, batch: Batch, theirs: memoryview) -> tuple[int, ...]:
+    def copy(self, batch: Batch) -> tuple[int, ...]:
+        """See ``Copier``."""
         source, target = batch.source, batch.target
-        peer = PeerBlocks(
-            np.frombuffer(theirs, dtype=np.uint8), self._block_bytes, self._pieces, source.blocks
+        starts = [block * self._block_bytes + source.offset for block in source.blocks]
+        return self._memory.write_many(
+            target.blocks, target.offset, target.length, self._theirs, starts
         )
+
+
+class ShmShardCopier:
+    """Implements ``Copier`` for the heads that a rank has of a writer's blocks."""
+
+    def __init__(self, memory: BlockMemory, theirs: memoryview, shard: ShardLayout) -> None:
+        self.blocks = len(theirs) // shard.source_block_bytes
+        self.part_end = shard.block_bytes
+        self._packed = ShardMemory(memory, shard.target_planes, shard.block_bytes)
+        self._theirs = np.frombuffer(theirs, dtype=np.uint8)
+        self._block_bytes = shard.source_block_bytes
+        self._pieces = Pieces(shard.source_planes)
+
+    def copy(self, batch: Batch) -> tuple[int, ...]:
+        """See ``Copier``."""
+        source, target = batch.source, batch.target
+        peer = PeerBlocks(self._theirs, self._block_bytes, self._pieces, source.blocks)
         return self._packed.copy_from(target.blocks, target.offset, target.length, peer)
+
+
+ShmReceiveLink = ReadReceiveLink[ShmCopier | ShmShardCopier]
 
 
 def _parse(offer: bytes) -> _Offer:

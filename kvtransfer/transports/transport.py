@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from kvtransfer.layout.share_layout import ShareLayout
+from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transfer import Transfer
 
@@ -171,17 +171,17 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class SharingTransport(Transport, Protocol):
-    """One that also carries what ranks of unequal workers share of their blocks."""
+class ShardingTransport(Transport, Protocol):
+    """One that also carries shards: the heads that ranks of unequal workers have in common."""
 
     @property
-    def carries_shares(self) -> bool:
+    def carries_shards(self) -> bool:
         """That it does."""
 
     def accept(
-        self, peer: Peer, offer: bytes, share: ShareLayout | None = None
+        self, peer: Peer, offer: bytes, shard: ShardLayout | None = None
     ) -> tuple[ReceiveLink, bytes]:
-        """See ``Transport``. With a ``share`` that is not whole, parts are of its packed bytes."""
+        """See ``Transport``. With a ``shard`` that is not whole, parts are of its packed bytes."""
 
-    def connect(self, peer: Peer, answer: bytes, share: ShareLayout | None = None) -> SendLink:
-        """See ``Transport``. With a ``share`` that is not whole, parts are of its packed bytes."""
+    def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> SendLink:
+        """See ``Transport``. With a ``shard`` that is not whole, parts are of its packed bytes."""

@@ -31,7 +31,7 @@ import redis
 import typer
 from rich.console import Console
 
-from baton.config.cluster import PolicyName
+from baton.config.choices import PolicyName
 from baton.errors import ConfigError, Unavailable
 from baton.request import Geometry, LoadSnapshot
 from baton.store.prefix_index import PrefixIndex

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import ConfigError
 from decode_worker.role import DecodeRole
 from loadtest.common.line_service import Asker, Fields, run_helper
-from worker.cores.cores import host_cores
+from worker.cores.core_board import host_cores
 from worker.process import WorkerProcess
 from worker.settings import WorkerSettings
 

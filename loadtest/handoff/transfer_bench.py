@@ -17,7 +17,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from baton.config.cluster import TransportName
+from baton.config.choices import TransportName
 from baton.errors import BatonError, ConfigError
 from baton.host.host_memory import available_bytes
 from kvtransfer.pairs.outbound import Outbound

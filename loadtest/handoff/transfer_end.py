@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client import CollectorRegistry
 
-from baton.config.cluster import MIB, Config, TlsConfig, TransportName
+from baton.config.choices import MIB, TransportName
+from baton.config.cluster import Config
+from baton.config.tls import TlsConfig
 from baton.host.background import end_tasks
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
@@ -49,8 +51,9 @@ async def transfer_end(
     spare_the_interpreter()
     keep_buffers()
     threads = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="transfer")
-    limits = PairLimits(window_bytes=config.transfer_window_mib * MIB, silence_s=config.lease_s)
-    ranks = RankLinks(rank_addresses, limits, config.lease_s) if rank_addresses else None
+    advanced = config.advanced
+    limits = PairLimits(window_bytes=advanced.transfer_window_mib * MIB, silence_s=advanced.lease_s)
+    ranks = RankLinks(rank_addresses, limits, advanced.lease_s) if rank_addresses else None
     try:
         if ranks is not None:
             await ranks.open(identity)
@@ -59,13 +62,13 @@ async def transfer_end(
             BlockPool(memory.blocks),
             WorkerMetrics(CollectorRegistry()),
             block_bytes=memory.block_bytes,
-            lease_s=config.lease_s,
+            lease_s=advanced.lease_s,
             geometry=identity.geometry,
             ranks=ranks,
         )
         own = tls.of("worker")
         exchange = Exchange(identity, transports, receiver, limits, threads, ranks, own)
-        beat = asyncio.create_task(_beat(exchange, config.heartbeat_s), name="heartbeat")
+        beat = asyncio.create_task(_beat(exchange, advanced.heartbeat_s), name="heartbeat")
         try:
             yield exchange
         finally:

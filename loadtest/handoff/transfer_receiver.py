@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 
-from baton.config.cluster import TlsConfig
+from baton.config.tls import TlsConfig
 from baton.rpc.grpc_channel import listen, make_server
 from baton.security.peer_roles import PeerRoles
 from baton.v1 import transfer_pb2_grpc

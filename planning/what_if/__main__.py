@@ -13,8 +13,7 @@ import sys
 
 from baton.errors import BatonError
 from planning.what_if.answer import answer
-from router.console.what_if import DEADLINE_S
-from router.console.what_if_question import Question
+from router.console.what_if import DEADLINE_S, WhatIfQuestion
 
 _NICE = 10
 _LATER_S = 10
@@ -26,7 +25,7 @@ def main() -> int:
     # The router ends it at the deadline; this is for a router that is gone.
     signal.alarm(int(DEADLINE_S) + _LATER_S)
     try:
-        found = answer(Question.model_validate_json(sys.stdin.buffer.read()))
+        found = answer(WhatIfQuestion.model_validate_json(sys.stdin.buffer.read()))
     except BatonError as error:
         print(error.message, file=sys.stderr)  # noqa: T201 - whoever started it reads this
         return 1

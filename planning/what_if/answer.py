@@ -17,28 +17,28 @@ from planning.simulator.costs.worker_kinds import profile_of
 from planning.simulator.results import SimulationResult
 from planning.simulator.simulation import simulate
 from planning.simulator.summary import summary
-from router.console.what_if_question import (
-    Answer,
-    Arrival,
+from router.console.what_if import (
+    PastRequest,
     Percentile,
-    Question,
     Shape,
     ShapeAnswer,
+    WhatIfAnswer,
+    WhatIfQuestion,
 )
 
 
-def answer(question: Question) -> Answer:
+def answer(question: WhatIfQuestion) -> WhatIfAnswer:
     """Simulates each shape. Raises ConfigError."""
     config = Config(**question.config)
     trace = _trace(question.traffic, config.block_size)
-    return Answer(
+    return WhatIfAnswer(
         requests=len(trace),
         seconds=trace[-1].arrival_s,
         shapes=tuple(_shape(shape, question, trace, config) for shape in question.shapes),
     )
 
 
-def _trace(traffic: Sequence[Arrival], block: int) -> list[TracedRequest]:
+def _trace(traffic: Sequence[PastRequest], block: int) -> list[TracedRequest]:
     trace, fresh = [], 1 << 32
     for one in traffic:
         blocks = math.ceil(one.input_tokens / block)
@@ -50,7 +50,7 @@ def _trace(traffic: Sequence[Arrival], block: int) -> list[TracedRequest]:
 
 
 def _shape(
-    shape: Shape, question: Question, trace: Sequence[TracedRequest], config: Config
+    shape: Shape, question: WhatIfQuestion, trace: Sequence[TracedRequest], config: Config
 ) -> ShapeAnswer:
     cluster = ClusterShape(
         shape.prefill,

@@ -10,7 +10,10 @@ import ipaddress
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from baton.config.cluster import Config, KeyConfig, Scope, split_host_port
+from baton.config.access import KeyConfig
+from baton.config.choices import Scope
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
 from baton.errors import (
     Forbidden,
     Overloaded,

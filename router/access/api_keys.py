@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config.cluster import DEFAULT_TENANT, KeyConfig
+from baton.config.access import KeyConfig
+from baton.config.choices import DEFAULT_TENANT
 from baton.config.keys_file import read_keys
 from baton.errors import ConfigError, Unauthenticated
 from baton.request import Principal

@@ -28,7 +28,7 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from baton.config.cluster import KeyConfig
+from baton.config.access import KeyConfig
 from baton.errors import RateLimitExceeded, RequestTooLarge
 from baton.host.background import end_tasks
 from baton.telemetry.metrics import RouterMetrics

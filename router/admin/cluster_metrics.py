@@ -1,4 +1,4 @@
-"""One page with the metrics of the whole cluster."""
+"""A page with the metrics of the whole cluster, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ async def cluster_page(
     supervisor: str | None = None,
     tls: LiveContext | None = None,
 ) -> bytes:
-    """The router's own series, and those of the supervisor and of every worker that answers, in
+    """The series of this router, the supervisor and all workers, merged.
 
-    Prometheus' text format. ``addresses`` of workers are host:port, as the ``supervisor``'s. Who
-    does not answer is left out and named in a comment. ``tls``: this router's, where they ask for
-    its certificate.
+    ``addresses`` (of workers) and ``supervisor`` are host:port. A comment names each process that
+    does not answer. ``tls``: this router's certificate, if the others require one.
     """
     asked = [_Page(address, "worker") for address in addresses]
     asked += [] if supervisor is None else [_Page(supervisor, "supervisor")]
@@ -43,10 +42,10 @@ async def cluster_page(
 
 
 def merge_pages(pages: Iterable[str]) -> bytes:
-    """Pages as one: each family once, with all its series.
+    """Merge pages: each family comes once, with the series of all pages.
 
-    Equal series of several pages are summed, save gauges, of which the last one stays. Families
-    of others (a process' memory …) name no worker and are left out. Raises ValueError.
+    Equal series are summed, except for gauges, whose last value stays. Other families than Baton's,
+    such as a process' memory, name no worker and are dropped. Raises ValueError for a bad page.
     """
     families: dict[str, Metric] = {}
     for page in pages:
@@ -73,7 +72,7 @@ def _unite(family: Metric) -> None:
 
 
 class _Collected:
-    """What ``generate_latest`` asks of a registry."""
+    """The part of a registry that ``generate_latest`` uses."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
@@ -84,7 +83,7 @@ class _Collected:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """Where it is, and who its server must be."""
+    """A page's address, and the role in its server's certificate."""
 
     address: str
     role: PeerRole
@@ -118,6 +117,6 @@ async def _fetch(client: httpx.AsyncClient, page: _Page, scheme: str) -> str:
     async with asyncio.timeout(_DEADLINE_S):
         answer = await client.get(f"{scheme}://{page.address}/metrics", extensions=named)
     answer.raise_for_status()
-    # Parsed here once, so that a page that is none counts as no answer.
+    # Parsed here too: an invalid page counts as no answer.
     list(text_string_to_metric_families(answer.text))
     return answer.text

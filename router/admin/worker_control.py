@@ -1,4 +1,8 @@
-"""Draining workers and changing their roles, for operators. Owned by the router's event loop."""
+"""Operators' control of workers: drains, role changes, and the sizes of pools.
+
+A pool's chosen size is stored in Redis. The supervisor reads it there, and starts workers or drains
+those with the highest numbers. Owned by the router's event loop.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +12,54 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
+import redis
 
-from baton.errors import LastWorker, NotFound, WorkerFailed
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
+from baton.errors import InvalidRequest, LastWorker, NotFound, Unavailable, WorkerFailed
 from baton.rpc.grpc_errors import CODE_KEY, call_errors
 from baton.store.registry import DRAINING
+from baton.store.supervision import MAX_WORKERS, PoolSizes
 from baton.v1 import control_pb2, control_pb2_grpc
+from router.routing.policy import route_settings
 from router.workers.worker_links import WorkerLink
 
 ANSWER_S = 10.0
-"""How much later than the deadline of a drain its answer may come."""
+"""Maximum delay of a drain's answer after the drain's deadline, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
-    """What an operator needs to know of a worker before acting on it."""
+class WorkerStatus:
+    """What operators see of a worker before they act on it."""
 
     slot: str
     role: str
     state: str
-    """As the registry lists it: ``ready``, ``draining``, …"""
+    """State in the registry: ``ready``, ``draining``, …"""
     running: int
     """Sequences in its batch."""
     waiting: int
-    """Sequences that wait for a place in it."""
+    """Sequences that wait for a place in its batch."""
     is_last: bool
-    """Whether no other worker of its role is ready."""
+    """Whether no other worker of its role is ready: draining it needs ``force``."""
 
 
 class WorkerControl:
-    """See the module's text."""
+    """Drains workers and changes their roles."""
 
     def __init__(
         self, links: Callable[[], Sequence[WorkerLink]], is_up: Callable[[WorkerLink], bool]
     ) -> None:
-        """``links`` gives the connections to all workers, ``is_up`` tells which take requests."""
+        """``links``: the connections to all workers. ``is_up``: whether one takes requests."""
         self._links = links
         self._is_up = is_up
         self._leaving: Counter[str] = Counter()
-        """Drains and role changes in flight, by slot: the registry may still list it as ready."""
+        """Drains and role changes in flight, by slot. The registry may list these as ready."""
 
-    def workers(self) -> tuple[WorkerView, ...]:
-        """Every worker that this router knows, by slot."""
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        """All workers that this router knows, sorted by slot."""
         return tuple(
-            WorkerView(
+            WorkerStatus(
                 slot=link.record.slot,
                 role=link.record.role,
                 state=link.record.state,
@@ -62,13 +71,13 @@ class WorkerControl:
         )
 
     async def drain(self, slot: str, deadline_s: float, *, force: bool = False) -> bool:
-        """Drain a worker; whether nothing was left by the deadline.
+        """Drain a worker. Returns whether nothing was left at the deadline.
 
         Raises NotFound if there is no such worker, LastWorker if no other worker of its role is
         ready and ``force`` is false, WorkerFailed, Unavailable.
         """
         link = self._find(slot)
-        # A drain that goes on already may be asked for again: the first router may have died.
+        # A running drain may be requested again: the first router may have died.
         if not force and link.record.state != DRAINING:
             self._check_left(link, "draining it")
         request = control_pb2.DrainRequest(deadline_ms=int(deadline_s * 1e3))
@@ -80,9 +89,9 @@ class WorkerControl:
     async def change_role(
         self, slot: str, role: str, deadline_s: float, *, force: bool = False
     ) -> float:
-        """Have a worker come back in ``role``; seconds from taking no more work to serving again.
+        """Restart a worker in ``role``. Returns the seconds in which it took no work.
 
-        Raises as ``drain`` does.
+        Raises the errors of ``drain``.
         """
         link = self._find(slot)
         is_new = link.record.role != role
@@ -96,7 +105,7 @@ class WorkerControl:
 
     @contextlib.contextmanager
     def _leaves(self, slot: str) -> Iterator[None]:
-        """Inside, the worker does not count as one that is left in its role."""
+        """Within the context, the worker does not count as ready in its role."""
         self._leaving[slot] += 1
         try:
             yield
@@ -128,17 +137,92 @@ class WorkerControl:
         return links[slot]
 
 
+class PoolScaling:
+    """Reads and chooses the sizes of pools."""
+
+    def __init__(self, config: Config, sizes: PoolSizes) -> None:
+        self._pools = {pool.name: pool for pool in config.pools}
+        self._sizes = sizes
+        routes = route_settings(config).classes
+        self._needs_prefill = {
+            name: [
+                pool.name
+                for pool in config.pools
+                if pool.role == "prefill" and route.prefill.allows(pool.name)
+            ]
+            for name, route in routes.items()
+            if route.local_prefill == "never"
+        }
+        """Prefill pools of each class whose prompts no decode worker computes."""
+
+    @property
+    def pools(self) -> Sequence[PoolConfig]:
+        """The configured pools."""
+        return tuple(self._pools.values())
+
+    async def sizes(self) -> dict[str, int]:
+        """Workers that each pool should have. Raises Unavailable if Redis does not answer."""
+        try:
+            return await self._read()
+        except redis.RedisError as error:
+            raise Unavailable("Redis does not answer: the pools' sizes are unknown") from error
+
+    async def scale(self, pool: str, count: int, *, force: bool = False) -> int:
+        """Choose a pool's size. Returns its previous size.
+
+        Raises NotFound if there is no such pool; InvalidRequest for too many workers, and if no
+        decode worker would be left; LastWorker if no prefill worker would be left for a class that
+        needs one and ``force`` is false; Unavailable if Redis does not answer.
+        """
+        if pool not in self._pools:
+            known = ", ".join(sorted(self._pools))
+            raise NotFound(f"there is no pool {pool!r}; known: {known}", param="pool")
+        if not 0 <= count <= MAX_WORKERS:
+            raise InvalidRequest(f"a pool has at most {MAX_WORKERS} workers", param="count")
+        try:
+            sizes = await self._read()
+            if not self._decode_workers(sizes | {pool: count}):
+                raise InvalidRequest(
+                    f"no decode worker would be left without {pool!r}, and nothing can be served",
+                    param="count",
+                )
+            if not force:
+                self._check_prefill(pool, sizes | {pool: count})
+            await self._sizes.write(pool, count)
+        except redis.RedisError as error:
+            raise Unavailable(f"Redis does not answer: {pool!r} stays as it is") from error
+        return sizes[pool]
+
+    def _check_prefill(self, pool: str, sizes: dict[str, int]) -> None:
+        for name, pools in self._needs_prefill.items():
+            if pool in pools and not any(sizes[one] for one in pools):
+                raise LastWorker(
+                    f"no prefill worker would be left for requests of class {name!r}, and its"
+                    " local_prefill is never: they could not be served. Repeat this with force to"
+                    " do it all the same",
+                    param="force",
+                )
+
+    async def _read(self) -> dict[str, int]:
+        sizes = {name: pool.count for name, pool in self._pools.items()}
+        chosen = await self._sizes.read()
+        return sizes | {name: count for name, count in chosen.items() if name in sizes}
+
+    def _decode_workers(self, sizes: dict[str, int]) -> int:
+        return sum(sizes[name] for name, pool in self._pools.items() if pool.role == "decode")
+
+
 @contextlib.contextmanager
 def _errors(link: WorkerLink) -> Iterator[None]:
-    """Inside, while a call is awaited: who has gone is told as such, without gRPC's words."""
+    """Within the context, a call to an ended worker raises WorkerFailed."""
     with call_errors(link.record.incarnation):
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            told = dict(error.trailing_metadata() or ())
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or CODE_KEY in told:
+            metadata = dict(error.trailing_metadata() or ())
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or CODE_KEY in metadata:
                 raise
             raise WorkerFailed(
                 f"{link.record.slot} does not answer: it has ended, or is about to, and another"
-                " takes its place; baton status shows who is there"
+                " worker replaces it; baton status shows the workers"
             ) from error

@@ -40,6 +40,8 @@ from router.admission.prefill_forecast import PrefillForecast
 
 MAX_LEAD_S = 30.0
 """No priority, however low its number, is worth more than this many seconds of waiting."""
+PRIORITY_STEP_S = 1.0
+"""Waiting time that makes up for one level of priority."""
 MIN_PACED_TOKENS = 8
 """The time per token of a shorter answer is that of its handoff more than that of decoding."""
 MIN_RETRY_S = 0.1
@@ -108,14 +110,13 @@ class Admission:
         self._behind: FairQueue[_Request] = FairQueue(weights, sys.maxsize)
         self._entries: dict[str, Entry[_Request]] = {}
         self._max_queue_s = config.max_queue_s
-        self._step_s = config.priority_step_s
         self._slo_tpot_s = config.slo_tpot_s
         self._paces = config.admission == "slo"
         self._refuse = refuse
         self._prefill = PrefillForecast()
         self._decode = DecodeRoom()
         self._slack = BackgroundSlack(
-            self._prefill, self._decode, config.slo_tpot_s, config.batch_most_in_flight
+            self._prefill, self._decode, config.slo_tpot_s, config.max_batch_in_flight
         )
         self._overload = Overload()
         self._pace = Pace()
@@ -162,7 +163,7 @@ class Admission:
         expected = self._decode.expected_tokens(applicant.max_tokens)
         answer = Answer(applicant.prompt_tokens, expected, applicant.choices)
         request = _Request(applicant, now, answer, capacity.work_s(applicant.prompt_tokens))
-        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, applicant.priority * self._step_s))
+        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, applicant.priority * PRIORITY_STEP_S))
         cost = max(1, applicant.prompt_tokens + expected * applicant.choices)
         entry = Entry(applicant.tenant, now + lead, cost, request)
         if applicant.background:

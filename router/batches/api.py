@@ -93,7 +93,7 @@ class BatchesApi:
         """Upload a batch's input: a form with `file` and `purpose=batch`. Each line is checked."""
         tenant = self._tenant(request)
         config = self._config
-        async with uploaded(request, config.file_most_bytes, config.request_deadline_s) as upload:
+        async with uploaded(request, config.max_file_bytes, config.request_deadline_s) as upload:
             if upload.purpose != "batch":
                 raise InvalidRequest("purpose must be 'batch'", param="purpose")
             file = await self._desk.add_file(

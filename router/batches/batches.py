@@ -32,13 +32,13 @@ class Batches:
     ) -> None:
         """``access`` knows the keys of those who upload and ask."""
         handlers = line_handlers(dispatcher, tokenizer, model, stats, config)
-        self._store = BatchStore(config.data_folder, config.files_most_bytes)
+        self._store = BatchStore(config.data_folder, config.max_total_file_bytes)
         self._runner = BatchRunner(
             self._store,
             LineRunner(handlers).run,
             model.id,
             stats.metrics,
-            max_in_flight=config.batch_most_in_flight,
+            max_in_flight=config.max_batch_in_flight,
             max_line_bytes=config.max_body_bytes,
         )
         desk = BatchDesk(self._store, model.id, config, self._runner.wake)

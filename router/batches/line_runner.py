@@ -21,7 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from baton.config.cluster import Config, ContextClass
+from baton.config.cluster import Config
+from baton.config.pools import ContextClass
 from baton.errors import BatonError, Overloaded, Unavailable, WorkerFailed
 from baton.request import Principal
 from baton.telemetry.metrics import RouterMetrics

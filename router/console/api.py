@@ -1,6 +1,6 @@
-"""The console's endpoints: its page, the live snapshots, what-if questions.
+"""The console's endpoints: its page, live snapshots, and what-if questions.
 
-The page and its files are the same for everybody and need no key; all that they show does.
+The page and its files hold no data and require no key; the data that they show requires one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ from baton.config.cluster import Config
 from baton.errors import NotFound
 from baton.liveness.listening import listening
 from router.access.access import Access
-from router.console.look import Cluster, ConsoleLook, read_router
-from router.console.watch import Watch
-from router.console.what_if import WhatIfProgram
-from router.console.what_if_question import TRAFFIC_S, Answer, WhatIfRequest, question, rate_share
+from router.console.broadcaster import SnapshotBroadcaster
+from router.console.collector import SnapshotCollector, read_router
+from router.console.what_if import (
+    TRAFFIC_S,
+    WhatIfAnswer,
+    WhatIfProgram,
+    WhatIfRequest,
+    question,
+    rate_share,
+)
 from router.core.request_recorder import UNKNOWN_CLASS, RequestStats
+from router.dispatch.dispatcher import ClusterDispatcher
 from router.http.body import read_object, validate
 from router.http.openapi import json_body
 from router.http.sse import EventStream, EventStreamResponse
@@ -34,7 +41,7 @@ from router.http.sse import EventStream, EventStreamResponse
 log = logging.getLogger(__name__)
 
 SLOW_VIEWER_S = 5.0
-"""A viewer that has not taken a snapshot after so long is dropped."""
+"""Seconds after which a viewer that does not read is dropped."""
 _BODY_BYTES, _BODY_S = 4096, 5.0
 _NVIDIA = Path("/dev/nvidiactl")
 _KINDS = {
@@ -44,7 +51,7 @@ _KINDS = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    # Nothing from elsewhere, no code or style within the page, no HTML made of strings.
+    # Nothing from other sites, no inline code or style, no HTML made of strings.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
         " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -59,22 +66,23 @@ _HEADERS = {
 
 
 class ConsoleApi:
-    """HTTP. ``close`` ends all streams. Who may ask is the gate's affair:
-    ``router.access.access``."""
+    """The endpoints. The gate checks keys, by the tables of ``router.access.access``."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterDispatcher,
         stats: RequestStats,
         config: Config,
         model: str,
         access: Access,
         what_if: WhatIfProgram | None = None,
     ) -> None:
-        """``model``: its name. ``what_if`` None: such questions are not answered."""
-        look = ConsoleLook(cluster, stats.metrics, config, model, what_if=what_if is not None)
+        """``model``: its name. ``what_if`` None: what-if questions are refused."""
+        collector = SnapshotCollector(
+            cluster, stats.metrics, config, model, what_if=what_if is not None
+        )
         self._access = access
-        self.watch = Watch(look.snapshot, look.clear)
+        self.broadcaster = SnapshotBroadcaster(collector.snapshot, collector.clear)
         self._cluster = cluster
         self._stats = stats
         self._config = config
@@ -99,8 +107,8 @@ class ConsoleApi:
         )
 
     async def close(self) -> None:
-        """The router stops."""
-        await self.watch.close()
+        """End all streams."""
+        await self.broadcaster.close()
 
     async def page(self, request: Request) -> Response:
         """The console."""
@@ -111,35 +119,35 @@ class ConsoleApi:
         return _file(request, name)
 
     async def snapshot(self, request: Request) -> Response:
-        """What the console shows, once. Needs a key that may read metrics."""
-        async with self.watch.viewer():
-            _, body = await self.watch.after(0)
+        """One snapshot. Requires a key with scope metrics."""
+        async with self.broadcaster.viewer():
+            _, body = await self.broadcaster.after(0)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def events(self, request: Request) -> Response:
-        """What the console shows, an event a second, as long as the key may read metrics."""
+        """A snapshot a second, as events. Requires a key with scope metrics."""
         return EventStreamResponse(partial(self._stream, request.headers))
 
     async def _stream(self, headers: Mapping[str, str], events: EventStream) -> None:
-        async with self.watch.viewer():
+        async with self.broadcaster.viewer():
             version = 0
             while True:
-                version, body = await self.watch.after(version)
-                # Its key may have been revoked since.
+                version, body = await self.broadcaster.after(version)
+                # The key may have been revoked.
                 self._access.check(headers, "metrics")
                 try:
                     async with listening(SLOW_VIEWER_S):
                         await events.send([body])
                 except TimeoutError:
-                    # The answer stays incomplete, and the server closes the connection.
+                    # The response stays incomplete, and the server closes the connection.
                     log.info("a viewer of the console that does not read is dropped")
                     return
 
     async def ask(self, request: Request) -> Response:
-        """What the present traffic would see with other numbers of workers. Needs an admin's key.
+        """What recent traffic would see with other numbers of workers.
 
-        A JSON object with ``prefill`` and ``decode`` workers, and ``rate``, by which the present
-        rate is multiplied.
+        The body is a JSON object with the numbers of ``prefill`` and ``decode`` workers, and
+        ``rate``, a multiple of the recent rate. Requires a key with scope admin.
         """
         body = await read_object(request, _BODY_BYTES, _BODY_S)
         asked = validate(WhatIfRequest, body)
@@ -148,12 +156,12 @@ class ConsoleApi:
         answer = await self._answer(self._what_if, asked)
         return Response(answer.model_dump_json(), media_type="application/json")
 
-    async def _answer(self, program: WhatIfProgram, asked: WhatIfRequest) -> Answer:
+    async def _answer(self, program: WhatIfProgram, asked: WhatIfRequest) -> WhatIfAnswer:
         recent = self._stats.recent.since(time.monotonic() - TRAFFIC_S)
         links = self._cluster.workers
         records = [link.record for link in links.all() if links.is_up(link)]
         counts, _ = await asyncio.to_thread(read_router, self._stats.metrics)
-        # One that was refused before its class was known is not among the recent ones.
+        # Requests refused before their class is known are not among the recent ones.
         ended = [
             value
             for key, value in counts.items()
@@ -173,7 +181,7 @@ class ConsoleApi:
 
 @cache
 def _contents() -> dict[str, tuple[bytes, str]]:
-    """The page's files: their bytes and tags, by name."""
+    """Bytes and ETags of the page's files, by name."""
     bodies = {
         one.name: one.read_bytes()
         for one in files(__package__).joinpath("static").iterdir()

@@ -1,6 +1,6 @@
-"""What the console shows at one moment: plain data, and the pure function that makes it.
+"""A snapshot of the cluster for the console: plain data, and the pure function that makes it.
 
-Seconds, bytes, tokens. What is not known is None.
+Units are seconds, bytes and tokens. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ from dataclasses import dataclass
 from baton.config.cluster import Config
 from baton.request import LoadSnapshot
 from baton.store.registry import WorkerRecord
-from router.console.percentiles import Percentiles, percentiles
-from router.console.window import Key, Window
+from router.console.rates import CounterWindow, Key, Percentiles, percentiles
 from router.console.worker_page import WorkerPage
 
 RATE_S = 10.0
-"""Rates are of so many seconds."""
+"""Seconds over which rates are measured."""
 WINDOW_S = 60.0
-"""Percentiles and shares are of so many."""
+"""Seconds over which percentiles and shares are measured."""
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 ALL = "all classes"
 _FAILED = frozenset({"error", "checksum", "expired"})
-"""Ends of handoffs that nobody wanted."""
+"""Outcomes of failed handoffs."""
 
 
 @dataclass(frozen=True, slots=True)
-class SeenWorker:
-    """A worker as this router knows it."""
+class ObservedWorker:
+    """A worker as this router sees it."""
 
     record: WorkerRecord
     load: LoadSnapshot
     is_up: bool
-    """Whether new requests may go there."""
+    """Whether it takes new requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """All that a snapshot is made of."""
+class Observation:
+    """The input of a snapshot."""
 
     at: float
     """Unix seconds."""
@@ -46,22 +45,22 @@ class Look:
     health: str
     """``ok``, ``degraded`` or ``down``."""
     reason: str
-    workers: Sequence[SeenWorker]
+    workers: Sequence[ObservedWorker]
     pages: Mapping[str, WorkerPage]
-    """By slot, of those that answered."""
+    """Pages by slot, of the workers that answered."""
     counts: Mapping[Key, float]
-    """The latest of the router's counts, which the window has too."""
+    """The router's latest counters, which the window has too."""
     gauges: Mapping[Key, float]
-    """The router's, as ``waiting`` by tenant."""
+    """The router's gauges, such as ``waiting`` by tenant."""
     what_if: bool
     """Whether what-if questions are answered."""
     chat: bool
-    """Whether the model can be asked where the console is."""
+    """Whether the console's listener serves the model, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker."""
+    """A worker, as the console shows it."""
 
     slot: str
     pool: str
@@ -72,10 +71,10 @@ class WorkerView:
     waiting: int
     max_sequences: int
     batch_fill: float
-    """Sequences in the last step over the most allowed; of a worker whose page did not answer,
-    those that run over the most allowed."""
+    """Sequences in the last step over the maximum; running sequences over the maximum if its page
+    did not answer."""
     step_ms: float
-    """Of steps in which every sequence decoded; 0 before the first."""
+    """Duration of steps in which every sequence decodes; 0 before the first."""
     context_tokens: int
     total_blocks: int
     used_blocks: int
@@ -86,12 +85,12 @@ class WorkerView:
     disk_blocks: int
     block_tokens: int
     in_flight_bytes: int
-    """Of KV, on their way from it."""
+    """Bytes of KV in flight from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The workers of one pool, in sums."""
+    """A pool: sums over its workers."""
 
     name: str
     workers: int
@@ -99,7 +98,7 @@ class PoolView:
     running: int
     waiting: int
     places: int
-    """Sequences that it can have in a step."""
+    """Maximum sequences in a step."""
     total_blocks: int
     used_blocks: int
     cached_blocks: int
@@ -107,15 +106,15 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class TransferView:
-    """KV from one worker to another."""
+    """KV transfers from one worker to another."""
 
     writer: str
     receiver: str
     transport: str
     bytes_per_s: float
-    """Of the last seconds."""
+    """Rate of the last ``RATE_S`` seconds."""
     moved: bool
-    """Whether bytes have come since the last snapshot."""
+    """Whether bytes have arrived since the last snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ class HandoffView:
     per_s: float
     bytes_per_s: float
     failed: int
-    """In the window."""
+    """Failed handoffs of the window."""
     seconds: Percentiles | None
 
 
@@ -134,9 +133,9 @@ class LatencyView:
     """One latency of one class."""
 
     lately: Percentiles | None
-    """Of the window."""
+    """Percentiles of the window."""
     all: Percentiles | None
-    """Since the router began."""
+    """Percentiles since the router started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +145,8 @@ class ClassView:
     name: str
     requests_per_s: float
     good_share: float | None
-    """Of the requests of the window that are due: within every SLO; shed and failed ones are not.
-    Aborted ones are not due."""
+    """Share of the window's requests within every SLO. Shed and failed requests are not within;
+    aborted ones do not count."""
     slo_ttft_s: float
     slo_tpot_s: float
     ttft: LatencyView
@@ -161,24 +160,24 @@ class TrafficView:
     """All classes together."""
 
     requests_per_s: float
-    """That ended, however they did."""
+    """Ended requests, of any outcome."""
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     cached_share: float | None
-    """Of the window's prompt tokens, found in a cache."""
+    """Share of the window's prompt tokens found in a cache."""
     good_share: float | None
     good_per_s: float
     shed: int
-    """In the window."""
+    """Shed requests of the window."""
     failed: int
     active: int
     waiting: int
-    """In the router's line."""
+    """Requests in the admission queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantQueue:
-    """Who waits for a turn in the router."""
+    """Requests of a tenant in the admission queue."""
 
     tenant: str
     waiting: int
@@ -186,16 +185,16 @@ class TenantQueue:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """See the module's text."""
+    """What the console shows at one moment."""
 
     at: float
     model: str
     health: str
     reason: str
     rate_s: float
-    """Seconds that rates are of; 0 at the first look."""
+    """Seconds over which rates are measured; 0 in the first snapshot."""
     window_s: float
-    """Seconds that percentiles and shares are of; 0 at the first look."""
+    """Seconds over which percentiles and shares are measured; 0 in the first snapshot."""
     traffic: TrafficView
     queues: tuple[TenantQueue, ...]
     pools: tuple[PoolView, ...]
@@ -204,33 +203,33 @@ class Snapshot:
     handoffs: HandoffView
     classes: tuple[ClassView, ...]
     pages_missing: int
-    """Workers whose page did not answer: their transfers are not known."""
+    """Workers whose page did not answer; their transfers are unknown."""
     what_if: bool
     chat: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """By how much counts have grown."""
+    """Growth of counters."""
 
     rate_s: float
     window_s: float
     lately: Mapping[Key, float]
-    """In ``rate_s``."""
+    """Growth in ``rate_s``."""
     grown: Mapping[Key, float]
-    """In ``window_s``."""
+    """Growth in ``window_s``."""
     just_now: Mapping[Key, float]
-    """Since the look before."""
+    """Growth since the sample before."""
     counts: Mapping[Key, float]
-    """The router's, as they are."""
+    """The router's counters themselves."""
 
     def per_s(self, *begin: str) -> float:
-        """How fast all counts grow whose keys begin so."""
+        """Rate of all counters whose keys begin with ``begin``."""
         return _sum(self.lately, *begin) / self.rate_s if self.rate_s > 0 else 0.0
 
 
-def snapshot_of(look: Look, window: Window, config: Config) -> Snapshot:
-    """``window`` has taken the look's counts, and those of the pages, as its last sample."""
+def snapshot_of(look: Observation, window: CounterWindow, config: Config) -> Snapshot:
+    """Make a snapshot. The last sample of ``window`` has the counters of ``look`` and its pages."""
     rate_s, lately = window.growth(RATE_S)
     window_s, grown = window.growth(WINDOW_S)
     _, just_now = window.growth(0.0)
@@ -263,7 +262,7 @@ def snapshot_of(look: Look, window: Window, config: Config) -> Snapshot:
 
 
 def page_counts(pages: Mapping[str, WorkerPage]) -> dict[Key, float]:
-    """The counts of all pages, each with its worker's slot behind its name."""
+    """Counters of all pages, with the worker's slot after the name."""
     return {
         (key[0], slot, *key[1:]): value
         for slot, page in pages.items()
@@ -271,7 +270,7 @@ def page_counts(pages: Mapping[str, WorkerPage]) -> dict[Key, float]:
     }
 
 
-def _worker(seen: SeenWorker, page: WorkerPage) -> WorkerView:
+def _worker(seen: ObservedWorker, page: WorkerPage) -> WorkerView:
     record, load = seen.record, seen.load
     fill = load.running / record.max_sequences if record.max_sequences else 0.0
     is_reachable = seen.is_up or record.state != "ready"
@@ -299,14 +298,14 @@ def _worker(seen: SeenWorker, page: WorkerPage) -> WorkerView:
 
 
 def _place(worker: WorkerView) -> tuple[bool, str, int, str]:
-    """Prefill workers first, and the tenth of a pool behind the second."""
+    """Sort key: prefill workers first, and slots of a pool by number."""
     pool, _, number = worker.slot.rpartition("-")
     is_numbered = number.isdecimal()
     return worker.role != "prefill", pool, int(number) if is_numbered else -1, worker.slot
 
 
 def _pools(workers: Sequence[WorkerView], config: Config) -> tuple[PoolView, ...]:
-    """Those of the configuration first, whether they have workers or not."""
+    """Pools of the configuration first, even those without workers."""
     members: dict[str, list[WorkerView]] = {pool.name: [] for pool in config.pools}
     for worker in workers:
         members.setdefault(worker.pool, []).append(worker)
@@ -326,7 +325,7 @@ def _pools(workers: Sequence[WorkerView], config: Config) -> tuple[PoolView, ...
     )
 
 
-def _traffic(look: Look, growth: _Growth) -> TrafficView:
+def _traffic(look: Observation, growth: _Growth) -> TrafficView:
     prompts = _sum(growth.grown, "prompt_tokens")
     cached = _sum(growth.grown, "cached_prompt_tokens")
     return TrafficView(
@@ -343,15 +342,15 @@ def _traffic(look: Look, growth: _Growth) -> TrafficView:
     )
 
 
-def _queues(look: Look) -> tuple[TenantQueue, ...]:
+def _queues(look: Observation) -> tuple[TenantQueue, ...]:
     told = {key[1]: value for key, value in look.gauges.items() if key[0] == "waiting"}
     return tuple(TenantQueue(name, round(value)) for name, value in sorted(told.items()) if value)
 
 
 def _transfers(
-    look: Look, workers: Sequence[WorkerView], growth: _Growth
+    look: Observation, workers: Sequence[WorkerView], growth: _Growth
 ) -> tuple[TransferView, ...]:
-    """A line for each pair that has been formed, or over which bytes have come."""
+    """A line for each pair that is formed, or over which bytes have arrived."""
     known = {worker.slot for worker in workers}
     transports = {
         (writer, receiver): transport
@@ -395,7 +394,7 @@ def _handoffs(growth: _Growth) -> HandoffView:
 def _class_view(
     name: str, context_class: str, slo_ttft_s: float, slo_tpot_s: float, growth: _Growth
 ) -> ClassView:
-    """Of one class; of all where ``context_class`` is empty."""
+    """The view of a class; of all classes if ``context_class`` is empty."""
     of = (context_class,) if context_class else ()
     return ClassView(
         name=name,
@@ -413,7 +412,7 @@ def _class_view(
 
 
 def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None:
-    """Of the buckets whose keys begin so, and end with their bounds."""
+    """Percentiles of the buckets whose keys begin with ``begin`` and end with their bounds."""
     buckets: dict[float, float] = defaultdict(float)
     for key, value in counts.items():
         if key[: len(begin)] == begin:
@@ -422,14 +421,14 @@ def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None
 
 
 def _good_share(growth: _Growth, context_class: str = "") -> float | None:
-    """Of all classes, or of one."""
+    """Share of good requests, of all classes or of one."""
     due = sum(_ended(growth, outcome, context_class) for outcome in ("ok", "shed", "error"))
     good = _sum(growth.grown, "goodput_requests", *([context_class] if context_class else []))
     return min(1.0, good / due) if due else None
 
 
 def _ended(growth: _Growth, outcome: str, context_class: str = "") -> float:
-    """Requests of the window that ended so."""
+    """Requests of the window that ended with ``outcome``."""
     return sum(
         value
         for key, value in growth.grown.items()
@@ -438,5 +437,5 @@ def _ended(growth: _Growth, outcome: str, context_class: str = "") -> float:
 
 
 def _sum(counts: Mapping[Key, float], *begin: str) -> float:
-    """Of all keys that begin so."""
+    """Sum over all keys that begin with ``begin``."""
     return sum(value for key, value in counts.items() if key[: len(begin)] == begin)

@@ -1,34 +1,232 @@
-"""Has a program answer what-if questions: a process of its own, so that no request waits for it.
+"""What-if questions: what recent traffic would see with other numbers of workers.
 
-The program is whatever the router was told to run; it reads a ``Question`` from its standard input
-and writes an ``Answer``, as JSON. Owned by the router's event loop.
+The router makes a question of its recent traffic and its workers. A program, by default
+``planning.what_if``, simulates the answer in a process of its own, so that no request waits for it.
+It reads a ``WhatIfQuestion`` from standard input and writes a ``WhatIfAnswer``, both as JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import subprocess
 from collections.abc import Sequence
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton.errors import BatonError, DeadlineExceeded, Overloaded
+from baton.config.cluster import Config
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
-from router.console.what_if_question import Answer, Question
+from router.core.fields import Int
+from router.core.request_recorder import RecentRequest
 
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0
 _END_S = 5.0
-"""The longest to wait for the end of one that was killed."""
+"""Maximum wait for the end of a killed program, seconds."""
 _LAST_LINE = 500
-"""Characters of what a program that failed said last."""
+"""Maximum characters of a failed program's last line in an error."""
+TRAFFIC_S = 600.0
+"""Seconds of recent traffic in a question."""
+MIN_REQUESTS, MAX_REQUESTS = 10, 400
+MAX_WORKERS = 64
+_VALUE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0}
+_CALL_S = 0.0005
+"""Seconds of a message between router and worker, one way."""
+_MAX_BYTES_PER_S = 1e12
+"""Bandwidth of a transfer that computing hides entirely."""
+_CHUNK_TOKENS = {True: 512, False: 8192}
+"""Chunk of a worker on a CPU, or on a GPU, whose pool sets none."""
+_CPU_CHUNK_KEYS = 1 << 19
+"""The bound of ``engine.engine`` on a CPU's chunks."""
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WhatIfRequest(BaseModel):
+    """An operator's request."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    prefill: Int = Field(ge=0, le=MAX_WORKERS)
+    """Prefill workers; 0: decode workers compute the prompts too."""
+    decode: Int = Field(ge=1, le=MAX_WORKERS)
+    rate: float = Field(1.0, ge=0.1, le=20)
+    """Multiple of the recent rate of requests."""
+
+
+class Shape(_Data):
+    """Numbers of workers, by role."""
+
+    prefill: int
+    decode: int
+
+
+class PastRequest(_Data):
+    """A request of the recent traffic."""
+
+    at_s: float
+    """Seconds after the first one."""
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were found in a cache."""
+
+
+class WhatIfQuestion(_Data):
+    """The simulator's input."""
+
+    config: dict[str, Any]
+    """Fields of ``baton.config.cluster.Config``; no secrets."""
+    profiles: dict[str, dict[str, Any]]
+    """A worker of each role, as `baton calibrate` writes it."""
+    traffic: tuple[PastRequest, ...]
+    shapes: tuple[Shape, ...]
+    """One answer each, in this order."""
+
+
+class Percentile(_Data):
+    """Percentiles in seconds; None if no request has the figure."""
+
+    p50: float | None
+    p95: float | None
+
+
+class ShapeAnswer(_Data):
+    """What the traffic would see with these workers."""
+
+    prefill: int
+    decode: int
+    ttft_s: Percentile
+    tpot_s: Percentile
+    e2el_s: Percentile
+    good_share: float
+    """Share of all requests within every SLO."""
+    shed_share: float
+    """Share of all requests that are shed."""
+    prefill_busy: float | None
+    """Share of the time in which the role's engines ran a step; None without such workers."""
+    decode_busy: float
+
+
+class WhatIfAnswer(_Data):
+    """The simulator's output."""
+
+    requests: int
+    seconds: float
+    """From the first request to the last."""
+    shapes: tuple[ShapeAnswer, ...]
+
+
+def question(
+    asked: WhatIfRequest,
+    recent: Sequence[RecentRequest],
+    workers: Sequence[WorkerRecord],
+    config: Config,
+    *,
+    transfer_line: tuple[float, float],
+    share: float = 1.0,
+    is_cpu: bool,
+) -> WhatIfQuestion:
+    """Make a question of the ``recent`` requests (by arrival), the workers and their costs.
+
+    ``transfer_line``: a and b of the milliseconds a + b*blocks of a handoff that computing does not
+    hide. ``share``: the share of the cluster's requests that ``recent`` has. ``is_cpu``: whether
+    workers run on CPUs whose pool leaves it open. Raises Unavailable if no worker has reported its
+    costs, InvalidRequest if there was too little traffic.
+    """
+    lengths = [one.output_tokens for one in recent if one.output_tokens]
+    if len(recent) < MIN_REQUESTS or not lengths:
+        raise InvalidRequest(
+            f"{len(recent)} requests ended in the last {TRAFFIC_S / 60:.0f} minutes, and what-if"
+            f" needs {MIN_REQUESTS}: ask again when there is traffic"
+        )
+    usual = max(1, round(sum(lengths) / len(lengths)))
+    latest = recent[-MAX_REQUESTS:]
+    begun, pace = latest[0].received_at, asked.rate / share
+    present = Shape(prefill=_count(workers, "prefill"), decode=max(1, _count(workers, "decode")))
+    return WhatIfQuestion(
+        config=config.model_dump(
+            mode="json", exclude={"keys", "tenants", "redis_url", "gcs_store", "autoscaler"}
+        ),
+        profiles={
+            role: _profile(_one(workers, role), config, transfer_line, is_cpu=is_cpu)
+            for role in ("prefill", "decode")
+        },
+        traffic=tuple(
+            PastRequest(
+                at_s=(one.received_at - begun) / pace,
+                input_tokens=one.prompt_tokens,
+                output_tokens=one.output_tokens or usual,
+                cached_tokens=min(one.cached_tokens, one.prompt_tokens - 1),
+            )
+            for one in latest
+        ),
+        shapes=(present, Shape(prefill=asked.prefill, decode=asked.decode)),
+    )
+
+
+def _count(workers: Sequence[WorkerRecord], role: str) -> int:
+    return sum(one.role == role for one in workers)
+
+
+def _one(workers: Sequence[WorkerRecord], role: str) -> WorkerRecord:
+    """A worker of the role, or any other if there is none. Raises Unavailable."""
+    known = [one for one in workers if any(one.prefill_cost) and any(one.step_cost)]
+    if not known:
+        raise Unavailable(
+            "no worker has reported the cost of its steps: it does so once it has calibrated"
+        )
+    return min(known, key=lambda one: (one.role != role, one.slot))
+
+
+def _profile(
+    record: WorkerRecord, config: Config, transfer_line: tuple[float, float], *, is_cpu: bool
+) -> dict[str, Any]:
+    """A worker's profile, as ``planning.simulator.costs.worker_kinds.profile_fields`` makes it."""
+    shape = record.geometry
+    token_bytes = 2.0 * shape.layers * shape.kv_heads * shape.head_dim
+    token_bytes *= _VALUE_BYTES.get(shape.kv_dtype, 2.0)
+    handoff_ms, block_ms = transfer_line
+    block_bytes = token_bytes * config.block_size
+    wire = block_bytes / (block_ms / 1e3) if block_ms > 0 else math.inf
+    pool = next((one for one in config.pools if one.name == record.pool), None)
+    on_cpu = is_cpu if pool is None or pool.device == "auto" else pool.device == "cpu"
+    chunk = 0 if pool is None else pool.chunk_tokens
+    return {
+        "version": 1,
+        "name": record.slot,
+        "prefill": list(record.prefill_cost),
+        "step": list(record.step_cost),
+        "kv_tokens": record.total_blocks * shape.block_size,
+        "kv_token_bytes": token_bytes,
+        "layers": shape.layers,
+        "context_length": record.context_length,
+        "wire_bytes_per_s": min(wire, _MAX_BYTES_PER_S),
+        "max_sequences": record.max_sequences,
+        "chunk_tokens": chunk or _CHUNK_TOKENS[on_cpu],
+        "chunk_keys": _CPU_CHUNK_KEYS if on_cpu else 0,
+        "is_cpu": on_cpu,
+        "handoff_s": handoff_ms / 1e3,
+        "call_s": _CALL_S,
+    }
+
+
+def rate_share(own: float, all_requests: Sequence[float]) -> float:
+    """This process' share of the requests of all processes on its port; 1 if there were none."""
+    total = sum(all_requests)
+    return min(1.0, own / total) if total and own else 1.0
 
 
 class WhatIfProgram:
-    """One question at a time."""
+    """Runs the program, for one question at a time. Owned by the router's event loop."""
 
     def __init__(self, command: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
         self._command = tuple(command)
@@ -42,17 +240,17 @@ class WhatIfProgram:
 
     @classmethod
     def of(cls, command: Sequence[str]) -> WhatIfProgram | None:
-        """None where there is no command."""
+        """A program for ``command``, or None if it is empty."""
         return cls(command) if command else None
 
-    async def ask(self, question: Question) -> Answer:
-        """Raises Overloaded while another question is answered, DeadlineExceeded, BatonError."""
+    async def ask(self, question: WhatIfQuestion) -> WhatIfAnswer:
+        """Run the program. Raises Overloaded while it runs, DeadlineExceeded, BatonError."""
         if self.is_busy:
             raise Overloaded("another what-if question is being answered", retry_after=2.0)
         async with self._turn:
             output = await self._run(question.model_dump_json().encode())
         try:
-            return Answer.model_validate_json(output)
+            return WhatIfAnswer.model_validate_json(output)
         except ValidationError as error:
             raise BatonError(f"the simulator's answer cannot be read: {error}") from error
 
@@ -69,7 +267,7 @@ class WhatIfProgram:
             ) from None
         finally:
             process.kill()
-            # What the program has started itself may hold its output open: that ends by itself.
+            # Children of the program may hold its output open; they end by themselves.
             await asyncio.wait([talk], timeout=_END_S)
         if process.returncode:
             text = complaint.decode(errors="replace").strip()
@@ -79,10 +277,9 @@ class WhatIfProgram:
         return output
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Not by the event loop: uvloop forks, and what gRPC does at a fork ends a child in thirty
-        with SIGSEGV before it is a program. subprocess uses vfork(2), of which gRPC sees nothing.
-        """
-        # What it counts is none of the router's.
+        # Not with asyncio: uvloop forks, and gRPC's fork handlers end one child in thirty with
+        # SIGSEGV. subprocess uses vfork(2), which runs no fork handlers. The variable would add
+        # the program's metrics to the router's.
         variables = {k: v for k, v in os.environ.items() if k != SHARED_FOLDER_VARIABLE}
         pipe = subprocess.PIPE
         return subprocess.Popen(  # noqa: S603 - the router's own program, without a shell

@@ -1,4 +1,4 @@
-"""What of a worker's /metrics page the console shows, and how it is read.
+"""Workers' /metrics pages: fetches them and parses the series that the console shows.
 
 A page has hundreds of series; only the lines of these few are parsed.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.console.window import Key
+from router.console.rates import Key
 
 DEADLINE_S = 0.8
-"""A page that takes longer is missing this time."""
+"""Deadline of a page, seconds; a later one is missing in the snapshot."""
 _FILL = "baton_batch_fill_ratio"
 _IN_FLIGHT = "baton_transfer_in_flight_bytes"
 _PAIRS = "baton_transfer_pairs"
@@ -27,21 +27,21 @@ _SERIES = (_FILL, _IN_FLIGHT, _PAIRS, _RECEIVED, _HANDOFFS, _HANDOFF_SECONDS)
 
 @dataclass(frozen=True, slots=True)
 class WorkerPage:
-    """One worker's."""
+    """What the console uses of one worker's page."""
 
     batch_fill: float | None = None
-    """Sequences in the last step over the most allowed."""
+    """Sequences in the last step over the maximum."""
     in_flight_bytes: int = 0
-    """Of KV, on their way from this worker."""
+    """Bytes of KV in flight from this worker."""
     peers: Mapping[str, str] = field(default_factory=dict)
-    """The transport to each slot that it has a pair to."""
+    """The transport to each slot, for each pair that it has formed."""
     counts: Mapping[Key, float] = field(default_factory=dict)
-    """Under ``received``, peer, transport: bytes. Under ``handoffs``, outcome: how many. Under
-    ``handoff_seconds``, bound: how many took at most that."""
+    """``received``, peer, transport: bytes. ``handoffs``, outcome: number. ``handoff_seconds``,
+    bound: number of handoffs that took at most that long."""
 
 
 def read_page(text: str) -> WorkerPage:
-    """Raises ValueError for what is no page."""
+    """Parse a page. Raises ValueError for an invalid one."""
     lines = [line for line in text.splitlines() if line.startswith(_SERIES)]
     fill: float | None = None
     in_flight = 0
@@ -61,7 +61,7 @@ def read_page(text: str) -> WorkerPage:
 
 
 def _key(name: str, labels: Mapping[str, str]) -> Key | None:
-    """Of a count."""
+    """The key of a counter."""
     if name == _RECEIVED:
         return "received", labels["peer"], labels["transport"]
     if name == _HANDOFFS:
@@ -72,13 +72,13 @@ def _key(name: str, labels: Mapping[str, str]) -> Key | None:
 
 
 class WorkerPages:
-    """Asks for the pages of many workers at once. Owned by one event loop."""
+    """Fetches the pages of many workers at once. Owned by one event loop."""
 
     def __init__(self) -> None:
         self._client: httpx.AsyncClient | None = None
 
     async def read(self, addresses: Mapping[str, str]) -> dict[str, WorkerPage]:
-        """The pages at ``addresses`` (host:port), by their keys; without who does not answer."""
+        """Fetch the pages at ``addresses`` (host:port). Returns those that answer, by key."""
         if self._client is None:
             # No proxy, and no certificates to load: workers speak plain HTTP inside the cluster.
             self._client = httpx.AsyncClient(trust_env=False, verify=False, timeout=DEADLINE_S)  # noqa: S501
@@ -89,7 +89,7 @@ class WorkerPages:
         return dict(_pages(zip(addresses, answers, strict=True)))
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close connections; idempotent."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()

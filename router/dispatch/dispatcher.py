@@ -89,7 +89,7 @@ class ClusterDispatcher:
             self._on_output,
             self._on_broken,
             self._on_unheard,
-            heartbeat_s=config.heartbeat_s,
+            heartbeat_s=config.advanced.heartbeat_s,
             tls=config.tls.of("router"),
         )
         policy = make_policy(config.policy, route_settings(config))
@@ -403,8 +403,8 @@ class ClusterDispatcher:
             self._attempts.end(attempt)
 
     async def _watch(self) -> None:
-        words = SilenceWatch[str](self._config.hang_s)
-        steps = SilenceWatch[str](self._config.engine_hang_s)
+        words = SilenceWatch[str](self._config.advanced.hang_s)
+        steps = SilenceWatch[str](self._config.advanced.engine_hang_s)
         # A router that watches its workers no longer would be worse than any error.
         errors = ErrorRow(log, "the workers could not be watched")
         while True:

@@ -61,6 +61,12 @@ LOOK_S = 0.1
 """Between two looks whether a lost worker has died."""
 RETRY_AFTER_S = 1.0
 """When a client may come back whose request could not be moved."""
+_MOVE_RATIO = 0.2
+"""Maximum number of migrations after failures, as a fraction of a router process's requests."""
+_MOVES_PER_S = 4.0
+"""Maximum number of further migrations after failures per second of a router process."""
+_QUARANTINE_S = 300.0
+"""Time for which a prompt is refused after two workers have failed while they computed it."""
 
 Names = frozenset[str]
 
@@ -103,11 +109,10 @@ class Moves:
         )
         self._moved = metrics.moved_requests
         self._left_out = metrics.left_out_workers
-        self.budget = RetryBudget(
-            config.move_budget_ratio, config.max_moves, config.move_budget_per_s
-        )
-        self.quarantine = Quarantine(config.poison_quarantine_s)
-        self._verdict_s = config.registry_ttl_s + 2 * config.heartbeat_s
+        self.budget = RetryBudget(_MOVE_RATIO, _max_moves_at_once(config), _MOVES_PER_S)
+        self.quarantine = Quarantine(_QUARANTINE_S)
+        advanced = config.advanced
+        self._verdict_s = advanced.registry_ttl_s + 2 * advanced.heartbeat_s
         """Seconds within which a dead worker has left the registry, and the router knows."""
 
     async def begin(self, owner: RunningRequest) -> None:
@@ -423,6 +428,11 @@ def poison_error(left_s: float = 0.0) -> PoisonRequest:
         "several workers have failed while they ran this prompt; it is not tried again for a while",
         retry_after=left_s or None,
     )
+
+
+def _max_moves_at_once(config: Config) -> int:
+    """Twice what one decode worker runs: its death moves its requests and leaves a reserve."""
+    return 2 * max(pool.max_sequences for pool in config.pools if pool.role == "decode")
 
 
 def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:

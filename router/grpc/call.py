@@ -54,7 +54,7 @@ async def write_to(context: Context, message: Message, config: Config) -> None:
     Raises DeadlineExceeded where it has none for ``slow_client_s``.
     """
     try:
-        async with listening(config.slow_client_s) as timeout:
+        async with listening(config.advanced.slow_client_s) as timeout:
             await context.write(message)
     except TimeoutError:
         if not timeout.expired():

@@ -26,7 +26,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.client.headers import REQUEST_ID_HEADER, is_request_id
-from baton.config.cluster import Config, split_host_port
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
 from baton.errors import (
     BatonError,
     Forbidden,

@@ -6,7 +6,7 @@
     waiting for a head ─it is whole→ answered ─another one begins→ waiting for a head
     waiting for a head ─``head_deadline_s`` after it could begin→ cut off
 
-    made ─its client has ``connections_per_client`` already→ refused (503), closed
+    made ─its client has ``max_connections_per_client`` already→ refused (503), closed
 
 A connection that is held up costs what its buffer holds, ``HIGH_WATER_LIMIT`` and one message, and
 the system's own buffer. Owned by the router's event loop.
@@ -58,7 +58,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     slow_client_s: ClassVar[float] = 30.0
     head_deadline_s: ClassVar[float] = 10.0
-    connections_per_client: ClassVar[int] = 0
+    max_connections_per_client: ClassVar[int] = 0
     """See the configuration."""
     open_by_client: ClassVar[Counter[str]] = Counter()
     """How many there are of each client."""
@@ -73,7 +73,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.connections_per_client and not self._may_come(transport):
+        if self.max_connections_per_client and not self._may_come(transport):
             self._refused = True
             transport.write(_TOO_MANY)
             transport.close()
@@ -82,7 +82,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _may_come(self, transport: asyncio.Transport) -> bool:
         client = client_of(transport.get_extra_info("peername"))
-        if self.open_by_client[client] >= self.connections_per_client:
+        if self.open_by_client[client] >= self.max_connections_per_client:
             return False
         self.open_by_client[client] += 1
         self._counted_as = client
@@ -208,7 +208,7 @@ def client_of(peer: tuple[str, int] | tuple[str, int, int, int] | None) -> str:
 def http_protocol(
     slow_client_s: float,
     head_deadline_s: float = BoundedHttpProtocol.head_deadline_s,
-    connections_per_client: int = 0,
+    max_connections_per_client: int = 0,
 ) -> type[BoundedHttpProtocol]:
     """The protocol of a server whose clients may be held up for so long, in seconds, and have so
 
@@ -217,7 +217,7 @@ def http_protocol(
     bounds = {
         "slow_client_s": slow_client_s,
         "head_deadline_s": head_deadline_s,
-        "connections_per_client": connections_per_client,
+        "max_connections_per_client": max_connections_per_client,
         "open_by_client": Counter(),
     }
     return type("HttpProtocol", (BoundedHttpProtocol,), bounds)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
-from baton.config.cluster import DEFAULT_TENANT, Config
+from baton.config.choices import DEFAULT_TENANT
+from baton.config.cluster import Config
 from baton.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.config.cluster import PolicyName
+from baton.config.choices import PolicyName
 from router.routing.policy import Policy, RouteSettings
 from router.routing.predictive_policy import PredictivePolicy
 from router.routing.simple_policies import (

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from baton.config.cluster import Config, LocalPrefill
+from baton.config.choices import LocalPrefill
+from baton.config.cluster import Config
 from baton.errors import Unavailable
 from router.routing.transfer_costs import TransferCosts
 from router.routing.worker_table import EVERY_POOL, PoolFilter, WorkerTable

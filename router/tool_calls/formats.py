@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.config.cluster import ToolParserName
+from baton.config.choices import ToolParserName
 from router.text.chat_template import ChatTemplate
 from router.tool_calls.call_readers import ARGUMENTS, CALL_ID, CallShape
 from router.tool_calls.parser import Markers, ToolParser

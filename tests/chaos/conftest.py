@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.cluster import TransportName
+from baton.config.choices import TransportName
 from engine.engine import Engine, EngineSettings, build_engine
 from tests.chaos.harness.stage import Stage
 from tests.support.mini_cluster import valkey

@@ -14,7 +14,7 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 import pytest
 import torch
 
-from baton.config.cluster import Role
+from baton.config.choices import Role
 from baton.grammar import Grammar, GrammarKind
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams

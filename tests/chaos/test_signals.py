@@ -18,7 +18,7 @@ from signal import SIGCONT, SIGKILL, SIGSTOP
 import pytest
 import torch
 
-from baton.config.cluster import Role
+from baton.config.choices import Role
 from baton.errors import BatonError, WorkerFailed
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from baton.config.cluster import TlsConfig
+from baton.config.tls import TlsConfig
 from baton.valkey_binary import valkey_binary
 from deploy.store.redis_access import StoreUser, url_with_certificates, user_rules
 from tests.support.machines import Machine, machines

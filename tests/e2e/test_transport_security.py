@@ -87,7 +87,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     made = [BATON, "keys", "create", "tester", "--file", keys, "--scope", "admin"]
     key = subprocess.run(made, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1]
     options = ["--certs", str(authority.folder), "--keys-file", keys, "--routers", "2"]
-    options += ["--client-authority", str(authority.certificate), "--transport", "grpc"]
+    options += ["--client-ca", str(authority.certificate), "--transport", "grpc"]
     with ExitStack() as stack:
         env, port = dict(PATIENT), 0
         if PROGRAM is not None:

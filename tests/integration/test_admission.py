@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.cluster import TenantConfig
+from baton.config.access import TenantConfig
 from baton.errors import Overloaded
 from baton.request import Principal
 from router.admission import decode_room, drain_rate

@@ -54,7 +54,7 @@ async def test_a_batch_outlives_its_routers(
     tiny_model: Path, redis_url: str, tmp_path: Path
 ) -> None:
     """They stop in its middle, as with `baton serve`'s Ctrl-C, and are started again."""
-    changes = {"data_dir": str(tmp_path / "data"), "batch_most_in_flight": 1}
+    changes = {"data_dir": str(tmp_path / "data"), "max_batch_in_flight": 1}
     async with two_routers(tiny_model, redis_url, **changes) as routers:
         async with routers.client() as http:
             batch = await begin_batch(http, input_file(), "/v1/completions")
@@ -72,7 +72,7 @@ async def test_a_killed_router_s_batch_is_taken_over(
     tiny_model: Path, redis_url: str, tmp_path: Path
 ) -> None:
     """Whichever of the two has it: both are killed, one after the other."""
-    changes = {"data_dir": str(tmp_path / "data"), "batch_most_in_flight": 1}
+    changes = {"data_dir": str(tmp_path / "data"), "max_batch_in_flight": 1}
     async with (
         two_routers(tiny_model, redis_url, **changes) as routers,
         routers.client() as http,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from router.admin.cache_control import CacheControl, CacheStats
+from router.admin.cache import CacheControl, CacheStats
 from tests.integration.test_handoff import BLOCK, SAMPLINGS, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.config.cluster import TlsConfig
+from baton.config.tls import TlsConfig
 from baton.errors import BatonError
 from baton.rpc.grpc_channel import listen, make_server, open_channel
 from baton.sampling_params import SamplingParams

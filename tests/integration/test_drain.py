@@ -16,7 +16,7 @@ from router.core.request import OutputDelta
 from tests.integration.test_handoff import BLOCK, prompt_of
 from tests.integration.test_moves import Asked, busiest_decode, moved
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
-from worker.costs.pace import Pace
+from worker.costs.unit_cost import UnitCost
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def compute_is_slow(cluster: MiniCluster) -> None:
     """So slow, by what the workers believe, that fetching pays: as with a model of some size."""
     for worker in cluster.workers.values():
         assert worker.context is not None
-        worker.context.core.prompt_pace = Pace(1e-2, 1e9)
+        worker.context.core.prompt_cost = UnitCost(1e-2, 1e9)
 
 
 async def test_a_drained_workers_sequences_take_their_blocks_along(

@@ -39,8 +39,8 @@ from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.negotiation import TRANSPORTS
 from kvtransfer.transports.grpc_transport import GrpcTransport
-from kvtransfer.transports.links import ReadSendLink
-from kvtransfer.transports.shm_transport import ShmReceiveLink
+from kvtransfer.transports.in_place import ReadSendLink
+from kvtransfer.transports.shm_transport import ShmCopier
 from kvtransfer.transports.transport import Batch, Packed, Parts
 from router.core.request import OutputDelta
 from router.workers.prefill_stream import PrefillStream
@@ -195,11 +195,11 @@ async def test_a_block_that_changes_on_its_way_fails_the_handoff(
 ) -> None:
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, transport="shm") as cluster:
         blocks = context_of(cluster, "prefill-0").engine.cache.bytes
-        pack, copy = ReadSendLink.pack, ShmReceiveLink._copy_parts
+        pack, copy = ReadSendLink.pack, ShmCopier.copy
         copied = threading.Event()
 
-        def watched(link: ShmReceiveLink, batch: Batch, theirs: memoryview) -> tuple[int, ...]:
-            found = copy(link, batch, theirs)
+        def watched(copier: ShmCopier, batch: Batch) -> tuple[int, ...]:
+            found = copy(copier, batch)
             copied.set()
             return found
 
@@ -209,7 +209,7 @@ async def test_a_block_that_changes_on_its_way_fails_the_handoff(
             return pack(link, parts, memory)
 
         with monkeypatch.context() as damaged:
-            damaged.setattr(ShmReceiveLink, "_copy_parts", watched)
+            damaged.setattr(ShmCopier, "copy", watched)
             damaged.setattr(ReadSendLink, "pack", damage)
             assert isinstance(await prefill_error(cluster, "damaged"), ChecksumMismatch)
         assert (outcomes(cluster, "checksum"), outcomes(cluster, "ok")) == (1, 0)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config.cluster import Config, ContextClass, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import ContextClass, PoolConfig
 from baton.errors import InvalidRequest
 from baton.sampling_params import SamplingParams
 from tests.integration.test_handoff import local_answer, prompt_of

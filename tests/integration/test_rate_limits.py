@@ -15,7 +15,7 @@ import redis.asyncio
 from prometheus_client import CollectorRegistry
 
 from baton import errors
-from baton.config.cluster import KeyConfig
+from baton.config.access import KeyConfig
 from baton.store.redis_client import redis_client
 from baton.telemetry.metrics import RouterMetrics
 from router.access import limit_scripts, rate_limits

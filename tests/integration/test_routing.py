@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.cluster import ContextClass
+from baton.config.pools import ContextClass
 from router.core.request import GenerationRequest
 from tests.integration.test_handoff import BLOCK, SAMPLINGS, local_answer, prompt_of
 from tests.support.mini_cluster import MiniCluster, mini_cluster

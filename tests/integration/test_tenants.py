@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from baton.config.cluster import KeyConfig, TenantConfig
+from baton.config.access import KeyConfig, TenantConfig
 from router.access.access import Access
 from router.core.served_model import ServedModel
 from router.http_app import create_app

@@ -18,11 +18,14 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.advanced import AdvancedConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
 from baton.store.prefix_index import PrefixIndex
@@ -256,6 +259,13 @@ async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
     return OutputDelta(text, tuple(tokens), finish, cached)
 
 
+def config_of(fields: Mapping[str, object]) -> Config:
+    """A configuration; fields of the ``[advanced]`` section stand beside the others."""
+    advanced = {name: fields[name] for name in fields if name in AdvancedConfig.model_fields}
+    others: Any = {name: fields[name] for name in fields if name not in advanced}
+    return Config(**others, advanced=AdvancedConfig.model_validate(advanced))
+
+
 @asynccontextmanager
 async def mini_cluster(
     model: Path,
@@ -270,8 +280,8 @@ async def mini_cluster(
 ) -> AsyncIterator[MiniCluster]:
     """A running cluster, in fp32 and with every request handed off if ``changes`` do not say
 
-    otherwise; they go to the pools (``kv_pool_mib``, …) or the config. ``prefill_pool`` and
-    ``decode_pool`` go to one pool each.
+    otherwise; they go to the pools (``kv_pool_mib``, …), to the ``[advanced]`` section
+    (``heartbeat_s``, …) or the config. ``prefill_pool`` and ``decode_pool`` go to one pool each.
     """
     pool_fields = {"kv_pool_mib": KV_POOL_MIB} | {
         name: changes.pop(name) for name in list(changes) if name in _POOL_FIELDS
@@ -282,8 +292,7 @@ async def mini_cluster(
     )
     # How busy the machine is must not decide which requests get in, nor who is gone.
     usual = {"dtype": "float32", "local_prefill": "never"}
-    fields: dict[str, object] = usual | PATIENT | changes
-    config = Config(pools=pools, **fields)  # type: ignore[arg-type]
+    config = config_of(usual | PATIENT | changes | {"pools": pools})
     cluster = MiniCluster(config, model, redis_url, prefill_role)
     try:
         await cluster.start()

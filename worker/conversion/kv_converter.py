@@ -1,6 +1,6 @@
 """KV blocks of this worker as another worker's: of another block size, KV type or rank.
 
-The plan is ``kvtransfer.layout.plan``'s, over tokens; what a value becomes is
+The plan is ``kvtransfer.layout.reshard``'s, over tokens; what a value becomes is
 ``engine.kv.kv_quantization``'s: what the other worker's cache would hold if it had been given the
 values that this one holds.
 """
@@ -22,7 +22,7 @@ from engine.kv.kv_quantization import (
     quantize_kv,
 )
 from kvtransfer.layout.layout import FILLED_BYTES, KvLayout
-from kvtransfer.layout.plan import check_convertible, overlaps
+from kvtransfer.layout.reshard import check_convertible, overlaps
 
 _DTYPES = PLAIN_KV_DTYPES | KV_DTYPES
 """Of a layout's codes."""

@@ -35,15 +35,14 @@ from baton.request import LoadSnapshot
 from baton.telemetry.logs import ErrorRow
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
-from worker.core.chunk_slack import ChunkSlack
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from worker.core.engine_thread import EngineThread
 from worker.core.failed_steps import FailedSteps
 from worker.core.gauges import WorkerGauges
+from worker.core.prefill_budget import PrefillBudget
 from worker.core.step_planner import StepPlanner
-from worker.cores.cores import CoreBoard
-from worker.costs.pace import Pace
+from worker.cores.core_board import CoreBoard
+from worker.costs.unit_cost import UnitCost
 from worker.device.device_fault import described, is_out_of_memory
 from worker.offload.kv_tiers import KvTiers
 
@@ -58,7 +57,7 @@ _CPU_TOKEN_S = 1e-3
 _GPU_TOKEN_S = 5e-5
 """Seconds for a prompt token until steps have shown it: rough figures of a small model on two CPU
 cores, and of one of 8B on one GPU."""
-_PACE_TOKENS = 64
+_PRIOR_TOKENS = 64
 """Weight of these figures against the first steps, in tokens."""
 
 
@@ -103,12 +102,12 @@ class EngineCore:
         gauges: WorkerGauges,
         incarnation: str,
         board: CoreBoard | None = None,
-        slack: ChunkSlack | None = None,
+        budget: PrefillBudget | None = None,
         tiers: KvTiers | None = None,
         *,
         fail: Fail,
     ) -> None:
-        """``board`` shares the host's cores; see ``EngineThread``. ``slack`` bounds the prompt
+        """``board`` shares the host's cores; see ``EngineThread``. ``budget`` bounds the prompt
 
         tokens of a step in which others decode; without it only the step's own limits do.
         ``tiers`` are behind the block pool. ``fail`` ends the process: where the device is lost, or
@@ -121,7 +120,7 @@ class EngineCore:
         self.steps = 0
         """Steps that have ended well."""
         is_cpu = engine.runner.device.type == "cpu"
-        self.prompt_pace = Pace(_CPU_TOKEN_S if is_cpu else _GPU_TOKEN_S, _PACE_TOKENS)
+        self.prompt_cost = UnitCost(_CPU_TOKEN_S if is_cpu else _GPU_TOKEN_S, _PRIOR_TOKENS)
         """Seconds for each prompt token; a step counts as ``STEP_TOKENS`` more."""
         self._listeners: tuple[StepListener, ...] = ()
         self._gauges = gauges
@@ -130,7 +129,7 @@ class EngineCore:
         self._loop = asyncio.get_running_loop()
         self._planner = StepPlanner(
             self.scheduler,
-            slack,
+            budget,
             is_cpu=is_cpu,
             returns_here=None if tiers is None else tiers.loader.returns_sooner,
         )
@@ -319,7 +318,7 @@ class EngineCore:
                 self._gauges.speculated(drafter, result.drafted, result.accepted)
             self._planner.observe(plan, result, wall_s * 1e3)
             if computed:
-                self.prompt_pace.observe(computed + STEP_TOKENS, result.seconds)
+                self.prompt_cost.observe(computed + STEP_TOKENS, result.seconds)
         except Exception:
             log.exception("step %d could not be measured", plan.step)
 

@@ -1,18 +1,21 @@
-"""When the next step may be planned, and how many prompt tokens it may compute.
+"""When the next step may be planned, how many prompt tokens it may compute, and the latest steps.
 
-The part of the engine core that needs neither a thread nor an event loop. Plain Python; owned by
-the engine core.
+The part of the engine core that needs neither a thread nor an event loop. Plain Python.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
+
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import ReturnsHere, Scheduler
-from worker.core.chunk_slack import ChunkSlack
-from worker.core.step_history import MeanStep, StepHistory
+from worker.core.prefill_budget import PrefillBudget
 
+KEPT = 16
+"""Decode steps that the mean is of."""
 _DEPTH = 2
-"""Most plans in flight."""
+"""Maximum plans in flight."""
 
 
 class StepPlanner:
@@ -21,18 +24,18 @@ class StepPlanner:
     def __init__(
         self,
         scheduler: Scheduler,
-        slack: ChunkSlack | None,
+        budget: PrefillBudget | None,
         *,
         is_cpu: bool,
         returns_here: ReturnsHere | None = None,
     ) -> None:
-        """``slack`` bounds the prompt tokens of a step in which others decode; without it nothing
+        """``budget`` bounds the prompt tokens of a step in which others decode; without it only the
 
-        but the step's own limits does. ``is_cpu``: whether steps are computed on a CPU.
+        step's own limits do. ``is_cpu``: whether steps are computed on a CPU.
         ``returns_here`` is as ``Scheduler.schedule`` takes it.
         """
         self._scheduler = scheduler
-        self._slack = slack
+        self._budget = budget
         self._is_cpu = is_cpu
         self._returns_here = returns_here
         self._history = StepHistory()
@@ -50,7 +53,7 @@ class StepPlanner:
     def _may_plan(self) -> bool:
         """The next step is planned while one runs, so that the engine never waits for its plan.
 
-        On a CPU not behind a long step: whoever comes meanwhile would wait for the next one too.
+        On a CPU not behind a long step: a request that comes meanwhile would wait for the next one.
         """
         in_flight = self._scheduler.plans_in_flight
         if in_flight != 1 or not self._is_cpu:
@@ -58,22 +61,64 @@ class StepPlanner:
         return self._last_plan is not None and self._last_plan.decodes_only
 
     def _max_prompt_tokens(self) -> int | None:
-        """What the next step may compute of prompts; None where no sequence waits beside them."""
-        if self._slack is None:
+        """Maximum prompt tokens of the next step; None where no sequence decodes in it."""
+        if self._budget is None:
             return None
         decoding = self._scheduler.decoding
         start = self._scheduler.next_chunk_start
         if not decoding or start is None:
             return None
         context_tokens = sum(sequence.target for sequence in decoding)
-        return self._slack.max_tokens(len(decoding), context_tokens, start)
+        return self._budget.max_tokens(len(decoding), context_tokens, start)
 
     def observe(self, plan: StepPlan, result: StepResult, wall_ms: float) -> None:
-        """A step has ended, so long after the one before it or after it was asked for."""
+        """A step has ended, ``wall_ms`` after the one before it or after it was submitted."""
         self._history.observe(plan, result, wall_ms)
-        if self._slack is not None:
-            self._slack.observe(plan, wall_ms)
+        if self._budget is not None:
+            self._budget.observe(plan, wall_ms)
 
     def mean_step(self) -> MeanStep:
-        """The latest steps in which every sequence decoded."""
+        """The mean of the latest steps in which every sequence decoded."""
         return self._history.mean()
+
+
+@dataclass(frozen=True, slots=True)
+class MeanStep:
+    """The mean of the latest decode steps; zeros where there is none."""
+
+    ms: float = 0.0
+    """For one token of each sequence."""
+    batch: float = 0.0
+    context_tokens: float = 0.0
+
+
+class StepHistory:
+    """The latest steps in which every sequence decoded: what they held, and how long they took.
+
+    Where drafts were right a step brings a sequence several tokens. A router wants the time from
+    one token to the next, so the milliseconds are those of as many tokens as there were sequences.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=KEPT)
+
+    def observe(self, plan: StepPlan, result: StepResult, ms: float) -> None:
+        """A step ended ``ms`` milliseconds after the one before it, or after it was asked for."""
+        if plan.decodes_only:
+            context_tokens = sum(row.start + 1 for row in plan.rows)
+            batch = len(plan.rows)
+            self.add(ms, batch, context_tokens, batch + result.accepted)
+
+    def add(self, ms: float, batch: int, context_tokens: int, tokens: int) -> None:
+        """Add a step that brought ``batch`` sequences ``tokens`` tokens in ``ms`` milliseconds."""
+        self._steps.append((ms, batch, context_tokens, tokens))
+
+    def mean(self) -> MeanStep:
+        """Of the kept steps."""
+        if not self._steps:
+            return MeanStep()
+        count = len(self._steps)
+        ms, batch, context_tokens, tokens = (
+            sum(column) for column in zip(*self._steps, strict=True)
+        )
+        return MeanStep(ms / count * batch / tokens, batch / count, context_tokens / count)

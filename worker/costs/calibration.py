@@ -1,21 +1,27 @@
-"""What an engine's steps cost, measured by running some of them before the worker serves.
+"""Measures what an engine's steps cost, by running some before the worker serves, and keeps that.
 
 The steps are real ones of the worker's own engine, on blocks that are given back: of no sequence,
-and found by nobody. They are as many as fit into a second; what they leave uncertain is learned
+and in no prefix cache. They are as many as fit into a second; what they leave uncertain is learned
 from the steps that follow.
 
 A host's workers measure one after another, and each with all the cores that a step of its takes
 while it is alone. What sharing the cores costs depends on what the others do at the time: that too
 is left to the steps that follow.
+
+A worker that replaces a lost one does not measure again: the same engine on the same machine costs
+the same. The cache is a file for each owner and engine, which appears complete or not at all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -149,3 +155,35 @@ def _time(engine: Engine, run: Run, shape: Shape) -> float:
     finally:
         engine.pool.release(blocks)
     return max(min(took), 1e-6) * 1e3
+
+
+class CostCache:
+    """Measured costs of one engine, in a folder of its machine."""
+
+    def __init__(self, folder: Path, owner: str, engine: Sequence[Any]) -> None:
+        """``engine`` is all that the costs of steps depend on, as JSON values.
+
+        ``owner``: a slot that has a device of its own, or a name for the cores that workers share.
+        """
+        key = json.dumps(engine, sort_keys=True).encode()
+        self._path = folder / f"{owner}-{hashlib.sha256(key).hexdigest()[:16]}.json"
+
+    def read(self) -> StepCosts | None:
+        """The stored costs; None where there are none, or where they cannot be read."""
+        try:
+            prefill, step = json.loads(self._path.read_bytes())
+            return StepCosts(_coefficients(prefill), _coefficients(step))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, costs: StepCosts) -> None:
+        """Store them. Raises OSError."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_suffix(".new")
+        draft.write_text(json.dumps([costs.prefill, costs.step]))
+        draft.replace(self._path)
+
+
+def _coefficients(stored: Any) -> tuple[float, float, float]:
+    a, b, c = (float(one) for one in stored)
+    return a, b, c

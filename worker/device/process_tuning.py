@@ -7,7 +7,7 @@ import ctypes
 import gc
 import sys
 
-from baton.config.cluster import MIB
+from baton.config.choices import MIB
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SWITCH_INTERVAL_S = 0.0005

@@ -19,7 +19,7 @@ from baton.request import Geometry
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.layout.share_layout import ShareLayout, shares_to
+from kvtransfer.layout.shard_layout import ShardLayout, shards_to
 from kvtransfer.pairs.push_fan import fail
 from kvtransfer.tickets.ticket import Attempt, Purpose, Ticket
 from worker.exchange.ticket_receiver import TicketReceiver
@@ -144,7 +144,7 @@ class BlockReceiver(TicketReceiver):
             lease_s=self._lease_s,
             now=now,
             purpose=purpose,
-            shares=self._shares(writers),
+            shards=self._shards(writers),
             others=self._ranks.numbers if self._ranks is not None and missing else (),
         )
         self.book.add(ticket)
@@ -155,12 +155,12 @@ class BlockReceiver(TicketReceiver):
             self._ranks.open_ticket(ticket, writers)
         return ticket
 
-    def _shares(self, writer: Geometry | None) -> Sequence[ShareLayout]:
+    def _shards(self, writer: Geometry | None) -> Sequence[ShardLayout]:
         """What this rank gets of each rank of a writer; nothing where both have one only."""
         own = self._geometry
         if own is None or writer is None or own.tensor_parallel == writer.tensor_parallel == 1:
             return ()
-        return shares_to(KvLayout.of(writer), KvLayout.of(own), 0)
+        return shards_to(KvLayout.of(writer), KvLayout.of(own), 0)
 
     def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
         """Done once all ranks let in what its writer brings; fails with what ends the ticket.

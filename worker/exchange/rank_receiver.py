@@ -17,7 +17,7 @@ from baton.errors import BatonError, HandoffError, TicketEnded
 from baton.rpc import convert
 from baton.v1 import rank_pb2
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.layout.share_layout import shares_to
+from kvtransfer.layout.shard_layout import shards_to
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.tickets.ticket import Ticket
 from worker.exchange.ticket_receiver import TicketReceiver
@@ -59,7 +59,7 @@ class RankReceiver(TicketReceiver):
             block_bytes=target.of_rank(self._identity.rank).block_bytes,
             lease_s=message.lease_ms / 1000,
             now=now,
-            shares=shares_to(source, target, self._identity.rank),
+            shards=shards_to(source, target, self._identity.rank),
         )
         self.book.add(ticket)
         self._tell(Event(ticket_opened=rank_pb2.TicketOpened(ticket_id=ticket.ticket_id)))

@@ -13,7 +13,7 @@ from functools import lru_cache
 from baton.errors import HandoffError
 from baton.request import Geometry
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.layout.plan import shares
+from kvtransfer.layout.reshard import shards
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.pairs.push_fan import BlockPush, LatePush, PushFan
 from kvtransfer.transports.transport import Peer
@@ -54,9 +54,9 @@ class RankSender:
 
     def _find_target_ranks(self, geometry: Geometry) -> tuple[int, ...]:
         source, target = KvLayout.of(self._identity.geometry), KvLayout.of(geometry)
-        found = shares(source, target)
+        found = shards(source, target)
         own = self._identity.rank
-        return tuple(share.target_rank for share in found if share.source_rank == own)
+        return tuple(shard.target_rank for shard in found if shard.source_rank == own)
 
     def _way(self, ticket_id: str, peer: Peer) -> BlockPush:
         pair = self._pairs.open_pair(peer)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from baton.config.cluster import MIB, Config
+from baton.config.choices import MIB
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from baton.security.tls import TlsFiles
 from kvtransfer.memory.memory import BlockMemory
@@ -43,7 +44,7 @@ def make_transports(
         incarnation,
         host,
         executor,
-        config.transfer_window_mib * MIB,
+        config.advanced.transfer_window_mib * MIB,
         tls,
         between_gpus=config.transport == "cuda_ipc",
     )

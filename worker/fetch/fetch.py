@@ -133,7 +133,7 @@ class Fetcher:
             return None
         transport = self._exchange.inbound.pairs().get(holder, "")
         count = len(missing) * self._receiver.block_bytes
-        compute_s = len(missing) * size * self._context.core.prompt_pace.unit_s
+        compute_s = len(missing) * size * self._context.core.prompt_cost.unit_s
         now = time.monotonic()
         if not self._estimates.pays(holder, transport, count, compute_s, now):
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from worker.costs.pace import Pace
+from worker.costs.unit_cost import UnitCost
 
 FIXED_S = 0.003
 """The call, the ticket and the first message, where a pair is open."""
@@ -44,7 +44,7 @@ class _Peer:
 
     def __init__(self, transport: str) -> None:
         bandwidth = _BYTES_PER_S.get(transport, _MIN_BYTES_PER_S)
-        self.pace = Pace(1 / bandwidth, _PRIOR_BYTES)
+        self.pace = UnitCost(1 / bandwidth, _PRIOR_BYTES)
         self.failures = 0
         self.paused_until = float("-inf")
 

@@ -13,7 +13,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from baton.config.cluster import MIB, Config
+from baton.config.choices import MIB
+from baton.config.cluster import Config
 from baton.host.background import end_tasks
 from baton.host.cache import cache_dir
 from baton.telemetry.worker_metrics import TierSeries, WorkerMetrics

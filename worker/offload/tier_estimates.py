@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from worker.costs.pace import Pace
+from worker.costs.unit_cost import UnitCost
 
 FIXED_S = 0.002
 """Two threads that have to be woken, and the plan that follows."""
@@ -29,7 +29,7 @@ class _Tier:
     """What is known of one tier."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.pace = Pace(1 / bytes_per_s, _PRIOR_BYTES)
+        self.pace = UnitCost(1 / bytes_per_s, _PRIOR_BYTES)
         self.failures = 0
         self.paused_until = float("-inf")
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from worker.cores.cores import give_way
+from worker.cores.core_board import give_way
 from worker.device.device import use_device
 
 Result = TypeVar("Result")

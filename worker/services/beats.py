@@ -20,7 +20,8 @@ class Beats:
     @classmethod
     def of(cls, config: Config) -> Beats:
         """What the configuration asks for."""
-        return cls(min(config.heartbeat_s, config.hang_s / _BEATS_IN_TIME), config.heartbeat_s)
+        heartbeat_s, hang_s = config.advanced.heartbeat_s, config.advanced.hang_s
+        return cls(min(heartbeat_s, hang_s / _BEATS_IN_TIME), heartbeat_s)
 
     def next_s(self, *, busy: bool) -> float:
         """When the next one is due."""

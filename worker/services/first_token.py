@@ -5,8 +5,7 @@ from __future__ import annotations
 from baton.request import FirstToken, LoadSnapshot, TokenOutput
 from baton.rpc import convert
 from baton.v1 import prefill_pb2
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 
 
 def first_of(update: SequenceUpdate) -> FirstToken:

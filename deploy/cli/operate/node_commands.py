@@ -76,7 +76,7 @@ def join(
     """
     from rich.console import Console  # noqa: PLC0415
 
-    from baton.config.cluster import split_host_port  # noqa: PLC0415
+    from baton.config.fields import split_host_port  # noqa: PLC0415
     from deploy.launcher.node_agent import run_node  # noqa: PLC0415
     from deploy.processes.progress import Progress  # noqa: PLC0415
 

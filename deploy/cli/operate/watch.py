@@ -26,7 +26,7 @@ from rich.text import Text
 from baton.errors import BatonError, Forbidden, Unavailable
 from baton.security.tls import TlsFiles, client_context
 from deploy.cli.options.command_line import not_a_router
-from router.console.percentiles import Percentiles
+from router.console.rates import Percentiles
 from router.console.snapshot import ClassView, Snapshot, WorkerView
 
 SILENCE_S = 5.0

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from baton.config.cluster import Config, KeyConfig, Scope
+from baton.config.access import KeyConfig
+from baton.config.choices import Scope
+from baton.config.cluster import Config
 from baton.config.errors import plain_faults
 from baton.config.keys_file import hash_of
 from baton.errors import ConfigError

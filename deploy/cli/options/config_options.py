@@ -17,7 +17,9 @@ from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from baton.config.cluster import MIB, Config, PoolConfig
+from baton.config.choices import MIB
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.config.sources import Flag, PoolsOf
 from deploy.cli.options.command_line import say
 from deploy.cli.options.vllm_aliases import RENAMED, WORDS
@@ -50,10 +52,7 @@ _PANEL_FROM: Mapping[str, str] = MappingProxyType(
         "pools": "Workers",
         "block_size": "KV cache",
         "tool_parser": "Model",
-        "lease_s": "Failure handling",
-        "request_deadline_s": "Limits",
-        "hang_s": "Failure handling",
-        "slow_client_s": "Network",
+        "request_deadline_s": "Failure handling",
         "admission": "Routing and admission",
         "tenants": "Security",
         "max_body_bytes": "Limits",
@@ -93,8 +92,8 @@ _TLS_OPTIONS: Mapping[str, str] = MappingProxyType(
         "folder": "certs",
         "certificate": "tls_certificate",
         "key": "tls_key",
-        "client_authority": "client_authority",
-        "redis_authority": "redis_authority",
+        "client_ca": "client_ca",
+        "redis_ca": "redis_ca",
         "clear_kv": "clear_kv",
     }
 )
@@ -102,7 +101,7 @@ _TLS_OPTIONS: Mapping[str, str] = MappingProxyType(
 _METAVARS: tuple[tuple[str, str], ...] = (
     (r"^(http|grpc|admin_http|ray_address)$", "HOST:PORT"),
     (r"_url$|^gcs_store$|_endpoint$", "URL"),
-    (r"^(keys_file|tls_certificate|tls_key|client_authority|redis_authority)$", "FILE"),
+    (r"^(keys_file|tls_certificate|tls_key|client_ca|redis_ca)$", "FILE"),
     (r"^(certs|data_dir|kv_disk_path)$", "FOLDER"),
     (r"^(model|draft_model)$", "NAME|PATH"),
     (r"_per_s$|_ratio$|_fraction$", "NUMBER"),

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.scheduling.known_sequence import KnownSequence
-from engine.scheduling.plan import PlanRow
+from engine.scheduling.plan import KnownSequence, PlanRow
 from engine.speculation.model.length import EVIDENCE, PIECE, Candidate, ModelDraftLength
 from engine.speculation.model_drafter import ComputedRow, DraftQuery, ModelDrafter
 from engine.speculation.speculation import DraftedRow, with_draft

@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 from baton.errors import HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import ReadSendLink
+from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.nixl.agent import NixlAgent
 from kvtransfer.transports.nixl.reader import SLOT_BYTES, NixlReader, Source, WriterMemory
 from kvtransfer.transports.transfer import Transfer

@@ -28,10 +28,8 @@ from torch.distributed.distributed_c10d import Work
 
 from baton.errors import BatonError, ChecksumMismatch, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.memory.staging import StagingBuffer
-from kvtransfer.transports.process_group.pair_socket import Opener
-from kvtransfer.transports.process_group.pair_store import PairStore
-from kvtransfer.transports.process_group.process_pair import MAX_TAG, ProcessPair
+from kvtransfer.transports.process_group.process_pair import MAX_TAG, ProcessPair, StagingBuffer
+from kvtransfer.transports.process_group.rendezvous import Opener, PairStore
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Batch, Packed, Parts
 

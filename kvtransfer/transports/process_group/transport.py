@@ -23,23 +23,30 @@ import torch
 
 from baton.errors import ConfigError, HandoffError
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.memory.staging import DeviceBuffer, HostBuffer, StagingBuffer
 from kvtransfer.transports.process_group.link import (
     BUFFERS,
     GroupReceiveLink,
     GroupSendLink,
     LinkPlan,
 )
-from kvtransfer.transports.process_group.pair_socket import Acceptor, Connector, Opener
-from kvtransfer.transports.process_group.pair_store import FORM_S, PairStore
 from kvtransfer.transports.process_group.process_pair import (
     RECEIVER,
     WRITER,
+    DeviceBuffer,
     GlooPair,
+    HostBuffer,
     NcclPair,
     ProcessPair,
+    StagingBuffer,
     check_gloo,
     check_nccl,
+)
+from kvtransfer.transports.process_group.rendezvous import (
+    FORM_S,
+    Acceptor,
+    Connector,
+    Opener,
+    PairStore,
 )
 from kvtransfer.transports.transport import Peer
 

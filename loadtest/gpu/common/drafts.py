@@ -25,9 +25,9 @@ from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import OverlapSpeculation, make_overlap_speculation
 from engine.kv.kv_cache import KvCache
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence as EngineSequence
 from engine.speculation.costs import DraftCosts, OverlapCosts
 from engine.speculation.drafter import Draft, Drafter

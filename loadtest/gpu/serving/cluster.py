@@ -20,7 +20,9 @@ from typing import Literal
 
 import httpx
 
-from baton.config.cluster import Config, LocalPrefill, PoolConfig, Role
+from baton.config.choices import LocalPrefill, Role
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import BatonError, Unavailable
 from loadtest.common.bench_store import bench_store
 from loadtest.common.line_service import Fields, Helper, helper
@@ -109,8 +111,10 @@ class ClusterSettings:
             # Nothing is refused because it would be late.
             data_dir=str(folder / "data"),
         )
-        patience = {} if self.device == "cuda" else dict.fromkeys(_SILENCES, _PATIENT_S)
-        return config.model_copy(update=patience)
+        if self.device == "cuda":
+            return config
+        patient = config.advanced.model_copy(update=dict.fromkeys(_SILENCES, _PATIENT_S))
+        return config.model_copy(update={"advanced": patient})
 
 
 class ServingCluster:

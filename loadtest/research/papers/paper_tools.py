@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.config.cluster import Config, ContextClass
+from baton.config.cluster import Config
+from baton.config.pools import ContextClass
 from planning.common.traces import TracedRequest
 from planning.simulator.results import SimulationResult
 

@@ -24,7 +24,8 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import Unavailable
 from loadtest.common.bench_store import bench_store
 from loadtest.common.line_service import Fields, Helper, helper

@@ -12,8 +12,8 @@ from engine.engine import Engine
 from engine.execution.runner import ModelRunner
 from engine.kv.kv_cache import Allocate, KvCache, block_bytes
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from loadtest.research.timed.step_model import TimedStepModel
 from worker.settings import WorkerSettings
 

@@ -15,7 +15,7 @@ from loadtest.research.timed.model_folder import read_step_costs
 from loadtest.research.timed.step_model import TimedStepModel
 from planning.simulator.costs.fitted_costs import FittedCosts
 from prefill_worker.role import PrefillRole
-from worker.cores.cores import CoreBoard
+from worker.cores.core_board import CoreBoard
 from worker.costs.step_costs import StepCosts
 from worker.process import WorkerProcess
 from worker.role import RoleFactory

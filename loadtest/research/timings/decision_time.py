@@ -17,7 +17,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from baton.config.cluster import LocalPrefill, PolicyName
+from baton.config.choices import LocalPrefill, PolicyName
 from baton.request import Geometry, LoadSnapshot
 from baton.store.registry import WorkerRecord
 from planning.common.machine import this_machine

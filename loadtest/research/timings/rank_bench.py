@@ -23,11 +23,11 @@ from typing import Annotated, get_args
 import typer
 from rich.console import Console
 
-from baton.config.cluster import TransportName
+from baton.config.choices import TransportName
 from baton.errors import ConfigError
 from baton.request import Geometry
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.layout.plan import plan
+from kvtransfer.layout.reshard import plan
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer
 from loadtest.common.bench_pool import bench_pool

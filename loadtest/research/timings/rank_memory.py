@@ -1,4 +1,4 @@
-"""What host memory a rank takes to load its share of a large model.
+"""What host memory a rank takes to load its shard of a large model.
 
     python -m loadtest.research.timings.rank_memory --ranks 32
 
@@ -23,7 +23,7 @@ import torch
 
 from engine.checkpoint.model_config import ModelConfig, load_model_config
 from engine.model.weights import load_weights
-from engine.parallel.shard import share_of
+from engine.parallel.shard import shard_of
 from engine.parallel.weight_slices import WeightSlices
 
 _MIB = 1 << 20
@@ -116,7 +116,7 @@ def _write_holes(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
 class Loaded:
     """Bytes."""
 
-    share: int
+    shard: int
     """Of the weights that the rank holds."""
     added: int
     """By which the process has grown."""
@@ -124,10 +124,10 @@ class Loaded:
     """By which it had grown at the most."""
 
 
-def load_share(folder: Path, rank: int, ranks: int) -> Loaded:
-    """Load a rank's share into this process, and drop it again."""
+def load_shard(folder: Path, rank: int, ranks: int) -> Loaded:
+    """Load a rank's shard into this process, and drop it again."""
     config: ModelConfig = load_model_config(folder)
-    slices = WeightSlices(config, share_of(config, rank, ranks))
+    slices = WeightSlices(config, shard_of(config, rank, ranks))
     path, what = _CLEAR_PEAK
     path.write_text(what)
     before = psutil.Process().memory_info().rss
@@ -153,12 +153,12 @@ def main() -> None:
         folder = Path(name)
         write_checkpoint(folder, Shape())
         whole = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        found = load_share(folder, given.rank, given.ranks)
-    share, added, peak = (
-        f"{size / _MIB:,.0f} MiB" for size in (found.share, found.added, found.peak)
+        found = load_shard(folder, given.rank, given.ranks)
+    shard, added, peak = (
+        f"{size / _MIB:,.0f} MiB" for size in (found.shard, found.added, found.peak)
     )
     sys.stdout.write(
-        f"of {whole / _MIB:,.0f} MiB rank {given.rank} of {given.ranks} holds {share}; loading"
+        f"of {whole / _MIB:,.0f} MiB rank {given.rank} of {given.ranks} holds {shard}; loading"
         f" added {added} to the process, and {peak} at the most meanwhile\n"
     )
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.config.cluster import Config, PoolConfig, load_config
+from baton.config.cluster import Config, load_config
+from baton.config.pools import PoolConfig
 from deploy.launcher.launcher import run_cluster
 from deploy.processes.progress import Progress
 from loadtest.common.peer_servers import SERVED_NAME

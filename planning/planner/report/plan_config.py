@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.config.cluster import MIB, Config
+from baton.config.choices import MIB
+from baton.config.cluster import Config
 from planning.planner.cluster_kind import WorkerKind
 from planning.planner.plan import Plan
 from planning.simulator.costs.hardware import ACCELERATORS
@@ -22,7 +23,6 @@ _SIMULATED = (
     "admission",
     "max_queue_s",
     "max_waiting_requests",
-    "priority_step_s",
     "request_deadline_s",
 )
 """Fields that the plan was found with. Whatever else an operator has set is not repeated: it may be

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.limits import SchedulerLimits
 from planning.simulator.costs.sharing import ALONE, Sharing
 from worker.costs.step_costs import StepCosts, fit
 
@@ -56,7 +56,7 @@ class TimedSharing:
     alone_gap_s: float
     """Between tokens while no prompt was computed."""
     beside_gap_s: float
-    """While one was, for the first ``worker.cores.patience.PATIENCE_S``."""
+    """While one was, for the first ``worker.cores.core_sharing.PATIENCE_S``."""
     beside_long_gap_s: float
     """While one was, behind that."""
     alone_first_s: float

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from baton.errors import Unavailable
 from planning.simulator.calibration.live_timings import TimedSharing
 from planning.simulator.calibration.probe_requests import MARGIN_TOKENS, ProbeRequests
-from worker.cores.patience import PATIENCE_S
+from worker.cores.core_sharing import PATIENCE_S
 
 _BATCHES = ((1, 64), (4, 64))
 """Answers side by side, and the tokens of each one's prompt."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.costs.sharing import Doing, Sharing
-from worker.cores.patience import BREAK_S, PATIENCE_S
+from worker.cores.core_sharing import BREAK_S, PATIENCE_S
 
 
 class Tenant(Protocol):

@@ -7,11 +7,11 @@ simulated worker.
 from __future__ import annotations
 
 from engine.scheduling.scheduler import Scheduler
-from worker.core.chunk_slack import PRIOR_MS, ChunkSlack
-from worker.core.step_history import KEPT as KEPT_STEPS
+from worker.core.prefill_budget import PRIOR_MS, PrefillBudget
+from worker.core.step_planner import KEPT as KEPT_STEPS
 from worker.core.step_planner import StepPlanner
-from worker.costs.pace import KEPT, Pace
 from worker.costs.step_costs import StepCosts
+from worker.costs.unit_cost import KEPT, UnitCost
 
 
 class LeapingPlanner(StepPlanner):
@@ -24,8 +24,8 @@ class LeapingPlanner(StepPlanner):
 
         seconds; None sets no bound. ``is_cpu``: see ``StepPlanner``.
         """
-        self._leaping_slack = None if slo_s is None else LeapingSlack(costs, slo_s)
-        super().__init__(scheduler, self._leaping_slack, is_cpu=is_cpu)
+        self._leaping_budget = None if slo_s is None else LeapingBudget(costs, slo_s)
+        super().__init__(scheduler, self._leaping_budget, is_cpu=is_cpu)
 
     def observe_run(
         self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
@@ -38,17 +38,17 @@ class LeapingPlanner(StepPlanner):
         for step in range(max(0, steps - KEPT_STEPS), steps):
             context = context_tokens + step * batch
             self._history.add(ms + step * growth_ms, batch, context, batch)
-        if self._leaping_slack is not None:
-            self._leaping_slack.observe_run(batch, context_tokens, steps, ms, growth_ms)
+        if self._leaping_budget is not None:
+            self._leaping_budget.observe_run(batch, context_tokens, steps, ms, growth_ms)
 
 
-class LeapingSlack(ChunkSlack):
-    """A ``ChunkSlack`` that observes runs."""
+class LeapingBudget(PrefillBudget):
+    """A ``PrefillBudget`` that observes runs."""
 
     def __init__(self, costs: StepCosts, slo_s: float) -> None:
-        """See ``ChunkSlack``."""
+        """See ``PrefillBudget``."""
         super().__init__(costs, slo_s)
-        self._leaping_step = LeapingPace(1.0, PRIOR_MS)
+        self._leaping_step = LeapingUnitCost(1.0, PRIOR_MS)
         self._step = self._leaping_step
 
     def observe_run(
@@ -60,8 +60,8 @@ class LeapingSlack(ChunkSlack):
         self._leaping_step.observe_run(steps, (predicted, growth), (ms, growth_ms))
 
 
-class LeapingPace(Pace):
-    """A ``Pace`` that observes runs."""
+class LeapingUnitCost(UnitCost):
+    """A ``UnitCost`` that observes runs."""
 
     def observe_run(
         self, count: int, units: tuple[float, float], seconds: tuple[float, float]

@@ -55,7 +55,7 @@ class LeapingScheduler(Scheduler):
                 sequence.block_table += self.pool.allocate(1)
             else:
                 sequence.computed = computed[place] + step
-                self._findable.register(sequence)
+                self._prefix_cache.register(sequence)
         for sequence in running:
             sequence.computed = len(sequence.token_ids) - 1
 

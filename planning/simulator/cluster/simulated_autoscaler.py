@@ -14,7 +14,8 @@ from baton.autoscaling.autoscaler import Autoscaler, Bounds, ChangeRole
 from baton.autoscaling.cluster_figures import ClusterFigures, WorkerFigures, WorkerState
 from baton.autoscaling.demand import DemandReader
 from baton.autoscaling.traffic import RouterTraffic, TrafficCounts, TrafficTracker
-from baton.config.cluster import Config, Role
+from baton.config.choices import Role
+from baton.config.cluster import Config
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.role_change import RoleChange
 from planning.simulator.cluster.simulated_router import SimulatedRouter

@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 
 from baton.autoscaling.traffic import TrafficMeter
-from baton.config.cluster import DEFAULT_TENANT, Config
+from baton.config.choices import DEFAULT_TENANT
+from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.request import Geometry
 from baton.store.registry import WorkerRecord

@@ -19,10 +19,10 @@ from typing import Protocol
 
 from baton.request import LoadSnapshot
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence as EngineSequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import SequenceUpdate
 from planning.simulator.cluster.event_queue import STEP_END, EventQueue
 from planning.simulator.cluster.host import Host
 from planning.simulator.cluster.leaping_planner import LeapingPlanner

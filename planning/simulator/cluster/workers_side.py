@@ -12,8 +12,7 @@ from typing import Protocol
 
 from baton.errors import BatonError, ContextLengthExceeded, DeadlineExceeded, NoRoom
 from decode_worker.room import Room
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from planning.simulator.cluster.attempt import Attempt
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.simulated_request import SimulatedSequence

@@ -24,7 +24,7 @@ class Sharing:
     """How many times as long a worker's step takes beside one other of its host; at least 1.
 
     Each further one adds as much again. Long prompts have a figure of their own because decode
-    pauses for them where workers share the host's cores step by step (``worker.cores.cores``).
+    pauses for them where workers share the host's cores step by step (``worker.cores.core_board``).
     """
 
     decode_beside_prefill: float = 1.0

@@ -1,11 +1,11 @@
 // The page's main program: wires the parts to the stream of snapshots.
+import { wireKey } from "./api.js";
 import { Diagram } from "./diagram.js";
-import { byId, say, set } from "./dom.js";
 import { Feed } from "./feed.js";
-import { wireKey } from "./key.js";
 import { Playground } from "./playground.js";
 import { showHandoffs, showLatency, showPools, showQueues, showWorkers, wireLatency } from "./tables.js";
 import { Tiles } from "./tiles.js";
+import { byId, say, set } from "./view.js";
 import { WhatIf } from "./what_if.js";
 
 const parts = [new Tiles(), new Diagram(), new WhatIf(), new Playground()];

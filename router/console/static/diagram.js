@@ -1,6 +1,5 @@
 // Prefill workers on the left, decode workers on the right, and KV that moves between them.
-import { byId, keyed, el, row, say, set, svg } from "./dom.js";
-import { bytes, count } from "./format.js";
+import { byId, bytes, count, el, keyed, row, say, set, svg } from "./view.js";
 
 const MOST = 16;
 const WIDTH = 720;

@@ -1,6 +1,5 @@
 // The live snapshots: one stream, opened again when it ends, closed while nobody can see the page.
-import { complaint, events } from "./events.js";
-import { authorization } from "./key.js";
+import { authorization, complaint, events } from "./api.js";
 
 const SILENCE_MS = 8000;
 const HIDDEN_MS = 30000;

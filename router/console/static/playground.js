@@ -1,8 +1,6 @@
 // A chat with the model, over the same API that everybody uses.
-import { byId, el, say } from "./dom.js";
-import { complaint, events } from "./events.js";
-import { rate, seconds } from "./format.js";
-import { authorization } from "./key.js";
+import { authorization, complaint, events } from "./api.js";
+import { byId, el, rate, say, seconds } from "./view.js";
 
 export class Playground {
   constructor() {

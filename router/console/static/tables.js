@@ -1,6 +1,5 @@
 // Workers, pools, handoffs, queues and latencies: everything that is a table.
-import { byId, el, keyed, row, say, set } from "./dom.js";
-import { DASH, bytes, count, rate, seconds, share } from "./format.js";
+import { byId, bytes, count, DASH, el, keyed, rate, row, say, seconds, set, share } from "./view.js";
 
 const KV = ["used", "cached", "quarantined"];
 const METRICS = ["ttft", "tpot", "itl", "e2el"];

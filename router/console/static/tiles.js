@@ -1,6 +1,5 @@
 // The figures at the top, each with the line of its last two minutes; and these as a table.
-import { byId, el, keyed, row, say, set, svg } from "./dom.js";
-import { count, rate, seconds, share } from "./format.js";
+import { byId, count, el, keyed, rate, row, say, seconds, set, share, svg } from "./view.js";
 
 const KEPT_S = 120;
 const ROW_S = 10;

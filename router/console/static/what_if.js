@@ -1,8 +1,6 @@
 // Asks the simulator what the present traffic would see with other numbers of workers.
-import { byId, el, row, say } from "./dom.js";
-import { complaint } from "./events.js";
-import { DASH, seconds, share } from "./format.js";
-import { authorization } from "./key.js";
+import { authorization, complaint } from "./api.js";
+import { byId, DASH, el, row, say, seconds, share } from "./view.js";
 
 const ROWS = [
   ["TTFT p50", (all) => all.ttft.lately?.p50, (one) => one.ttft_s.p50, seconds],

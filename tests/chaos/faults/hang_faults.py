@@ -11,7 +11,7 @@ from tests.chaos.faults.fault import CannotStrike, Fault
 from tests.chaos.harness.cluster import Cluster
 from tests.chaos.harness.thread_stop import ThreadStop, nice_threads
 from tests.chaos.harness.victim import Victim
-from worker.cores.cores import NICENESS
+from worker.cores.core_board import NICENESS
 
 _TRIES = 20
 _LIVES_S = 0.5

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import redis
 
-from baton.config.cluster import Role
+from baton.config.choices import Role
 from baton.host.background import end_tasks
 from tests.chaos.faults.fault import Fault
 from tests.chaos.harness.cluster import Cluster, is_alive

@@ -20,7 +20,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.config.cluster import Role
+from baton.config.choices import Role
 from baton.store.registry import Registry, WorkerRecord
 from router.process_number import ROUTER_HEADER
 from tests.chaos.harness.clock import Clock, NoClock
@@ -47,12 +47,14 @@ _CONFIGURATION = f"""
 # the time without one.
 local_prefill = "auto"
 policy = "least_loaded"
-# An engine that hangs is left while it does; no step of so few tokens takes as long.
-engine_hang_s = 3.0
 # Ray's control store may die, and the store behind it.
 gcs_store = "embedded"
 deterministic = true
 routers = {COUNT}
+
+[advanced]
+# An engine that hangs is left while it does; no step of so few tokens takes as long.
+engine_hang_s = 3.0
 """ + "".join(
     f"""
 [[pools]]

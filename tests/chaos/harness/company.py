@@ -14,7 +14,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from baton.autoscaling.traffic import TrafficCounts
-from baton.config.cluster import Config, PoolConfig, Role
+from baton.config.choices import Role
+from baton.config.pools import PoolConfig
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
 from baton.store.prefix_index import PrefixIndex
@@ -26,6 +27,7 @@ from router.dispatch.dispatcher import ClusterDispatcher
 from router.text.tokenizer import Tokenizer
 from tests.chaos.harness.worker_child import WorkerChild
 from tests.chaos.harness.worker_script import Job
+from tests.support.mini_cluster import config_of
 
 DEADLINE_S = 90.0
 SLOTS: tuple[tuple[Role, int], ...] = (
@@ -95,8 +97,8 @@ class Company:
         for worker in self.workers.values():
             await worker.ready()
         pools = tuple(PoolConfig(name=r, role=r, count=2) for r in ("prefill", "decode"))
-        fields = {"dtype": "float32", "local_prefill": "never"}
-        config = Config(pools=pools, **(fields | changes))  # type: ignore[arg-type]
+        fields = {"dtype": "float32", "local_prefill": "never", "pools": pools}
+        config = config_of(fields | changes)
         redis = redis_client(self._redis_url)
         metrics = RouterMetrics(CollectorRegistry())
         dispatcher = ClusterDispatcher(

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from baton.config.cluster import Role, TransportName
+from baton.config.choices import Role, TransportName
 from baton.sampling_params import SamplingParams
 from tests.chaos.harness.worker_child import WorkerChild
 from tests.chaos.harness.worker_script import Job

@@ -31,7 +31,10 @@ import torch
 
 import prefill_worker.role
 import worker.life
-from baton.config.cluster import Config, PoolConfig, Role, TransportName
+from baton.config.advanced import AdvancedConfig
+from baton.config.choices import Role, TransportName
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.host.process_end import end_with_parent
 from baton.v1 import transfer_pb2
 from decode_worker.receiver import Offer
@@ -80,8 +83,9 @@ class Job:
             pools=tuple(pools.values()),
             dtype="float32",
             transport=self.transport,
-            registry_ttl_s=self.registry_ttl_s,
-            heartbeat_s=min(1.0, self.registry_ttl_s / 4),
+            advanced=AdvancedConfig(
+                registry_ttl_s=self.registry_ttl_s, heartbeat_s=min(1.0, self.registry_ttl_s / 4)
+            ),
         )
         return WorkerSettings(
             config=config,

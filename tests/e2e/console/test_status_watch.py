@@ -94,7 +94,7 @@ async def test_it_is_drawn_in_place_until_ctrl_c(stage: Stage) -> None:
         assert LEAVES in seen.output
         assert "Traceback" not in seen.output
     async with asyncio.timeout(DEADLINE_S):
-        while stage.console.watch.viewers:
+        while stage.console.broadcaster.viewers:
             await asyncio.sleep(0.02)
 
 

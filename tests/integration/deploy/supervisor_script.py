@@ -18,7 +18,8 @@ from typing import Any
 
 import psutil
 
-from baton.config.cluster import PoolConfig, load_config
+from baton.config.cluster import load_config
+from baton.config.pools import PoolConfig
 from baton.store.redis_client import redis_client
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.run_directory import RUN_VARIABLE, ClusterMark, RunDirectory

@@ -22,9 +22,9 @@ def nothing_starts(*arguments: str, code: int = 1) -> str:
 
 def test_every_fault_of_the_configuration_has_a_line(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
-    file.write_text("lease_s = -1\nmade_up = 3\n")
+    file.write_text("slo_ttft_s = -1\nmade_up = 3\n")
     lines = nothing_starts("--config", str(file), "--block-size", "24", "--http", "8000")
-    for field in (":1: `lease_s`", ":2: unknown field `made_up`", "error: --http"):
+    for field in (":1: `slo_ttft_s`", ":2: unknown field `made_up`", "error: --http"):
         assert sum(field in line for line in lines.splitlines()) == 1, lines
     assert len(lines.splitlines()) == 3
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import BatonError
 from baton.store.redis_client import redis_client
 from deploy.processes import launcher_lease as lease_module
@@ -92,7 +93,8 @@ async def test_a_watcher_learns_that_it_is_free(
 async def test_a_claim_knows_whether_workers_were_told_the_same(redis_url: str) -> None:
     cluster = secrets.token_hex(4)
     seen = []
-    for config in (Config(), Config(http="127.0.0.1:9"), Config(block_size=32), Config()):
+    routers = Config(http="127.0.0.1:9", advanced={"head_deadline_s": 1.0})
+    for config in (Config(), routers, Config(block_size=32), Config()):
         claim = LauncherClaim(config, redis_url, cluster)
         seen.append(await claim.take())
         await claim.give_up()

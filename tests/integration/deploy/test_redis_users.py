@@ -17,7 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from baton.autoscaling.traffic import RouterTraffic, TrafficCounts
 from baton.autoscaling.traffic_store import TrafficStore
-from baton.config.cluster import Config, KeyConfig, TlsConfig
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config
+from baton.config.tls import TlsConfig
 from baton.security.tls import TlsFiles
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client

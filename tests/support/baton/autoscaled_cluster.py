@@ -14,7 +14,8 @@ from baton.autoscaling.cluster_figures import (
     WorkerState,
     other,
 )
-from baton.config.cluster import AutoscalerConfig, Role
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.choices import Role
 
 INPUT_PER_WORKER, OUTPUT_PER_WORKER, BATCH = 1000.0, 200.0, 10.0
 """Tokens a second that one worker can do, and its sequences then."""

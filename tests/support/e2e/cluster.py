@@ -23,9 +23,9 @@ BATON = str(Path(sys.executable).with_name("baton"))
 START_S = 240.0
 END_S = 120.0
 PATIENT = {
-    "BATON_HANG_S": "20",
-    "BATON_LEASE_S": "20",
-    "BATON_REGISTRY_TTL_S": "20",
+    "BATON_ADVANCED__HANG_S": "20",
+    "BATON_ADVANCED__LEASE_S": "20",
+    "BATON_ADVANCED__REGISTRY_TTL_S": "20",
 }
 """For clusters whose tests are about other things: a busy machine makes no worker seem to hang, or
 to be gone."""

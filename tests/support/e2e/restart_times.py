@@ -1,7 +1,7 @@
 """From a worker's death to its next life in the registry, of the demo model, under `baton serve`.
 
     python -m tests.support.e2e.restart_times --times 10
-    BATON_STANDBY=false python -m tests.support.e2e.restart_times --times 10
+    BATON_ADVANCED__STANDBY=false python -m tests.support.e2e.restart_times --times 10
 
 The registry is read every 5 ms, as routers do: a worker that is listed gets requests.
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.config.cluster import KeyConfig
+from baton.config.access import KeyConfig
 from router.access.access import Access
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram

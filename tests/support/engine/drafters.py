@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from baton.sampling_params import SamplingParams
-from engine.scheduling.known_sequence import KnownSequence
+from engine.scheduling.plan import KnownSequence
 from engine.speculation.drafter import Draft
 from engine.speculation.length import DraftLength, Proposal
 from engine.speculation.model.length import Candidate, ModelDraftLength

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from baton.config.cluster import Config, ContextClass, LocalPrefill
+from baton.config.choices import LocalPrefill
+from baton.config.cluster import Config
+from baton.config.pools import ContextClass
 from planning.common.traces import TracedRequest
 from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.costs.fitted_costs import FittedCosts

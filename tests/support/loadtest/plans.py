@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.config.cluster import Config, ContextClass
+from baton.config.cluster import Config
+from baton.config.pools import ContextClass
 from planning.common.traces import Trace, TracedRequest
 from planning.planner.cluster_kind import ClusterKind, WorkerKind
 from planning.planner.evaluation import Evaluation

@@ -240,13 +240,13 @@ async def serve(
     app: Any,
     slow_client_s: float = 30.0,
     head_deadline_s: float = 10.0,
-    connections_per_client: int = 0,
+    max_connections_per_client: int = 0,
     keep_alive_s: float = 5.0,
 ) -> AsyncIterator[str]:
     """``app`` behind a real uvicorn; gives its host:port."""
     config = uvicorn.Config(
         app,
-        http=http_protocol(slow_client_s, head_deadline_s, connections_per_client),
+        http=http_protocol(slow_client_s, head_deadline_s, max_connections_per_client),
         log_level="warning",
         lifespan="off",
         ws="none",

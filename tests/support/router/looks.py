@@ -8,8 +8,8 @@ from typing import Any
 from baton.config.cluster import Config
 from baton.request import Geometry, LoadSnapshot
 from baton.store.registry import WorkerRecord
-from router.console.snapshot import Look, SeenWorker
-from router.console.window import Key
+from router.console.rates import Key
+from router.console.snapshot import Observation, ObservedWorker
 from router.console.worker_page import WorkerPage
 
 CONFIG = Config()
@@ -38,17 +38,17 @@ def record(slot: str = "decode-0", **changes: Any) -> WorkerRecord:
     )
 
 
-def seen(slot: str = "decode-0", *, is_up: bool = True, **load: Any) -> SeenWorker:
-    return SeenWorker(record(slot), LoadSnapshot(**load), is_up)
+def seen(slot: str = "decode-0", *, is_up: bool = True, **load: Any) -> ObservedWorker:
+    return ObservedWorker(record(slot), LoadSnapshot(**load), is_up)
 
 
 def look(
-    *workers: SeenWorker,
+    *workers: ObservedWorker,
     pages: dict[str, WorkerPage] | None = None,
     counts: dict[Key, float] | None = None,
     gauges: dict[Key, float] | None = None,
-) -> Look:
-    return Look(
+) -> Observation:
+    return Observation(
         at=1.0,
         model="tiny",
         health="ok",

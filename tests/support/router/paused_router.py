@@ -14,6 +14,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from baton.autoscaling.traffic import TrafficCounts
+from baton.config.advanced import AdvancedConfig
 from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.request import Principal
@@ -42,7 +43,8 @@ async def main(model: str, redis_url: str, cluster_id: str) -> None:
     """Run some requests."""
     worker_links.SILENCE_S = HANG_S
     worker_links._SILENT_HEARTBEATS = 1
-    config = Config(dtype="float32", hang_s=HANG_S, engine_hang_s=2 * HANG_S, heartbeat_s=0.1)
+    advanced = AdvancedConfig(hang_s=HANG_S, engine_hang_s=2 * HANG_S, heartbeat_s=0.1)
+    config = Config(dtype="float32", advanced=advanced)
     async with redis_client(redis_url) as client:
         dispatcher = ClusterDispatcher(
             config,

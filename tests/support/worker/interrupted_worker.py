@@ -37,11 +37,10 @@ from engine.sampling.sampling import sample
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tier import BlockTier
 from engine.scheduling.block_tiers import BlockTiers
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from engine.speculation.drafter import NgramDrafter
 from engine.speculation.speculation import Speculation
 from engine.step.step import StepInput, StepOutput

@@ -14,20 +14,21 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.config.advanced import AdvancedConfig
 from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transport import Peer
 from tests.support.engine.fake_engine import FakeEngine
 from worker.core import engine_core
-from worker.core.chunk_slack import ChunkSlack
 from worker.core.engine_core import EngineCore
 from worker.core.gauges import WorkerGauges
+from worker.core.prefill_budget import PrefillBudget
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.fetch import fetch
@@ -79,7 +80,7 @@ class ManualWorker:
         blocks: int = 32,
         chunk_tokens: int = 16,
         max_sequences: int = 8,
-        slack: ChunkSlack | None = None,
+        budget: PrefillBudget | None = None,
     ) -> None:
         """Call it on the event loop."""
         self.now = 100.0
@@ -114,10 +115,10 @@ class ManualWorker:
         gauges = WorkerGauges(self.metrics, "worker-0", "decode")
         self.reasons: list[str] = []
         """For which the process would have ended."""
-        self.core = EngineCore(engine, gauges, INCARNATION, None, slack, fail=self.reasons.append)
+        self.core = EngineCore(engine, gauges, INCARNATION, None, budget, fail=self.reasons.append)
         self.thread: ManualThread = runner.thread
         settings: Any = SimpleNamespace(
-            config=SimpleNamespace(transfer_window_mib=1, heartbeat_s=1.0, hang_s=1.0),
+            config=SimpleNamespace(advanced=AdvancedConfig(transfer_window_mib=1)),
             pool=SimpleNamespace(max_sequences=max_sequences, cp=1),
             slot="worker-0",
         )

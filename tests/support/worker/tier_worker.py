@@ -18,8 +18,7 @@ from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate, make_sequence
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.memory.host_memory import HostMemory
 from worker.core.engine_core import EngineCore
 from worker.core.gauges import WorkerGauges

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from baton.config.cluster import Config, Role
+from baton.config.advanced import AdvancedConfig
+from baton.config.choices import Role
+from baton.config.cluster import Config
 from tests.chaos.harness.worker_child import WorkerChild
 from tests.chaos.harness.worker_script import Job
 from tests.support.mini_cluster import MiniCluster
@@ -25,8 +27,9 @@ async def worker_processes(
     config = Config(
         dtype="float32",
         local_prefill="never",
-        registry_ttl_s=registry_ttl_s,
-        heartbeat_s=min(1.0, registry_ttl_s / 4),
+        advanced=AdvancedConfig(
+            registry_ttl_s=registry_ttl_s, heartbeat_s=min(1.0, registry_ttl_s / 4)
+        ),
     )
     cluster = MiniCluster(config, model, redis_url)
     jobs = [

@@ -28,8 +28,8 @@ from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
 from decode_worker.receiver import HandoffReceiver, Offer
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from kvtransfer.tickets.ticket import Ticket, TicketState
 from kvtransfer.tickets.ticket_book import TOMBSTONE_S

@@ -21,13 +21,12 @@ from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import ROUTER_GRACE_S, DecodeRole
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from worker.exchange.block_receiver import BlockReceiver
-from worker.intake import Intake
-from worker.role import WorkerContext
+from worker.role import Intake, WorkerContext
 
 GEOMETRY = Geometry(4, 1, 1, 8, "float32")
 BLOCK_BYTES = 64

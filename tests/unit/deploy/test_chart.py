@@ -147,7 +147,7 @@ def test_the_configuration_is_one_that_baton_takes(
     assert config.routers == 2
     if value_set == "production-values.yaml":
         assert config.require_key
-        assert config.file_most_bytes == 100 << 20
+        assert config.max_file_bytes == 100 << 20
         assert [key.name for key in config.keys] == ["example", "operator"]
         assert config.tenant_weights["acme"] == 2
         assert [(pool.name, pool.count, pool.resources) for pool in config.pools] == [

@@ -271,7 +271,7 @@ def test_a_stream_outlasts_a_request() -> None:
 
 def test_the_proxy_takes_the_largest_upload() -> None:
     (mib,) = re.findall(r"client_max_body_size (\d+)m;", nginx())
-    assert int(mib) << 20 > load_config(FOLDER / "baton.toml").file_most_bytes
+    assert int(mib) << 20 > load_config(FOLDER / "baton.toml").max_file_bytes
 
 
 def test_the_proxy_hides_metrics() -> None:

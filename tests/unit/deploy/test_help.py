@@ -16,7 +16,8 @@ import typer.main
 from typer.core import TyperGroup, TyperOption
 from typer.testing import CliRunner
 
-from baton.config.cluster import Config, Role, Scope
+from baton.config.choices import Role, Scope
+from baton.config.cluster import Config
 from deploy.cli.main import app
 from deploy.cli.options import choices
 from loadtest.generator import load_settings

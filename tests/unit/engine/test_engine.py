@@ -20,7 +20,7 @@ from engine.local import generate
 from engine.model.model import DecoderModel
 from engine.model.weights import load_weights
 from tests.support.models import make_tiny_model
-from worker.cores.cores import CoreBoard
+from worker.cores.core_board import CoreBoard
 
 ROW_BYTES = 2 * 2 * 2 * 16 * 16
 """Of a block of the tiny model: layers, K and V, heads, slots, values of a head."""

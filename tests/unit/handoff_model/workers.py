@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
+from baton.config.advanced import AdvancedConfig
 from baton.hashing import block_hashes, hash_key
 from baton.liveness.listening import ListeningClock
 from baton.request import Geometry
@@ -16,9 +17,9 @@ from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.tickets.ticket import Attempt, Purpose, Ticket
 from kvtransfer.transports.transport import Parts, Transport
@@ -209,7 +210,9 @@ class Worker(Process):
         settings = SimpleNamespace(
             slot=self.name,
             config=SimpleNamespace(
-                heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, hang_s=LEASE_S, transfer_window_mib=1
+                advanced=AdvancedConfig(
+                    heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, hang_s=LEASE_S, transfer_window_mib=1
+                )
             ),
             pool=SimpleNamespace(max_sequences=MAX_SEQUENCES),
         )

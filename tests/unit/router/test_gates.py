@@ -19,7 +19,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (  # ty
 )
 from prometheus_client import CollectorRegistry
 
-from baton.config.cluster import Config, KeyConfig, Scope
+from baton.config.access import KeyConfig
+from baton.config.choices import Scope
+from baton.config.cluster import Config
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry

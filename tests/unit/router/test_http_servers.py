@@ -6,7 +6,8 @@ from typing import Any
 
 import httpx
 
-from baton.config.cluster import Config, TlsConfig
+from baton.config.cluster import Config
+from baton.config.tls import TlsConfig
 from router.http_app import Apps
 from router.http_servers import HttpServers
 from tests.support.certificates import Authority

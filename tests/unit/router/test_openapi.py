@@ -9,11 +9,8 @@ from typing import Any, cast
 import httpx
 
 from router.access.access import OPEN, Access
-from router.admin.cluster_view import ClusterApi
-from router.admin.operator_api import Operators
-from router.admin.pool_scaling import PoolScaling
-from router.admin.worker_control import WorkerControl
-from router.admin.worker_operations import WorkerOperations
+from router.admin.worker_api import ClusterApi, WorkerApi
+from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk
 from router.console.api import ConsoleApi
@@ -51,12 +48,8 @@ async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
     more = (
         BatchesApi(cast(BatchDesk, None), front.config, access),
         ConsoleApi(cast(ClusterDispatcher, None), front.stats, front.config, "tiny", access),
-        WorkerOperations(
-            cast(WorkerControl, None), cast(PoolScaling, None), Operators(access), front.config
-        ),
-        ClusterApi(
-            "1f2e3d", "tiny", cast(WorkerControl, None), cast(PoolScaling, None), Operators(access)
-        ),
+        WorkerApi(cast(WorkerControl, None), cast(PoolScaling, None), access, front.config),
+        ClusterApi("1f2e3d", "tiny", cast(WorkerControl, None), cast(PoolScaling, None), access),
     )
     transport = httpx.ASGITransport(create_app(*parts, more=more))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from baton.config.advanced import AdvancedConfig
 from baton.config.cluster import Config
 from baton.request import FinishReason
 from baton.rpc import grpc_channel
@@ -140,7 +141,7 @@ async def test_a_client_that_reads_slowly_gets_everything(
 @asynccontextmanager
 async def grpc_front(front: Front) -> AsyncIterator[str]:
     server = make_server()
-    config = Config(slow_client_s=SLOW_S)
+    config = Config(advanced=AdvancedConfig(slow_client_s=SLOW_S))
     add_grpc_front(server, front.dispatcher, front.tokenizer, MODEL, front.stats, config)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from worker import engine_start
 from worker.costs.step_costs import StepCosts
-from worker.engine_start import core_board, engine_settings, measure
+from worker.engine_start import Placement, core_board, engine_settings, measure, place
 from worker.settings import WorkerSettings
 
 
@@ -79,3 +80,21 @@ def test_a_gpus_worker_shares_none(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert core_board(settings_for(device, tmp_path / "cores")) is None
     assert not (tmp_path / "cores").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_no_gpu_is_promised_twice(workers: int, gpus: int) -> None:
+    shares: dict[str, float] = {}
+    for number in range(workers):
+        placed = place("auto", 0.9, number=number, workers_here=workers, gpus=gpus)
+        shares[placed.device] = shares.get(placed.device, 0.0) + placed.memory_fraction
+    assert len(shares) == min(workers, gpus)
+    assert all(share == pytest.approx(0.9) for share in shares.values())
+
+
+def test_workers_without_a_gpu_are_placed_on_the_cpu() -> None:
+    assert place("auto", 0.9, number=1, workers_here=2, gpus=0).device == "cpu"
+    assert place("cpu", 0.9, number=1, workers_here=2, gpus=4).device == "cpu"
+    # Left as it is: the engine says that there is none.
+    assert place("cuda", 0.9, number=0, workers_here=1, gpus=0) == Placement("cuda", 0.9)

@@ -21,8 +21,7 @@ from decode_worker.handoff_stream import HandoffStream
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
 from engine.scheduling.plan import StepResult
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from prefill_worker import role as prefill_module
 from prefill_worker.role import PrefillRole
 from tests.support.baton.grammar_tools import WAIT_S, SlowGrammars, regex

@@ -15,17 +15,17 @@ import pytest
 import redis
 import torch
 
+from baton.config.advanced import AdvancedConfig
 from baton.errors import WorkerFailed
 from baton.host.background import end_tasks
 from baton.store.registry import DRAINING, Registry
 from engine.parallel.ranks import LeadRank
 from engine.scheduling.block_pool import BlockPool
-from worker.intake import Intake
 from worker.life import Life
 from worker.process import LEAVE_S, WorkerProcess
 from worker.registry.own_entry import OwnEntry
 from worker.registry.own_lease import OwnLease
-from worker.role import WorkerContext
+from worker.role import Intake, WorkerContext
 from worker.settings import WorkerSettings
 
 
@@ -140,7 +140,7 @@ class Living:
         )
         self.life.is_empty = False
         process = self.process = WorkerProcess.__new__(WorkerProcess)
-        config = SimpleNamespace(heartbeat_s=heartbeat_s, registry_ttl_s=4.0)
+        config = SimpleNamespace(advanced=AdvancedConfig(heartbeat_s=heartbeat_s))
         process.settings = cast(WorkerSettings, SimpleNamespace(config=config, slot="decode-0"))
         process._entry = OwnEntry(
             cast(Registry, self.registry),

@@ -12,7 +12,7 @@ import pytest
 
 from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.layout.plan import plan
+from kvtransfer.layout.reshard import plan
 from kvtransfer.transports.shm_transport import ShmReceiveLink
 from tests.support.worker.ranked_worker import (
     DEADLINE_S,
@@ -237,7 +237,7 @@ async def test_transports_without_ranks_are_refused() -> None:
 
 
 async def test_ranks_that_are_processes() -> None:
-    """Uneven shares, from two ranks to four; then one of the writer's is killed."""
+    """Uneven shards, from two ranks to four; then one of the writer's is killed."""
     transport = "shm"
     source, target = geometry_of(3, 2), geometry_of(3, 4)
     kv = model_kv(source, 1)

@@ -16,7 +16,7 @@ from engine.checkpoint.model_config import ModelConfig, load_model_config
 from engine.model.model import DecoderModel
 from engine.model.named_tensors import TIED_HEAD, Matrix
 from engine.parallel.rank_model import RankModel
-from engine.parallel.shard import ModelShare, config_of, share_of
+from engine.parallel.shard import ModelShard, config_of, shard_of
 from engine.quantization.weight import QuantizedWeight, QuantKind, fitting_group
 from tests.kernels.gpu.fake.device import CUDA
 
@@ -102,28 +102,28 @@ class Ranks:
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         return part.new_empty((self.ranks, *part.shape))
 
-    def share(self, drawn: torch.Tensor) -> None:
+    def broadcast(self, drawn: torch.Tensor) -> None:
         pass
 
 
 def model_of(config: ModelConfig, kind: WeightType, ranks: int = 1) -> DecoderModel:
     """Within ``fake_gpu``: a model on the GPU, as ``load_weights`` gives it; of several ``ranks``
 
-    the share of rank 0.
+    the shard of rank 0.
     """
-    share = share_of(config, 0, ranks)
+    shard = shard_of(config, 0, ranks)
     if ranks == 1:
-        return DecoderModel(config, dict(_weights(config, kind, share)), CUDA)
-    own = config_of(config, share)
+        return DecoderModel(config, dict(_weights(config, kind, shard)), CUDA)
+    own = config_of(config, shard)
     group: Any = Ranks(ranks)
-    weights = dict(_weights(own, kind, share))
-    return DecoderModel(own, weights, CUDA, RankModel(share, group))
+    weights = dict(_weights(own, kind, shard))
+    return DecoderModel(own, weights, CUDA, RankModel(shard, group))
 
 
 def _weights(
-    config: ModelConfig, kind: WeightType, share: ModelShare
+    config: ModelConfig, kind: WeightType, shard: ModelShard
 ) -> Iterator[tuple[str, Matrix]]:
-    hidden, vocab = config.hidden_size, len(share.vocabulary)
+    hidden, vocab = config.hidden_size, len(shard.vocabulary)
     prefix = FAMILIES[config.architecture].tensor_prefixes[0]
     yield f"{prefix}embed_tokens.weight", _plain(vocab, hidden)
     yield f"{prefix}norm.weight", _plain(hidden)
@@ -132,7 +132,7 @@ def _weights(
     elif kind != "bf16":
         yield TIED_HEAD, _matrix("int8", vocab, hidden)
     for number in range(config.layers):
-        yield from _layer(config, f"{prefix}layers.{number}", kind, number, share.experts)
+        yield from _layer(config, f"{prefix}layers.{number}", kind, number, shard.experts)
 
 
 def _layer(

@@ -27,7 +27,7 @@ from engine.parallel.context_parallel import ContextExchange
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
 from engine.parallel.ranks import FollowingRank, LeadRank
-from engine.parallel.shard import config_of, share_of
+from engine.parallel.shard import config_of, shard_of
 from engine.parallel.weight_slices import WeightSlices
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
@@ -43,18 +43,18 @@ TABLE = (3, 5, 2)
 MakeStepModel = Callable[[Path, RankGroup, LeadRank | None], GpuStepModel]
 
 
-def model_share(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+def model_shard(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
     """Of ranks that divide the model."""
     config = load_model_config(folder)
-    share = share_of(config, group.rank, group.ranks)
-    slices = WeightSlices(config, share)
+    shard = shard_of(config, group.rank, group.ranks)
+    slices = WeightSlices(config, shard)
     weights = load_weights(folder, DEVICE, torch.float32, slices=slices)
-    model = DecoderModel(config_of(config, share), weights, DEVICE, RankModel(share, group))
+    model = DecoderModel(config_of(config, shard), weights, DEVICE, RankModel(shard, group))
     cache = KvCache(model.config, 8, 16, torch.float32, DEVICE)
     return GpuStepModel(gpu_weights(model), cache, 8, lead=lead)
 
 
-def context_share(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+def context_shard(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
     """Of ranks that divide prompts."""
     config = load_model_config(folder)
     model = DecoderModel(config, load_weights(folder, DEVICE, torch.float32), DEVICE)
@@ -81,11 +81,11 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="NCCL takes one GPU for each rank")
 @pytest.mark.parametrize(
-    ("make", "share"),
+    ("make", "shard"),
     [
-        pytest.param(make_tiny_model, model_share, marks=pytest.mark.long),
-        (make_tiny_moe, model_share),
-        pytest.param(make_tiny_model, context_share, marks=pytest.mark.long),
+        pytest.param(make_tiny_model, model_shard, marks=pytest.mark.long),
+        (make_tiny_moe, model_shard),
+        pytest.param(make_tiny_model, context_shard, marks=pytest.mark.long),
     ],
     ids=["model", "experts", "context"],
 )
@@ -93,7 +93,7 @@ def test_ranks_compute_what_one_computes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Path], Path],
-    share: MakeStepModel,
+    shard: MakeStepModel,
 ) -> None:
     # So that ranks divide a prompt as short as this one.
     monkeypatch.setattr(context_split, "MIN_TOKENS", 8)
@@ -105,7 +105,7 @@ def test_ranks_compute_what_one_computes(
         try:
             with closing(FollowingRank(lead.address, 1, RANKS, WAIT_S)) as following:
                 group = following.form(DEVICE, lambda _: None)
-                model = share(folder, group, None)
+                model = shard(folder, group, None)
                 following.ready("none")
                 cache = KvCache(load_model_config(folder), 8, 16, torch.float32, DEVICE)
                 following.run(model, cache)
@@ -116,7 +116,7 @@ def test_ranks_compute_what_one_computes(
     thread = threading.Thread(target=follow)
     thread.start()
     try:
-        model = share(folder, lead.form(DEVICE, WAIT_S).group, lead)
+        model = shard(folder, lead.form(DEVICE, WAIT_S).group, lead)
         rows = (PlanRow(0, 0, len(PROMPT), TABLE, True),)
         step = StepInput(rows, PROMPT, list(range(len(PROMPT))), False)
         found = model.run(step).logits

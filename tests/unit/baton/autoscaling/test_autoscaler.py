@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.autoscaling.autoscaler import ChangeRole, Resize
+from baton.autoscaling.autoscaler import HYSTERESIS, ChangeRole, Resize
 from baton.autoscaling.cluster_figures import ROLES, SloFigures, WorkerState, other
 from baton.autoscaling.needs import Reason
-from baton.config.cluster import AutoscalerConfig, Role
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.choices import Role
 from tests.support.baton.autoscaled_cluster import (
     BATCH,
     INPUT_PER_WORKER,
@@ -68,7 +69,7 @@ def test_whatever_comes_the_bounds_hold_nothing_flaps_and_roles_change_first(
                     giver = other(action.role)
                     left = before[giver] - 1
                     need = cluster.autoscaler.needs[giver]
-                    assert left < 1 or need / left > 1 - SETTINGS.hysteresis
+                    assert left < 1 or need / left > 1 - HYSTERESIS
             assert SETTINGS.min_workers <= len(cluster.workers) <= SETTINGS.max_workers
             assert all(cluster.have(role) >= 1 for role in ROLES)
     for at, role, sign in cluster.moves:

@@ -22,7 +22,7 @@ from baton.client import (
     Piece,
     Sampling,
 )
-from baton.config.cluster import KeyConfig
+from baton.config.access import KeyConfig
 from baton.errors import (
     DeadlineExceeded,
     InvalidRequest,

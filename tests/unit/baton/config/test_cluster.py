@@ -11,18 +11,21 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from baton.config.cluster import (
-    AutoscalerConfig,
-    Config,
-    ContextClass,
-    PoolConfig,
-    load_config,
-    split_host_port,
-)
+from baton.config.advanced import AdvancedConfig
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.cluster import Config, load_config
+from baton.config.fields import split_host_port
+from baton.config.pools import ContextClass, PoolConfig
 from baton.errors import ConfigError
 
 REQUIRED = {(PoolConfig, "name"), (PoolConfig, "role"), (ContextClass, "name")}
-SECTIONS: list[type[BaseModel]] = [Config, PoolConfig, ContextClass, AutoscalerConfig]
+SECTIONS: list[type[BaseModel]] = [
+    Config,
+    PoolConfig,
+    ContextClass,
+    AutoscalerConfig,
+    AdvancedConfig,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +78,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
         ("decode", "decode", 1),
     ]
     assert all(pool.kv_pool_mib == 1024 for pool in config.pools)
-    assert (config.lease_s, config.request_deadline_s) == (3.0, 300.0)
+    assert (config.advanced.lease_s, config.request_deadline_s) == (3.0, 300.0)
     assert (config.slo_ttft_s, config.slo_tpot_s) == (2.0, 0.1)
     assert (config.local_prefill, config.policy) == ("auto", "predictive")
     for address in (config.http, config.grpc):
@@ -85,11 +88,14 @@ def test_the_defaults_are_those_of_the_design() -> None:
 def test_flags_override_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write(tmp_path, 'block_size = 8\nlease_s = 30.0\ndtype = "float32"\n')
-    monkeypatch.setenv("BATON_LEASE_S", "20")
+    file = write(
+        tmp_path, 'block_size = 8\ndtype = "float32"\n[advanced]\nlease_s = 30.0\nhang_s = 2.0\n'
+    )
+    monkeypatch.setenv("BATON_ADVANCED__LEASE_S", "20")
     monkeypatch.setenv("BATON_DTYPE", "float16")
-    config = load_config(file, dtype="bfloat16", lease_s=None, redis_url=None)
-    assert (config.block_size, config.lease_s, config.dtype) == (8, 20.0, "bfloat16")
+    config = load_config(file, dtype="bfloat16", slo_ttft_s=None, redis_url=None)
+    assert (config.block_size, config.advanced.lease_s, config.dtype) == (8, 20.0, "bfloat16")
+    assert config.advanced.hang_s == 2.0
     assert load_config().block_size == 16, "the file was remembered"
 
 
@@ -145,9 +151,9 @@ P, D = {"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}
         ),
         ({"http": "8000"}, "is not host:port"),
         ({"grpc": "host:99999"}, "is not host:port"),
-        ({"lease_s": 0.0}, "--lease-s must be greater than 0"),
-        ({"lease_s": 1.5}, "at most half"),
-        ({"registry_ttl_s": 1.9}, "at most half"),
+        ({"advanced": {"lease_s": 0.0}}, "`advanced.lease_s` must be greater than 0"),
+        ({"advanced": {"lease_s": 1.5}}, "at most half"),
+        ({"advanced": {"registry_ttl_s": 1.9}}, "at most half"),
         ({"request_deadline_s": -1.0}, "--request-deadline-s must be greater than 0"),
         ({"unknown": 1}, "unknown"),
         ({"max_model_len": -1}, "--max-model-len must be at least 0"),
@@ -298,7 +304,7 @@ def test_peaks_go_together() -> None:
         ({"min_workers": 3, "max_workers": 2}, "max_workers"),
         ({"min_prefill": 2, "min_decode": 2, "max_workers": 3}, "min_prefill"),
         ({"min_workers": 9, "max_prefill": 4, "max_decode": 4}, "min_workers"),
-        ({"enabled": True, "min_prefill": 2}, "fewer workers"),
+        ({"enabled": True, "min_prefill": 2}, "fewer workers than its minimum"),
         ({"interval_s": 0}, "interval_s"),
     ],
 )
@@ -329,7 +335,7 @@ def test_an_autoscaler_comes_from_the_environment(monkeypatch: pytest.MonkeyPatc
         ({"ray_address": "a:6379"}, "need a redis_url that they reach"),
         ({"ray_address": "a", "redis_url": "redis://b"}, "a"),
         ({"ray_address": "auto", "redis_url": "redis://b", "gcs_store": "embedded"}, "gcs_store"),
-        ({"routers": 0}, "nobody would serve"),
+        ({"routers": 0}, "nothing would serve"),
         ({"leave_workers": True}, "needs a ray_address"),
         (
             {"ray_address": "auto", "redis_url": "redis://b", "leave_workers": True},

@@ -12,23 +12,20 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from baton.config.cluster import (
-    AutoscalerConfig,
-    Config,
-    ContextClass,
-    KeyConfig,
-    PoolConfig,
-    TenantConfig,
-    TlsConfig,
-    load_config,
-)
+from baton.config.access import KeyConfig, TenantConfig
+from baton.config.advanced import AdvancedConfig
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.cluster import Config, load_config
 from baton.config.errors import _MUST_BE, plain_faults
+from baton.config.pools import ContextClass, PoolConfig
 from baton.config.sources import Flag
+from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
 
 PYDANTIC_WORDS = ("Input", "Extra inputs", "Field required", "Value error", "pydantic")
 TABLES: dict[str, type[BaseModel]] = {
     "autoscaler": AutoscalerConfig,
+    "advanced": AdvancedConfig,
     "tls": TlsConfig,
     "pools": PoolConfig,
     "classes": ContextClass,
@@ -62,7 +59,7 @@ def wrong_configurations() -> Iterator[dict[str, Any]]:
         for table, model in TABLES.items():
             for name in model.model_fields:
                 entry = {"name": "n", "role": "decode"} if table == "pools" else {"name": "n"}
-                if table in ("autoscaler", "tls"):
+                if table in ("autoscaler", "advanced", "tls"):
                     yield {table: {name: wrong}}
                 else:
                     yield {table: [{**entry, name: wrong}]}
@@ -202,11 +199,12 @@ def test_fields_that_contradict_each_other_are_said_with_what_has_set_them(tmp_p
     assert faults_of(tmp_path, "", chunk) == [
         "pool `prefill` (--chunk-tokens): chunk_tokens must be 0 or at least max_sequences"
     ]
-    assert faults_of(tmp_path, "[autoscaler]\nleast_prefill = 3\nmost_prefill = 2\n") == [
+    assert faults_of(tmp_path, "[autoscaler]\nmin_prefill = 3\nmax_prefill = 2\n") == [
         "baton.toml:1: `autoscaler`: max_prefill must be 0 or at least min_prefill"
     ]
-    assert faults_of(tmp_path, "heartbeat_s = 3\n") == [
-        "heartbeat_s must be at most half of registry_ttl_s and of lease_s"
+    assert faults_of(tmp_path, "[advanced]\nheartbeat_s = 3\n") == [
+        "advanced.heartbeat_s must be at most half of advanced.registry_ttl_s and of"
+        " advanced.lease_s"
     ]
 
 

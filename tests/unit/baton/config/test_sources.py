@@ -81,9 +81,9 @@ def test_a_flag_of_a_role_needs_one_pool_of_it(tmp_path: Path) -> None:
 def test_tables_of_several_sources_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_TLS__FOLDER", "/environment")
     monkeypatch.setenv("BATON_TLS__CLEAR_KV", "true")
-    file = write(tmp_path, '[tls]\nfolder = "/file"\nredis_authority = "/ca.pem"\n')
+    file = write(tmp_path, '[tls]\nfolder = "/file"\nredis_ca = "/ca.pem"\n')
     tls = load_config(file, [Flag("--certs", ("tls", "folder"), "/flag")]).tls
-    assert (tls.folder, tls.clear_kv, tls.redis_authority) == ("/flag", True, "/ca.pem")
+    assert (tls.folder, tls.clear_kv, tls.redis_ca) == ("/flag", True, "/ca.pem")
 
 
 def test_a_configuration_that_another_process_was_told_is_not_changed_here(

@@ -47,11 +47,13 @@ def test_flags_override_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "baton.toml"
-    file.write_text('block_size = 8\nlease_s = 30.0\ndtype = "float32"\nlog_requests = true\n')
-    monkeypatch.setenv("BATON_LEASE_S", "20")
+    file.write_text(
+        'block_size = 8\ndtype = "float32"\nlog_requests = true\n[advanced]\nlease_s = 9\n'
+    )
+    monkeypatch.setenv("BATON_ADVANCED__LEASE_S", "20")
     monkeypatch.setenv("BATON_DTYPE", "float16")
     config = config_of("--config", str(file), "--dtype", "bfloat16", "--no-log-requests")
-    assert (config.block_size, config.lease_s, config.dtype) == (8, 20.0, "bfloat16")
+    assert (config.block_size, config.advanced.lease_s, config.dtype) == (8, 20.0, "bfloat16")
     assert not config.log_requests
 
 
@@ -87,7 +89,7 @@ def test_all_faults_are_said_at_once_with_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "baton.toml"
-    file.write_text("lease_s = -1\nmodle = 3\n")
+    file.write_text("slo_ttft_s = -1\nmodle = 3\n")
     monkeypatch.setenv("BATON_BLOCK_SIZE", "0")
     monkeypatch.setenv("BATON_MODLE", "x")
     lines = said("--config", str(file), "--http", "8000", code=1).splitlines()
@@ -96,7 +98,7 @@ def test_all_faults_are_said_at_once_with_their_places(
         " BATON_MODEL?",
         "error: --http: '8000' is not host:port",
         "error: BATON_BLOCK_SIZE must be at least 1, not `0`",
-        f"error: {file}:1: `lease_s` must be greater than 0, not `-1`",
+        f"error: {file}:1: `slo_ttft_s` must be greater than 0, not `-1`",
         f"error: {file}:2: unknown field `modle`; did you mean `model`?",
     ]
 
@@ -117,7 +119,7 @@ def test_help_fits_the_terminal(columns: str) -> None:
     for shown in (
         "│ --policy predictive|round_robin|least_loaded|prefix|power_of_two|session",
         "│ --prefill N (1 to 1024)",
-        "│ --standby, --no-standby",
+        "│ --log-requests",
         "│ --api-key-file FILE",
         "│ MODEL ",
     ):

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from baton.config.cluster import Config, KeyConfig, PoolConfig, TlsConfig
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
+from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
 from deploy.launcher.preflight import check_exposure
 from worker.settings import WorkerSettings
@@ -75,7 +78,7 @@ def test_ranks_that_would_speak_in_the_clear_beyond_their_node_are_refused(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"certificate": "a"}, {"key": "a"}, {"client_authority": "a"}], ids=str
+    "fields", [{"certificate": "a"}, {"key": "a"}, {"client_ca": "a"}], ids=str
 )
 def test_half_a_configuration_is_refused(fields: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"go together|needs a folder"):

@@ -17,7 +17,10 @@ from baton.autoscaling.cluster_figures import ClusterFigures, WorkerState
 from baton.autoscaling.needs import Reason
 from baton.autoscaling.traffic import GONE_S, RouterTraffic, TrafficCounts
 from baton.autoscaling.traffic_store import TrafficStore
-from baton.config.cluster import AutoscalerConfig, Config, PoolConfig, Role
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.choices import Role
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import BatonError, InvalidRequest, WorkerFailed
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import make_server

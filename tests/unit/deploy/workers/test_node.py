@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from baton.config.cluster import Config, PoolConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import ConfigError
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.run_directory import RUN_VARIABLE

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.context_split import MIN_TOKENS, ContextShare, is_split, shares_of
+from engine.parallel.context_split import MIN_TOKENS, ContextShard, is_split, shards_of
 from engine.scheduling.plan import PlanRow
 
 RANKS = st.integers(2, 8)
@@ -25,37 +25,37 @@ def positions(rows: tuple[PlanRow, ...]) -> list[tuple[int, int]]:
     return [(row.sequence_id, row.start + n) for row in rows for n in range(row.count)]
 
 
-def keys(share: ContextShare) -> int:
-    """Pairs of a query and a key that the share attends to."""
-    return sum(position + 1 for _, position in positions(share.rows))
+def keys(shard: ContextShard) -> int:
+    """Pairs of a query and a key that the shard attends to."""
+    return sum(position + 1 for _, position in positions(shard.rows))
 
 
 @given(SPANS, RANKS)
 def test_every_token_lies_on_one_rank(spans: list[tuple[int, int]], ranks: int) -> None:
     rows = rows_of(spans)
     all_tokens = positions(rows)
-    shares = shares_of(rows, ranks)
-    found = [token for share in shares for token in share.tokens]
+    shards = shards_of(rows, ranks)
+    found = [token for shard in shards for token in shard.tokens]
     assert sorted(found) == list(range(len(all_tokens)))
-    for share in shares:
-        assert positions(share.rows) == [all_tokens[token] for token in share.tokens]
-        assert all(row.count > 0 and row.block_table == (row.sequence_id,) for row in share.rows)
+    for shard in shards:
+        assert positions(shard.rows) == [all_tokens[token] for token in shard.tokens]
+        assert all(row.count > 0 and row.block_table == (row.sequence_id,) for row in shard.rows)
 
 
 @given(SPANS, RANKS)
 def test_rank_0_has_the_last_token_of_every_row(spans: list[tuple[int, int]], ranks: int) -> None:
     rows = rows_of(spans)
     lasts = [sum(row.count for row in rows[: n + 1]) - 1 for n in range(len(rows))]
-    assert set(lasts) <= set(shares_of(rows, ranks)[0].tokens)
+    assert set(lasts) <= set(shards_of(rows, ranks)[0].tokens)
 
 
 @given(SPANS, RANKS)
 def test_tokens_and_pairs_of_query_and_key_are_divided_evenly(
     spans: list[tuple[int, int]], ranks: int
 ) -> None:
-    shares = shares_of(rows_of(spans), ranks)
-    counts = [len(share.tokens) for share in shares]
-    work = [keys(share) for share in shares]
+    shards = shards_of(rows_of(spans), ranks)
+    counts = [len(shard.tokens) for shard in shards]
+    work = [keys(shard) for shard in shards]
     # A rank has two runs of each row; the ends of a run are rounded to whole tokens.
     assert max(counts) - min(counts) <= 2 * len(spans)
     assert max(work) - min(work) <= sum(2 * (start + count) for start, count in spans)
@@ -63,9 +63,9 @@ def test_tokens_and_pairs_of_query_and_key_are_divided_evenly(
 
 @given(st.integers(0, 5000), st.integers(1, 50), RANKS)
 def test_what_can_be_divided_evenly_is(start: int, run: int, ranks: int) -> None:
-    shares = shares_of(rows_of([(start, 2 * ranks * run)]), ranks)
-    assert {len(share.tokens) for share in shares} == {2 * run}
-    assert len({keys(share) for share in shares}) == 1
+    shards = shards_of(rows_of([(start, 2 * ranks * run)]), ranks)
+    assert {len(shard.tokens) for shard in shards} == {2 * run}
+    assert len({keys(shard) for shard in shards}) == 1
 
 
 @given(SPANS, RANKS)
@@ -74,7 +74,7 @@ def test_no_rank_is_idle_in_a_step_that_is_divided(
 ) -> None:
     rows = rows_of(spans)
     if is_split(rows, ranks):
-        assert all(share.tokens for share in shares_of(rows, ranks))
+        assert all(shard.tokens for shard in shards_of(rows, ranks))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -26,7 +26,7 @@ def one_rank(rank: int, rendezvous: Rendezvous) -> dict[str, Any]:
         group = RankGroup(rendezvous.store, 0, RANKS, CPU, HOST)
     found: dict[str, Any] = {"sum": group.add(torch.full((5,), float(rank + 1))).tolist()}
     shared = torch.full((2,), rank + 7)
-    group.share(shared)
+    group.broadcast(shared)
     gathered = group.gather(torch.tensor([rank, -rank]))
     found["shared"] = shared.tolist()
     found["gathered"] = None if gathered is None else gathered.tolist()
@@ -71,7 +71,7 @@ def test_a_steps_operations_take_no_stream_of_their_own() -> None:
     group.rank, group.ranks, group._device = 0, 2, CPU
     group._group = InOrder()
     group.add(torch.zeros(2))
-    group.share(torch.zeros(2))
+    group.broadcast(torch.zeros(2))
     assert group._group.asked == [False, False]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from baton.errors import ConfigError
 from engine.checkpoint.model_config import load_model_config
 from engine.model.weights import Weight, load_weights
-from engine.parallel.shard import ModelShare, share_of
+from engine.parallel.shard import ModelShard, shard_of
 from engine.parallel.weight_slices import WeightSlices
 from engine.quantization.formats import NATIVE_CONFIG, native_tensors
 from engine.quantization.weight import QuantizedWeight, dequantize, quantize
@@ -26,11 +26,11 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 
 def part(
     folder: Path, rank: int, ranks: int, quantization: str = "auto"
-) -> tuple[dict[str, Weight], ModelShare]:
+) -> tuple[dict[str, Weight], ModelShard]:
     config = load_model_config(folder)
-    share = share_of(config, rank, ranks)
-    slices = WeightSlices(config, share)
-    return load_weights(folder, CPU, torch.float32, quantization, slices), share
+    shard = shard_of(config, rank, ranks)
+    slices = WeightSlices(config, shard)
+    return load_weights(folder, CPU, torch.float32, quantization, slices), shard
 
 
 def plain(weight: Weight) -> torch.Tensor:

@@ -14,8 +14,8 @@ from baton.hashing import hash_key
 from baton.request import LOWEST_PRIORITY, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.preemption import CACHED_SHARE, PATIENCE, recompute_cost, victim_of
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from tests.unit.engine.scheduling.test_scheduler import World, make_spec
 

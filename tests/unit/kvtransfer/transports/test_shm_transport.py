@@ -16,7 +16,7 @@ from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
 from kvtransfer.memory.host_memory import HostMemory
 from kvtransfer.memory.shared_pool import allocate
-from kvtransfer.transports import offer
+from kvtransfer.transports import in_place
 from kvtransfer.transports.shm_transport import ShmReceiveLink, ShmTransport
 from kvtransfer.transports.transport import Batch, Parts, Peer
 
@@ -93,7 +93,7 @@ def test_an_offer_that_cannot_be_read_is_refused(world: World, offer: bytes) -> 
 def test_a_machine_that_cannot_tell_who_it_is_does_without(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
 ) -> None:
-    monkeypatch.setattr(offer, missing, tmp_path / "none")
+    monkeypatch.setattr(in_place, missing, tmp_path / "none")
     with pytest.raises(ConfigError, match="transport shm cannot tell"):
         ShmTransport(world.executor).register(world.memories[0])
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 from typer.testing import CliRunner
 
-from baton.config.cluster import PolicyName
+from baton.config.choices import PolicyName
 from loadtest.cluster.policy_bench import app
 
 BLOCK = 512

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from baton.config.cluster import TransportName
+from baton.config.choices import TransportName
 from planning.planner.transports import AS_MEASURED, DEFAULT_TRANSPORTS, TRANSPORTS
 from planning.simulator.costs.hardware import ACCELERATORS
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config.cluster import LocalPrefill
+from baton.config.choices import LocalPrefill
 from baton.errors import ConfigError
 from planning.common.traces import TracedRequest
 from planning.simulator.results import SimulationResult

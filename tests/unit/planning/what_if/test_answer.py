@@ -7,11 +7,11 @@ import sys
 
 from baton.config.cluster import Config
 from planning.what_if.answer import answer
-from router.console.what_if_question import Answer, Question, WhatIfRequest, question
+from router.console.what_if import WhatIfAnswer, WhatIfQuestion, WhatIfRequest, question
 from tests.unit.router.console.test_what_if import WORKERS, recent
 
 
-def asked(prefill: int, decode: int, *, rate: float = 1.0, count: int = 60) -> Question:
+def asked(prefill: int, decode: int, *, rate: float = 1.0, count: int = 60) -> WhatIfQuestion:
     return question(
         WhatIfRequest(prefill=prefill, decode=decode, rate=rate),
         recent(count, output=40),
@@ -57,7 +57,7 @@ def test_the_program() -> None:
         timeout=60,
         check=True,
     )
-    assert Answer.model_validate_json(done.stdout) == answer(asked(2, 2))
+    assert WhatIfAnswer.model_validate_json(done.stdout) == answer(asked(2, 2))
 
 
 def test_the_program_tells_what_it_cannot_do() -> None:

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from baton.config.cluster import Config, KeyConfig, load_config
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config, load_config
 from baton.config.keys_file import hash_of, read_keys, write_keys
 from baton.errors import ConfigError, Unauthenticated
 from baton.request import Principal

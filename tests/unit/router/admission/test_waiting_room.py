@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.config.cluster import Config, KeyConfig, TenantConfig
+from baton.config.access import KeyConfig, TenantConfig
+from baton.config.cluster import Config
 from baton.errors import DeadlineUnreachable, Overloaded
 from baton.request import Principal
 from baton.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 
-from baton.config.cluster import KeyConfig, TenantConfig
+from baton.config.access import KeyConfig, TenantConfig
 from baton.errors import Overloaded, WorkerFailed
 from baton.request import FinishReason
 from router.access.access import Access
@@ -343,7 +343,7 @@ async def test_bad_files_are_refused(tmp_path: Path) -> None:
 
 
 async def test_uploads_are_bounded(tmp_path: Path) -> None:
-    async with served(tmp_path, file_most_bytes=2000, files_most_bytes=2500) as there:
+    async with served(tmp_path, max_file_bytes=2000, max_total_file_bytes=2500) as there:
         async with there.client() as client:
             with pytest.raises(openai.APIStatusError) as large:
                 await client.files.create(file=("in", lines([chat("x" * 3000)])), purpose="batch")

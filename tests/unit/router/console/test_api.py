@@ -19,8 +19,8 @@ from baton.store.registry import WorkerRecord
 from router.access.access import Access
 from router.console import api as console_api
 from router.console.api import ConsoleApi
-from router.console.look import Cluster
 from router.console.what_if import WhatIfProgram
+from router.dispatch.dispatcher import ClusterDispatcher
 from router.http.sse import EventStream
 from router.http_app import create_app, create_apps
 from tests.support.router.front_fakes import MODEL, Front, make_front, plain_client, serve
@@ -76,9 +76,9 @@ class Served:
 async def console(what_if: WhatIfProgram | None = None, **config: Any) -> AsyncIterator[Served]:
     front = make_front(**config)
     access = Access(front.config, front.metrics)
-    cluster = cast(Cluster, FakeCluster())
+    cluster = cast(ClusterDispatcher, FakeCluster())
     shown = ConsoleApi(cluster, front.stats, front.config, "tiny", access, what_if)
-    shown.watch._look_s = 0.02
+    shown.broadcaster._interval_s = 0.02
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     async with (
         serve(create_app(*parts, more=(shown,))) as address,
@@ -139,13 +139,13 @@ async def test_figures_need_a_key() -> None:
         assert found.status_code == 200
         assert [one["slot"] for one in found.json()["workers"]] == ["prefill-0", "decode-0"]
         assert found.json()["pages_missing"] == 2
-        assert served.console.watch.viewers == 0
+        assert served.console.broadcaster.viewers == 0
 
 
 async def test_with_a_listener_of_its_own_it_is_there_alone() -> None:
     front = make_front(admin_http="127.0.0.1:0")
     access = Access(front.config, front.metrics)
-    cluster = cast(Cluster, FakeCluster())
+    cluster = cast(ClusterDispatcher, FakeCluster())
     shown = ConsoleApi(cluster, front.stats, front.config, "tiny", access)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     apps = create_apps(*parts, more=(shown,))
@@ -185,7 +185,7 @@ async def test_a_stream_ends_when_its_key_is_revoked() -> None:
             served.access.set_keys(())
             last = [event async for event in told][-1]
         assert last["error"]["code"] == "invalid_api_key"
-        while served.console.watch.viewers:
+        while served.console.broadcaster.viewers:
             await asyncio.sleep(0.01)
 
 
@@ -193,8 +193,8 @@ async def test_a_viewer_that_leaves_ends_the_looking() -> None:
     async with console() as served, asyncio.timeout(DEADLINE_S):
         async with served.http.stream("GET", "/console/events") as stream:
             await anext(lines_of(stream))
-            assert served.console.watch.viewers == 1
-        while served.console.watch.viewers:
+            assert served.console.broadcaster.viewers == 1
+        while served.console.broadcaster.viewers:
             await asyncio.sleep(0.01)
 
 
@@ -221,7 +221,7 @@ async def test_a_viewer_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
     async with console() as served, asyncio.timeout(DEADLINE_S):
         await served.console._stream({}, EventStream(send))
         assert sent == 3
-        assert served.console.watch.viewers == 0
+        assert served.console.broadcaster.viewers == 0
 
 
 ANSWER = {

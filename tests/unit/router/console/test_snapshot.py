@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from router.console.snapshot import Look, SeenWorker, Snapshot, page_counts, snapshot_of
-from router.console.window import Key, Window
+from router.console.rates import CounterWindow, Key
+from router.console.snapshot import Observation, ObservedWorker, Snapshot, page_counts, snapshot_of
 from router.console.worker_page import WorkerPage
 from router.http.sse import to_json
 from tests.support.router.looks import CONFIG, look, record, seen
@@ -16,16 +16,16 @@ from tests.support.router.looks import CONFIG, look, record, seen
 SHORT = CONFIG.classes[0].name
 
 
-def shown(first: Look, second: Look, *, seconds: float = 10.0) -> Snapshot:
+def shown(first: Observation, second: Observation, *, seconds: float = 10.0) -> Snapshot:
     """The second look's snapshot, ``seconds`` after the first one."""
-    window = Window(60)
+    window = CounterWindow(60)
     window.add(0.0, {**first.counts, **page_counts(first.pages)})
     window.add(seconds, {**second.counts, **page_counts(second.pages)})
     return snapshot_of(second, window, CONFIG)
 
 
 def test_a_first_look_has_workers_and_no_rates() -> None:
-    window = Window(60)
+    window = CounterWindow(60)
     one = look(
         seen("prefill-0"),
         seen(running=3, waiting=2, used_blocks=10, cached_blocks=20, free_blocks=970),
@@ -48,7 +48,7 @@ def test_a_first_look_has_workers_and_no_rates() -> None:
 
 
 def test_rates_and_shares() -> None:
-    def counts(ok: float, shed: float, good: float, prompt: float, cached: float) -> Look:
+    def counts(ok: float, shed: float, good: float, prompt: float, cached: float) -> Observation:
         key: dict[Key, float] = {
             ("requests", SHORT, "ok", ""): ok,
             ("requests", "unknown", "shed", "overloaded"): shed,
@@ -70,7 +70,7 @@ def test_rates_and_shares() -> None:
 
 
 def test_percentiles_of_a_class_and_of_all() -> None:
-    def counts(short: float, long: float) -> Look:
+    def counts(short: float, long: float) -> Observation:
         buckets: dict[Key, float] = {}
         for name, value in ((SHORT, short), (CONFIG.classes[-1].name, long)):
             buckets[("ttft", name, "0.1")] = value if name == SHORT else 0.0
@@ -92,7 +92,7 @@ def test_percentiles_of_a_class_and_of_all() -> None:
 
 
 def test_transfers_are_those_of_pairs_and_of_bytes() -> None:
-    def pages(count: float, *, other: float = 0.0) -> Look:
+    def pages(count: float, *, other: float = 0.0) -> Observation:
         sends = WorkerPage(0.5, 77, {"decode-0": "shm", "decode-9": "shm"}, {})
         takes = WorkerPage(
             0.25,
@@ -130,7 +130,7 @@ def test_transfers_are_those_of_pairs_and_of_bytes() -> None:
 
 
 def test_states_of_workers() -> None:
-    draining = SeenWorker(record("decode-1", state="draining"), seen().load, False)
+    draining = ObservedWorker(record("decode-1", state="draining"), seen().load, False)
     found = shown(look(), look(seen(is_up=False), draining))
     assert [worker.state for worker in found.workers] == ["unreachable", "draining"]
     pools = {pool.name: pool for pool in found.pools}
@@ -140,12 +140,14 @@ def test_states_of_workers() -> None:
 
 def test_the_tenth_worker_comes_behind_the_second() -> None:
     names = ["decode-10", "decode-2", "prefill-0", "decode"]
-    found = shown(look(), look(*(SeenWorker(record(name), seen().load, True) for name in names)))
+    found = shown(
+        look(), look(*(ObservedWorker(record(name), seen().load, True) for name in names))
+    )
     order = [worker.slot for worker in found.workers]
     assert order == ["prefill-0", "decode", "decode-2", "decode-10"]
 
 
 def test_a_worker_of_an_unknown_pool_is_shown() -> None:
-    other = SeenWorker(replace(record(), pool="extra"), seen().load, True)
+    other = ObservedWorker(replace(record(), pool="extra"), seen().load, True)
     found = shown(look(), look(other))
     assert [pool.name for pool in found.pools] == ["prefill", "decode", "extra"]

@@ -15,16 +15,18 @@ import pytest
 import uvloop
 from pydantic import ValidationError
 
-from baton.config.cluster import Config, KeyConfig, PoolConfig
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.console import what_if
-from router.console.what_if import WhatIfProgram
-from router.console.what_if_question import (
+from router.console.what_if import (
     MAX_REQUESTS,
-    Question,
+    WhatIfProgram,
+    WhatIfQuestion,
     WhatIfRequest,
     question,
     rate_share,
@@ -41,7 +43,7 @@ def recent(count: int, *, output: int | None = 10) -> list[RecentRequest]:
     return [RecentRequest(100.0 + n, 50, output, 16) for n in range(count)]
 
 
-def asked(requests: list[RecentRequest], **changes: object) -> Question:
+def asked(requests: list[RecentRequest], **changes: object) -> WhatIfQuestion:
     fields = {"transfer_line": (2.0, 0.5), "is_cpu": True} | changes
     config = fields.pop("config", Config())
     of = fields.pop("of", ASKED)

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton import hashing
+from baton.config.advanced import AdvancedConfig
 from baton.config.cluster import Config
 from baton.errors import (
     BatonError,
@@ -38,7 +39,9 @@ from router.core.request import GenerationRequest
 from router.dispatch import failover as moves_module
 from router.dispatch.attempts import Attempts
 from router.dispatch.failover import MAX_FAILURES, Moves
+from router.dispatch.poison import Quarantine
 from router.dispatch.request_life import RequestLife
+from router.dispatch.retry_budget import RetryBudget
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.policy import Decision, RouteRequest
 from router.routing.routes import Route, Routes, Stage
@@ -104,7 +107,7 @@ class Link:
 class World:
     """Two workers of each role; routes go to the first that is not excluded."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, *, max_moves: int | None = None, **changes: Any) -> None:
         self.links = {
             f"{role[0]}{n}": Link(f"{role[0]}{n}", role)
             for role in ("prefill", "decode")
@@ -124,6 +127,8 @@ class World:
             self.metrics,
             cast(WorkerLinks, self),
         )
+        if max_moves is not None:
+            self.moves.budget = RetryBudget(0.0, max_moves, 0.0)
 
     async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
         await self.moves.prefill_failed(attempt, failure, broke)
@@ -421,7 +426,7 @@ async def test_lost_streams_are_no_deaths(
 ) -> None:
     """The router stood still: the workers are there, or it is not known in time."""
     monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
-    world = World(registry_ttl_s=4.0, heartbeat_s=1.0)
+    world = World(advanced=AdvancedConfig(registry_ttl_s=4.0, heartbeat_s=1.0))
     world.moves._verdict_s = 0.02
 
     def what_becomes(name: str) -> None:
@@ -529,7 +534,7 @@ async def test_prefill_workers_that_died_before_they_had_a_prompt_died_of_someth
 
 
 async def test_moves_are_bounded_for_each_request_and_for_all() -> None:
-    world = World(move_budget_burst=3, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    world = World(max_moves=3)
     running = await world.run()
     for n in range(4):
         world.moves.worker_broken(f"d{n % 2}", GONE)
@@ -547,7 +552,7 @@ async def test_moves_are_bounded_for_each_request_and_for_all() -> None:
 
 
 async def test_what_is_handed_back_goes_on_without_any_budget() -> None:
-    world = World(move_budget_burst=1, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    world = World(max_moves=1)
     running = await world.run(choices=2)
     world.tell(running, 2, choice=0)
     world.tell(running, 3, choice=1)
@@ -633,7 +638,7 @@ async def test_what_is_too_long_for_the_others_may_be_tried_again(
 
 
 async def test_a_silent_worker_keeps_what_no_budget_is_left_for() -> None:
-    world = World(move_budget_burst=1, move_budget_ratio=0.0, move_budget_per_s=0.0)
+    world = World(max_moves=1)
     assert world.moves.budget.take(0.0)
     running = await world.run()
     world.tell(running, 1)
@@ -716,7 +721,8 @@ async def test_a_worker_whose_streams_break_again_and_again_is_left_out(
 ) -> None:
     """Each of them after it had begun well."""
     monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
-    world = World(poison_quarantine_s=0.0)
+    world = World()
+    world.moves.quarantine = Quarantine(0.0)
     for n in range(3):
         running = await world.run()
         world.tell(running, 1 + 9 * n)
@@ -785,7 +791,7 @@ async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -
 
 async def test_requests_wait_for_workers_that_were_cut_off_together() -> None:
     """No worker is blamed, whatever a request had when each of its workers went away."""
-    world = World(move_budget_ratio=0.0, move_budget_per_s=0.0, move_budget_burst=1)
+    world = World(max_moves=1)
     running = await world.run()
     for name in ("d0", "d1", "d0"):
         world.tell(running, 1)

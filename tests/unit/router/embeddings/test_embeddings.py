@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from openai.types import CreateEmbeddingResponse
 
-from baton.config.cluster import KeyConfig
+from baton.config.access import KeyConfig
 from baton.errors import Overloaded
 from baton.request import FinishReason
 from router.core.request import GenerationRequest, OutputDelta

@@ -19,7 +19,8 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
 )
 
 from baton import errors
-from baton.config.cluster import KeyConfig, Scope
+from baton.config.access import KeyConfig
+from baton.config.choices import Scope
 from baton.request import FinishReason
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from baton.config.cluster import Config, KeyConfig
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config
 from baton.errors import NotFound
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
@@ -69,11 +70,13 @@ async def test_an_unexpected_error_is_answered_and_the_connection_stays(
         async with serve(gate()) as address, plain_client(base_url=f"http://{address}") as client:
             answer = await client.post(f"{prefix}/fails", headers={"x-request-id": "mine"})
             again = await client.post(f"{prefix}/serves")
+            streams = [one.extensions["network_stream"] for one in (answer, again)]
+            ports = {stream.get_extra_info("client_addr") for stream in streams}
     assert answer.status_code == 500
     assert answer.headers["x-request-id"] == "mine"
     assert answer.json()["error"]["message"] == "internal error: RuntimeError"
-    assert "connection" not in answer.headers
     assert again.text == "served"
+    assert len(ports) == 1, "the connection was closed"
     assert [record.getMessage() for record in caplog.records] == [
         "unexpected error in request mine"
     ]

@@ -107,7 +107,7 @@ LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def test_a_client_has_so_many_connections_and_no_more() -> None:
-    async with serve(make_front().app(), connections_per_client=2) as address:
+    async with serve(make_front().app(), max_connections_per_client=2) as address:
         host, port = address.split(":")
         kept = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
         for reader, writer in kept:

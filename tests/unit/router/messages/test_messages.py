@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from baton import errors
-from baton.config.cluster import KeyConfig
+from baton.config.access import KeyConfig
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import Front, make_front
 from tests.unit.router.test_http_app import post

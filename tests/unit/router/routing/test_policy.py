@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config.cluster import Config, ContextClass, LocalPrefill, PolicyName, PoolConfig
+from baton.config.choices import LocalPrefill, PolicyName
+from baton.config.cluster import Config
+from baton.config.pools import ContextClass, PoolConfig
 from baton.errors import Unavailable
 from baton.request import LoadSnapshot
 from router.routing.policies import make_policy

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config.cluster import LocalPrefill
+from baton.config.choices import LocalPrefill
 from baton.request import LoadSnapshot
 from router.routing.planner import Planner
 from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from baton.config.cluster import PolicyName
+from baton.config.choices import PolicyName
 from baton.request import LoadSnapshot
 from router.routing.planner import Planner
 from router.routing.policies import make_policy

@@ -9,11 +9,10 @@ import torch
 
 from baton.errors import BatonError, StepFailed, WorkerFailed
 from baton.request import SequenceSpec
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.sequence_update import SequenceUpdate
+from engine.scheduling.sequence import Sequence, SequenceUpdate
 from tests.support.engine.fake_engine import kv_of, next_token
 from tests.support.worker.manual_worker import SIZE, ManualWorker, settle, spec_of
-from worker.core.chunk_slack import MIN_TOKENS, ChunkSlack
+from worker.core.prefill_budget import MIN_TOKENS, PrefillBudget
 from worker.costs.step_costs import StepCosts
 
 
@@ -163,7 +162,7 @@ async def test_a_prompt_is_chunked_by_what_the_others_can_bear(
 ) -> None:
     """One decode step takes 10 ms, a prompt token 1 ms, and the SLO is 30 ms."""
     costs = StepCosts((0.0, 1.0, 0.0), (10.0, 0.0, 0.0))
-    world = World(monkeypatch, chunk_tokens=50, slack=ChunkSlack(costs, 0.03))
+    world = World(monkeypatch, chunk_tokens=50, budget=PrefillBudget(costs, 0.03))
     running = await world.hand_in(spec_of("runs", max_tokens=40))
     prompt = world.add(spec_of("prompt", length=45, first=5, max_tokens=2))
     chunks = []

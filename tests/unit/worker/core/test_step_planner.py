@@ -1,16 +1,16 @@
-"""When the next step may be planned."""
+"""When the next step may be planned, and means over the latest decode steps."""
 
 from __future__ import annotations
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
-from worker.core.chunk_slack import MIN_TOKENS, ChunkSlack
-from worker.core.step_planner import StepPlanner
+from worker.core.prefill_budget import MIN_TOKENS, PrefillBudget
+from worker.core.step_planner import MeanStep, StepHistory, StepPlanner
 from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts((1.0, 0.5, 0.0), (5.0, 0.0, 0.0))
@@ -56,7 +56,7 @@ def test_a_cpu_plans_behind_single_tokens() -> None:
 
 def test_prompts_beside_decoding_take_what_the_slo_leaves() -> None:
     scheduled = scheduler()
-    planner = StepPlanner(scheduled, ChunkSlack(COSTS, 0.025), is_cpu=True)
+    planner = StepPlanner(scheduled, PrefillBudget(COSTS, 0.025), is_cpu=True)
     add(scheduled, 1, 10)
     plan = planner.next_plan()
     assert plan is not None
@@ -67,3 +67,38 @@ def test_prompts_beside_decoding_take_what_the_slo_leaves() -> None:
     # 25 ms less a step of 5, at half a millisecond a token.
     assert sorted(row.count for row in plan.rows) == [1, 40]
     assert MIN_TOKENS < 40
+
+
+def plan(*rows: tuple[int, int]) -> StepPlan:
+    """Of (start, count) each."""
+    made = tuple(PlanRow(n, start, count, (), True) for n, (start, count) in enumerate(rows))
+    return StepPlan(1, (), (), made)
+
+
+NOTHING_ACCEPTED = StepResult(1, (), 0.0)
+
+
+def test_means_of_decode_steps_alone() -> None:
+    history = StepHistory()
+    assert history.mean() == MeanStep(0.0, 0.0, 0.0)
+    history.observe(plan((9, 1)), NOTHING_ACCEPTED, 10.0)
+    history.observe(plan((9, 1), (0, 30)), NOTHING_ACCEPTED, 500.0)
+    history.observe(plan((10, 1), (18, 1), (0, 1)), NOTHING_ACCEPTED, 20.0)
+    assert history.mean() == MeanStep(15.0, 2.0, (10 + 11 + 19 + 1) / 2)
+
+
+def test_old_steps_are_forgotten() -> None:
+    history = StepHistory()
+    history.observe(plan((9, 1)), NOTHING_ACCEPTED, 1000.0)
+    for _ in range(16):
+        history.observe(plan((9, 1)), NOTHING_ACCEPTED, 10.0)
+    assert history.mean().ms == 10.0
+
+
+def test_a_step_of_several_tokens_counts_for_as_many() -> None:
+    """Ten milliseconds for two sequences' five tokens: four for one of each."""
+    history = StepHistory()
+    history.observe(plan((9, 1), (4, 1)), StepResult(1, (), 0.0, drafted=4, accepted=3), 10.0)
+    assert history.mean() == MeanStep(4.0, 2.0, 15.0)
+    history.observe(plan((9, 1), (4, 1)), NOTHING_ACCEPTED, 4.0)
+    assert history.mean().ms == 14.0 / 2 * 4 / 7

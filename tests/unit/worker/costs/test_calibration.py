@@ -11,8 +11,8 @@ import pytest
 
 from engine.engine import Engine, EngineSettings, build_engine, warm_up
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from tests.support.models import make_tiny_model
 from worker.costs import calibration
 from worker.costs.calibration import alone, calibrate

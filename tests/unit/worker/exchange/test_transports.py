@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.config.cluster import Config, TransportName
+from baton.config.choices import TransportName
+from baton.config.cluster import Config
 from baton.errors import ConfigError, HandoffError
 from kvtransfer.memory.host_memory import HostMemory
 from kvtransfer.memory.shared_pool import allocate

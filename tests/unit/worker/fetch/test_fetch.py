@@ -18,10 +18,10 @@ from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from kvtransfer.transports.transport import Peer
-from worker.costs.pace import Pace
+from worker.costs.unit_cost import UnitCost
 from worker.exchange.block_receiver import BlockReceiver
 from worker.fetch.fetch import Fetcher, PrefixSource
 from worker.fetch.fetch_estimates import FetchEstimates
@@ -70,7 +70,7 @@ class World:
             engine=SimpleNamespace(
                 pool=self.pool, scheduler=self.scheduler, cache=SimpleNamespace(block_size=SIZE)
             ),
-            core=SimpleNamespace(prompt_pace=Pace(self.token_s, 1)),
+            core=SimpleNamespace(prompt_cost=UnitCost(self.token_s, 1)),
             metrics=self.metrics,
             incarnation="prefill-0:1",
         )

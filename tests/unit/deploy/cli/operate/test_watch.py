@@ -9,14 +9,13 @@ import pytest
 from rich.console import Console
 
 from deploy.cli.operate.watch import Screen, draw
-from router.console.percentiles import Percentiles
+from router.console.rates import CounterWindow, Percentiles
 from router.console.snapshot import LatencyView, Snapshot, snapshot_of
-from router.console.window import Window
 from tests.support.router.looks import CONFIG, look, seen
 
 
 def snapshot(workers: int = 2) -> Snapshot:
-    window = Window(60)
+    window = CounterWindow(60)
     window.add(0.0, {})
     names = ["prefill-0", *(f"decode-{number}" for number in range(workers - 1))]
     load: dict[str, Any] = {

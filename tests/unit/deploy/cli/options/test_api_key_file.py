@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.cluster import Config, KeyConfig
+from baton.config.access import KeyConfig
+from baton.config.cluster import Config
 from baton.config.keys_file import hash_of
 from baton.errors import ConfigError
 from deploy.cli.options.api_key_file import keys_in, requiring, taken_from_environment

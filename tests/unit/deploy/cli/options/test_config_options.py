@@ -8,13 +8,15 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from baton.config.cluster import Config, PoolConfig, TlsConfig
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
+from baton.config.tls import TlsConfig
 from deploy.cli.main import app
 from deploy.cli.options.config_options import PANELS, ConfigOption, config_options, option_type
 from deploy.cli.serve_command import configuration
 from tests.support.deploy.baton_commands import parse
 
-TABLES = {"tls", "pools", "classes", "tenants", "keys", "autoscaler"}
+TABLES = {"tls", "pools", "classes", "tenants", "keys", "autoscaler", "advanced"}
 SHOWN = [option for option in config_options() if option.panel]
 OTHERS = {
     # What a value needs beside it.
@@ -24,13 +26,11 @@ OTHERS = {
         "--redis-url": "redis://127.0.0.1:1",
         "--cluster-id": "one",
     },
-    "lease_s": {"--heartbeat-s": "0.5"},
-    "heartbeat_s": {"--lease-s": "20", "--registry-ttl-s": "20"},
     "drafter": {"--draft-model": "small"},
     "draft_revision": {"--draft-model": "small"},
     "tls_certificate": {"--tls-key": "/key.pem"},
     "tls_key": {"--tls-certificate": "/certificate.pem"},
-    "client_authority": {"--certs": "/certs"},
+    "client_ca": {"--certs": "/certs"},
     "chunk_tokens": {"--max-sequences": "1"},
 }
 

@@ -16,7 +16,7 @@ import pytest
 
 from baton.errors import ChecksumMismatch, HandoffError, WorkerFailed
 from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.transports.links import ReadSendLink
+from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.nixl.reader import SLOT_BYTES
 from kvtransfer.transports.nixl.transport import NixlReceiveLink, NixlTransport
 from kvtransfer.transports.transfer import Transfer

@@ -24,7 +24,7 @@ from baton.errors import (
     HandoffError,
     WorkerFailed,
 )
-from kvtransfer.transports.process_group import pair_store
+from kvtransfer.transports.process_group import rendezvous
 from kvtransfer.transports.process_group.link import BUFFERS, GroupReceiveLink, GroupSendLink
 from kvtransfer.transports.process_group.transport import GroupTransport
 from kvtransfer.transports.transfer import Transfer
@@ -156,7 +156,7 @@ def test_batches_land_in_order(ends: Ends) -> None:
 
 def test_the_receiver_may_be_told_late(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer's time to form a group begins when the receiver is there."""
-    monkeypatch.setattr(pair_store, "FORM_S", FORM_S)
+    monkeypatch.setattr(rendezvous, "FORM_S", FORM_S)
     batch, packed = ends.pack(1, [1, 2], [1, 2])
     sent = ends.send.send(1, packed, LONG_S)
     with pytest.raises(TimeoutError):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.cluster import PoolConfig
+from baton.config.pools import PoolConfig
 from deploy.workers.worker_actor import WorkerActor
 from loadtest.research.timed.timed_actors import TimedSupervisorActor, TimedWorkerActor
 from loadtest.research.validation.timed_case import COSTS

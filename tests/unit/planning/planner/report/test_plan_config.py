@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.config.cluster import Config, ContextClass, load_config
+from baton.config.cluster import Config, load_config
+from baton.config.pools import ContextClass
 from planning.planner.cluster_kind import Budget, WorkerKind
 from planning.planner.evaluation import Evaluation
 from planning.planner.plan import Plan

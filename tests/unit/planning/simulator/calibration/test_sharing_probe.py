@@ -13,7 +13,7 @@ from baton.errors import Unavailable
 from planning.simulator.calibration.probe_requests import Limits, ProbeRequests
 from planning.simulator.calibration.sharing_probe import Window, timed_between, timed_sharing
 from tests.unit.planning.simulator.calibration.fake_api import client_of, tokens
-from worker.cores.patience import PATIENCE_S
+from worker.cores.core_sharing import PATIENCE_S
 
 LIMITS = Limits(1000, 4000, 4, 16_000, 1024.0)
 

@@ -10,7 +10,7 @@ from planning.simulator.cluster.host import Host
 from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.costs.sharing import ALONE, Doing, Sharing
 from tests.support.loadtest.clusters import profile
-from worker.cores.patience import BREAK_S, PATIENCE_S
+from worker.cores.core_sharing import BREAK_S, PATIENCE_S
 
 SHARING = Sharing(
     decode_beside_prefill=1.5,

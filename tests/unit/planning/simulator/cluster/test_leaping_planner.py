@@ -9,13 +9,17 @@ from hypothesis import strategies as st
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
-from planning.simulator.cluster.leaping_planner import LeapingPace, LeapingPlanner, LeapingSlack
-from worker.core.chunk_slack import MIN_TOKENS
-from worker.core.step_history import MeanStep
+from planning.simulator.cluster.leaping_planner import (
+    LeapingBudget,
+    LeapingPlanner,
+    LeapingUnitCost,
+)
+from worker.core.prefill_budget import MIN_TOKENS
+from worker.core.step_planner import MeanStep
 from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts((1.0, 0.5, 0.0), (5.0, 0.25, 0.001))
@@ -54,7 +58,7 @@ def test_a_run_is_as_good_as_its_steps_for_the_mean(steps: int) -> None:
 @pytest.mark.parametrize("steps", [1, 5, 40])
 def test_a_run_is_as_good_as_its_steps_for_prompts_beside_it(steps: int) -> None:
     """Each step takes twice what is predicted for it."""
-    one, many = (LeapingSlack(COSTS, 0.1) for _ in range(2))
+    one, many = (LeapingBudget(COSTS, 0.1) for _ in range(2))
     unlearned = one.max_tokens(BATCH, CONTEXT, 0)
     predicted = [COSTS.step_ms(BATCH, CONTEXT + BATCH * step) for step in range(steps)]
     for step, ms in enumerate(predicted):
@@ -92,7 +96,7 @@ def test_a_run_bounds_the_prompt_tokens_of_the_next_step(slowdown: int) -> None:
 def test_a_run_is_as_good_as_its_observations(
     count: int, units: float, more_units: float, seconds: float, more_seconds: float
 ) -> None:
-    one, many = LeapingPace(0.3, 5.0), LeapingPace(0.3, 5.0)
+    one, many = LeapingUnitCost(0.3, 5.0), LeapingUnitCost(0.3, 5.0)
     for place in range(count):
         one.observe(units + place * more_units, seconds + place * more_seconds)
     many.observe_run(count, (units, more_units), (seconds, more_seconds))

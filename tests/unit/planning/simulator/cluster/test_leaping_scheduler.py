@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from planning.simulator.cluster.leaping_scheduler import LeapingScheduler
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.config.cluster import AutoscalerConfig, Config
+from baton.config.autoscaler import AutoscalerConfig
+from baton.config.cluster import Config
 from loadtest.research.shifting import case
 from loadtest.research.shifting.outcome import AUTOSCALED, gain
 from loadtest.research.shifting.simulated import simulated

@@ -1,0 +1,33 @@
+"""The values that fields of the configuration take: literal types, and their constants.
+
+The command line imports this module for help and completion, so that it must not import pydantic.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+TransportName = Literal["auto", "shm", "grpc", "gloo", "nccl", "cuda_ipc", "nixl"]
+LocalPrefill = Literal["auto", "never", "always"]
+PolicyName = Literal[
+    "predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"
+]
+ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral", "mistral_args"]
+Dtype = Literal["bfloat16", "float32", "float16"]
+Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
+KvDtype = Literal["auto", "int8", "fp8"]
+"""Of the cluster; ``auto`` is its ``dtype``."""
+KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
+"""Of one pool."""
+Drafter = Literal["auto", "none", "ngram", "draft", "eagle", "medusa"]
+Device = Literal["auto", "cpu", "cuda"]
+RankPlacement = Literal["strict_pack", "pack", "spread", "strict_spread"]
+Admission = Literal["queue", "slo"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+Scope = Literal["inference", "metrics", "admin"]
+
+DEFAULT_TENANT = "default"
+"""The tenant of requests that belong to no other."""
+MIB = 1 << 20

@@ -1,0 +1,67 @@
+"""Names of fields that older files, environments and command lines may still have.
+
+Nothing accepts them: a value under an old name is refused with the name to use instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+Path = tuple[str, ...]
+"""A field, within its table: ``("autoscaler", "min_prefill")``."""
+
+_AUTOSCALER: Mapping[str, str] = MappingProxyType(
+    {
+        f"{old}_{what}": f"{new}_{what}"
+        for old, new in (("least", "min"), ("most", "max"))
+        for what in ("prefill", "decode", "workers")
+    }
+)
+_MOVED_TO_ADVANCED = (
+    "heartbeat_s",
+    "lease_s",
+    "registry_ttl_s",
+    "hang_s",
+    "engine_hang_s",
+    "head_deadline_s",
+    "slow_client_s",
+    "index_mib",
+    "transfer_window_mib",
+    "standby",
+)
+RENAMED: Mapping[Path, Path] = MappingProxyType(
+    {
+        ("file_most_bytes",): ("max_file_bytes",),
+        ("files_most_bytes",): ("max_total_file_bytes",),
+        ("batch_most_in_flight",): ("max_batch_in_flight",),
+        ("connections_per_client",): ("advanced", "max_connections_per_client"),
+        ("tls", "client_authority"): ("tls", "client_ca"),
+        ("tls", "redis_authority"): ("tls", "redis_ca"),
+        **{(name,): ("advanced", name) for name in _MOVED_TO_ADVANCED},
+        **{("autoscaler", old): ("autoscaler", new) for old, new in _AUTOSCALER.items()},
+    }
+)
+"""By its old place: the field's place now."""
+REMOVED: Mapping[Path, str] = MappingProxyType(
+    {
+        ("admission_slo_factor",): 'use `admission`: "queue" for 0, "slo" for other values',
+        ("move_budget_ratio",): "Baton limits migrations after failures itself",
+        ("move_budget_per_s",): "Baton limits migrations after failures itself",
+        ("move_budget_burst",): "Baton limits migrations after failures itself",
+        ("poison_quarantine_s",): "the quarantine is always 300 s",
+        ("priority_step_s",): "one level of priority is always worth one second of waiting",
+        ("autoscaler", "hysteresis"): "it is always 0.15",
+        ("autoscaler", "slo_share"): "it is always 0.95",
+    }
+)
+"""By its place: what replaces a field that is gone."""
+
+
+def advice(path: Path) -> str:
+    """What to do with a field of an old name; empty for any other."""
+    new = RENAMED.get(path)
+    if new is not None:
+        return f"is now `{'.'.join(new)}`"
+    reason = REMOVED.get(path)
+    return "" if reason is None else f"is gone: {reason}. Leave it out"

@@ -1,0 +1,124 @@
+"""The bytes that one rank's block gives one block of another rank, put one behind another.
+
+Such bytes are *packed*: the keys of the shared heads of layer 0, their values, those of layer 1, …,
+then, if there are any, the scales in the same order. Writer and receiver count offsets in packed
+bytes, so that a part has one name at both ends, wherever it lies there. What one layer holds of
+keys or of values is a *plane*: it lies in one piece at both ends.
+
+Where all heads of both ranks are the same ones nothing is packed: whole blocks go as they lie, with
+their padding and their drafter's part.
+
+Plain Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from baton.errors import HandoffError
+from kvtransfer.layout.layout import SCALE_BYTES, KvLayout
+from kvtransfer.layout.reshard import Shard, shards
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Some consecutive bytes of a plane. Offsets and length in bytes."""
+
+    number: int
+    packed: int
+    """Where they begin among the packed bytes."""
+    place: int
+    """Where they begin in the block."""
+    length: int
+
+
+class ShardLayout:
+    """Of one pair of ranks, whose workers have equal block sizes and KV types."""
+
+    def __init__(self, source: KvLayout, target: KvLayout, shard: Shard) -> None:
+        """``source`` and ``target`` are those of the workers."""
+        self.shard = shard
+        self._source = source.of_rank(shard.source_rank)
+        self._target = target.of_rank(shard.target_rank)
+        first, heads = shard.heads.start, len(shard.heads)
+        self._source_head = first - source.heads_of(shard.source_rank).start
+        self._target_head = first - target.heads_of(shard.target_rank).start
+        self.is_whole = heads == self._source.kv_heads == self._target.kv_heads
+        """Whether blocks go as they lie."""
+        self.layers = source.layers
+        self._packed = replace(self._source, kv_heads=heads, drafter=None)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Packed bytes of a block."""
+        return self._source.block_bytes if self.is_whole else self._packed.used_bytes
+
+    def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
+        """As ``KvLayout.layer_runs``, of packed bytes; those of all layers are one run."""
+        if (first, last) == (0, self.layers):
+            return [(0, self.block_bytes)]
+        if self.is_whole:
+            return self._source.layer_runs(first, last)
+        end = self.block_bytes
+        runs = self._packed.layer_runs(first, last)
+        return [(start, min(start + length, end) - start) for start, length in runs]
+
+    @property
+    def source_block_bytes(self) -> int:
+        """Bytes of a block of the writer's rank."""
+        return self._source.block_bytes
+
+    @cached_property
+    def source_planes(self) -> tuple[Plane, ...]:
+        """Where the planes lie in the writer's block, in the order of the packed bytes."""
+        return self._planes(self._source, self._source_head)
+
+    @cached_property
+    def target_planes(self) -> tuple[Plane, ...]:
+        """Where they lie in the receiver's block."""
+        return self._planes(self._target, self._target_head)
+
+    def _planes(self, block: KvLayout, first_head: int) -> tuple[Plane, ...]:
+        packed = self._packed
+        rows = packed.kv_heads * packed.block_size
+        planes = []
+        for number in range(packed.layers * 2):
+            row = block.row(*divmod(number, 2), first_head, 0)
+            length = rows * packed.row_bytes
+            planes.append(Plane(number, number * length, block.code_offset(row), length))
+        for number in range(packed.layers * 2 * packed.has_scales):
+            row = block.row(*divmod(number, 2), first_head, 0)
+            length = rows * SCALE_BYTES
+            start = packed.codes_bytes + number * length
+            planes.append(Plane(len(planes), start, block.scale_offset(row), length))
+        return tuple(planes)
+
+
+def shards_from(source: KvLayout, target: KvLayout, source_rank: int) -> list[ShardLayout]:
+    """What one rank of a writer gives: one for each rank of the receiver that it gives anything."""
+    return [
+        ShardLayout(source, target, shard)
+        for shard in shards(source, target)
+        if shard.source_rank == source_rank
+    ]
+
+
+def shards_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[ShardLayout]:
+    """What one rank of a receiver gets: one for each rank of the writer that gives it anything."""
+    return [
+        ShardLayout(source, target, shard)
+        for shard in shards(source, target)
+        if shard.target_rank == target_rank
+    ]
+
+
+def shard_of(source: KvLayout, target: KvLayout, source_rank: int, target_rank: int) -> ShardLayout:
+    """What one rank gives another. Raises HandoffError where that is nothing."""
+    for found in shards_to(source, target, target_rank):
+        if found.shard.source_rank == source_rank:
+            return found
+    raise HandoffError(
+        f"rank {source_rank} of {source.tensor_parallel} has nothing for rank {target_rank} of "
+        f"{target.tensor_parallel}: they share no KV head"
+    )

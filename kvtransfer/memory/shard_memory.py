@@ -1,0 +1,242 @@
+"""A rank's blocks as one of its peers has them: the bytes that both share, packed.
+
+``kvtransfer.layout.shard_layout`` says what packed bytes are. The checksum of a part of them is
+made of
+those of the planes that it touches, each times an odd number of its plane's: so no plane can pass
+for another, and both ends find the same wherever planes lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.layout.shard_layout import Plane, ShardLayout
+from kvtransfer.memory import copying
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import BlockMemory, PartByPart, SharedFile, check_part
+
+_PLANE_FACTOR = 0xA0761D6478BD642F
+_MASK64 = (1 << 64) - 1
+
+
+def plane_factor(number: int) -> int:
+    """What the checksum of a plane's bytes counts, in a part's."""
+    return (number + 1) * _PLANE_FACTOR & _MASK64 | 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Pieces of equal length of a part."""
+
+    length: int
+    at: npt.NDArray[np.int64]
+    """Where each begins in the part."""
+    places: npt.NDArray[np.int64]
+    """Where each lies in the block."""
+    factors: npt.NDArray[np.uint64]
+
+
+class Pieces:
+    """Where the packed bytes of a block lie. Safe among threads."""
+
+    def __init__(self, planes: Sequence[Plane]) -> None:
+        self._planes = planes
+        self.cuts = lru_cache(maxsize=256)(self._cuts)
+        """``(offset, length)`` in packed bytes → a part's pieces, grouped by their length."""
+
+    def of(self, offset: int, length: int) -> list[Plane]:
+        """What ``length`` packed bytes from ``offset`` are made of."""
+        found = []
+        for plane in self._planes:
+            first = max(offset, plane.packed)
+            last = min(offset + length, plane.packed + plane.length)
+            if first < last:
+                place = plane.place + first - plane.packed
+                found.append(Plane(plane.number, first, place, last - first))
+        return found
+
+    def _cuts(self, offset: int, length: int) -> tuple[_Cut, ...]:
+        pieces = sorted(self.of(offset, length), key=lambda piece: (piece.length, piece.number))
+        cuts = []
+        for size, alike in groupby(pieces, lambda piece: piece.length):
+            group = list(alike)
+            cuts.append(
+                _Cut(
+                    size,
+                    np.array([piece.packed - offset for piece in group], dtype=np.int64),
+                    np.array([piece.place for piece in group], dtype=np.int64),
+                    np.array([plane_factor(piece.number) for piece in group], dtype=np.uint64),
+                )
+            )
+        return tuple(cuts)
+
+
+class ShardMemory(PartByPart):
+    """``kvtransfer.memory.memory.BlockMemory`` over the packed bytes of another one's blocks."""
+
+    def __init__(self, memory: BlockMemory, planes: Sequence[Plane], block_bytes: int) -> None:
+        """``planes`` as they lie in blocks of ``memory``; ``block_bytes`` is how many bytes they
+
+        have together.
+        """
+        self._memory = memory
+        self._pieces = Pieces(planes)
+        self._block_bytes = block_bytes
+        # Parts come by the dozen, of hundreds of pieces: one call for all of them, where it is the
+        # CPU that copies.
+        self._host = memory if isinstance(memory, HostMemory) else None
+
+    @property
+    def blocks(self) -> int:
+        return self._memory.blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_bytes
+
+    @property
+    def device(self) -> str:
+        return self._memory.device
+
+    @property
+    def address(self) -> int:
+        """Of what they lie in."""
+        return self._memory.address
+
+    @property
+    def shared_file(self) -> SharedFile | None:
+        return self._memory.shared_file
+
+    # A block at a time
+
+    def checksum(self, block: int, offset: int, length: int) -> int:
+        return self._sum(
+            (piece, self._memory.checksum(block, piece.place, piece.length))
+            for piece in self._pieces_of(block, offset, length)
+        )
+
+    def read(self, block: int, offset: int, out: memoryview) -> int:
+        return self._sum(
+            (piece, self._memory.read(block, piece.place, _part(out, piece, offset)))
+            for piece in self._pieces_of(block, offset, out.nbytes)
+        )
+
+    def write(self, block: int, offset: int, data: memoryview) -> int:
+        return self._sum(
+            (piece, self._memory.write(block, piece.place, _part(data, piece, offset)))
+            for piece in self._pieces_of(block, offset, data.nbytes)
+        )
+
+    def _sum(self, found: Iterable[tuple[Plane, int]]) -> int:
+        return sum(plane_factor(piece.number) * digest for piece, digest in found) & _MASK64
+
+    def _pieces_of(self, block: int, offset: int, length: int) -> list[Plane]:
+        check_part(self, block, offset, length)
+        return self._pieces.of(offset, length)
+
+    # Many blocks at a time
+
+    def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
+        if self._host is None:
+            return super().checksum_many(blocks, offset, length)
+        sums = np.zeros(len(blocks), dtype=np.uint64)
+        for cut in self._cuts_for(blocks, offset, length):
+            found = copying.checksum_many(self._run(self._host, blocks, cut))
+            _add(sums, cut, found)
+        return tuple(sums.tolist())
+
+    def read_many(
+        self, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
+    ) -> tuple[int, ...]:
+        if self._host is None:
+            return super().read_many(blocks, offset, outs)
+        sums = np.zeros(len(blocks), dtype=np.uint64)
+        for cut in self._cuts_for(blocks, offset, outs[0].nbytes):
+            run = self._run(self._host, blocks, cut)
+            _add(sums, cut, copying.copy_out_pieces(outs, cut.at, run))
+        return tuple(sums.tolist())
+
+    def write_many(
+        self,
+        blocks: Sequence[int],
+        offset: int,
+        length: int,
+        source: memoryview,
+        starts: Sequence[int],
+    ) -> tuple[int, ...]:
+        if self._host is None:
+            return super().write_many(blocks, offset, length, source, starts)
+        origin = np.frombuffer(source, dtype=np.uint8)
+        sums = np.zeros(len(blocks), dtype=np.uint64)
+        for cut in self._cuts_for(blocks, offset, length):
+            places = (np.array(starts, dtype=np.int64)[:, None] + cut.at).reshape(-1)
+            run = self._run(self._host, blocks, cut)
+            _add(sums, cut, copying.copy_many(run, copying.Run(origin, places, cut.length)))
+        return tuple(sums.tolist())
+
+    def copy_from(
+        self, blocks: Sequence[int], offset: int, length: int, theirs: PeerBlocks
+    ) -> tuple[int, ...]:
+        """``write`` of the same part of several blocks: of as many that a peer has."""
+        assert self._host is not None, "blocks of the host are needed"
+        sums = np.zeros(len(blocks), dtype=np.uint64)
+        here, there = self._cuts_for(blocks, offset, length), theirs.pieces.cuts(offset, length)
+        for own, other in zip(here, there, strict=True):
+            to = self._run(self._host, blocks, own)
+            starts = _starts(theirs.blocks, theirs.block_bytes, other)
+            _add(sums, own, copying.copy_many(to, copying.Run(theirs.data, starts, own.length)))
+        return tuple(sums.tolist())
+
+    def _cuts_for(self, blocks: Sequence[int], offset: int, length: int) -> tuple[_Cut, ...]:
+        check_part(self, min(blocks), offset, length)
+        check_part(self, max(blocks), offset, length)
+        return self._pieces.cuts(offset, length)
+
+    def _run(self, host: HostMemory, blocks: Sequence[int], cut: _Cut) -> copying.Run:
+        return copying.Run(host.data, _starts(blocks, host.block_bytes, cut), cut.length)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBlocks:
+    """Some blocks of a peer whose memory is mapped here."""
+
+    data: npt.NDArray[np.uint8]
+    """All of that memory, [bytes]."""
+    block_bytes: int
+    pieces: Pieces
+    blocks: Sequence[int]
+
+
+def source_memory(memory: BlockMemory, shard: ShardLayout | None) -> BlockMemory:
+    """A writer's blocks as a shard has them; themselves where they go whole."""
+    if shard is None or shard.is_whole:
+        return memory
+    return ShardMemory(memory, shard.source_planes, shard.block_bytes)
+
+
+def target_memory(memory: BlockMemory, shard: ShardLayout | None) -> BlockMemory:
+    """A receiver's blocks as a shard has them; themselves where they come whole."""
+    if shard is None or shard.is_whole:
+        return memory
+    return ShardMemory(memory, shard.target_planes, shard.block_bytes)
+
+
+def _starts(blocks: Sequence[int], block_bytes: int, cut: _Cut) -> npt.NDArray[np.int64]:
+    """Where each piece of each block begins."""
+    return (np.array(blocks, dtype=np.int64)[:, None] * block_bytes + cut.places).reshape(-1)
+
+
+def _part(data: memoryview, piece: Plane, offset: int) -> memoryview:
+    at = piece.packed - offset
+    return data.cast("B")[at : at + piece.length]
+
+
+def _add(sums: npt.NDArray[np.uint64], cut: _Cut, found: Sequence[int]) -> None:
+    digests = np.array(found, dtype=np.uint64).reshape(len(sums), len(cut.factors))
+    sums += (digests * cut.factors).sum(axis=1, dtype=np.uint64)

@@ -1,0 +1,153 @@
+"""What a writer sends next: which parts of a ticket's blocks, in which order, and how fast.
+
+Plain Python, owned by the writer's control loop: ``now`` is passed in, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What goes into one batch: the same part of some blocks of one ticket."""
+
+    ticket_id: str
+    targets: tuple[int, ...]
+    """Which of the ticket's missing blocks."""
+    sources: tuple[int, ...]
+    """Where they are here."""
+    offset: int
+    length: int
+
+    @property
+    def bytes(self) -> int:
+        return len(self.targets) * self.length
+
+
+_SMALL_BATCH_BYTES = 4 << 20
+"""What is not worth to be divided."""
+_Waiting = OrderedDict[tuple[int, int], deque[tuple[int, int]]]
+"""By offset and length of a part: the target and the source of each block that waits for it."""
+
+
+class PushQueue:
+    """What a pair has still to send: parts of blocks by ticket.
+
+    Tickets take turns, a batch each, so that a long prompt does not hold up a short
+    one.
+    """
+
+    def __init__(self, part_bytes: int, batch_bytes: int) -> None:
+        """Most bytes of a part, and of a batch."""
+        self._part_bytes = min(part_bytes, batch_bytes)
+        self._batch_bytes = batch_bytes
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, ticket_id: str, target: int, source: int, offset: int, length: int) -> None:
+        """Queue ``length`` bytes from ``offset`` of block ``source``."""
+        waiting = self._waiting.setdefault(ticket_id, OrderedDict())
+        for start in range(offset, offset + length, self._part_bytes):
+            part = min(self._part_bytes, offset + length - start)
+            waiting.setdefault((start, part), deque()).append((target, source))
+
+    def take(self) -> Load:
+        """The next batch. Raises KeyError where nothing waits."""
+        ticket_id, waiting = self._waiting.popitem(last=False)
+        (offset, length), blocks = next(iter(waiting.items()))
+        # The first half is placed while the second is read: each batch costs some messages, too.
+        half = (len(blocks) + 1) // 2 * length
+        room = min(self._batch_bytes, max(_SMALL_BATCH_BYTES, half))
+        count = min(len(blocks), max(1, room // length))
+        if (len(blocks) - count) * length < _SMALL_BATCH_BYTES // 2:
+            # What little would be left costs a batch of its own.
+            count = min(len(blocks), self._batch_bytes // length)
+        taken = [blocks.popleft() for _ in range(count)]
+        if not blocks:
+            del waiting[offset, length]
+        if waiting:
+            self._waiting[ticket_id] = waiting
+        targets, sources = zip(*taken, strict=True)
+        return Load(ticket_id, targets, sources, offset, length)
+
+    def drop(self, ticket_id: str) -> None:
+        """Send no more of a ticket; idempotent."""
+        self._waiting.pop(ticket_id, None)
+
+
+Part = tuple[int, int, int]
+"""(missing block, first layer, the layer behind the last one)"""
+
+
+class PutPlan:
+    """In which parts a ticket's blocks are sent, as they become complete in their order.
+
+    Blocks go whole, or some layers of them at a time: a chunk's blocks can leave while its later
+    layers are computed. Where the wire is slow, or the prompt has one chunk only, the last byte
+    arrives sooner.
+
+    ``whole`` blocks have been given out in full; of those from there to ``ahead`` the first
+    ``layers`` layers have.
+    """
+
+    def __init__(self, layers: int, missing: int) -> None:
+        """``missing`` blocks are to be sent, each of ``layers``."""
+        self.whole = 0
+        self.ahead = 0
+        self.layers = 0
+        self._layers = layers
+        self._missing = missing
+
+    def blocks_done(self, blocks: int) -> list[Part]:
+        """The first ``blocks`` of the missing ones are complete. Returns what was not given yet."""
+        parts: list[Part] = []
+        blocks = min(blocks, self._missing)
+        for block in range(self.whole, blocks):
+            first = self.layers if block < self.ahead else 0
+            if first < self._layers:
+                parts.append((block, first, self._layers))
+        self.whole = max(self.whole, blocks)
+        if self.whole >= self.ahead:
+            self.ahead, self.layers = self.whole, 0
+        return parts
+
+    def layers_done(self, blocks: int, layers: int) -> list[Part]:
+        """The same of the first ``layers`` layers of the first ``blocks`` missing blocks."""
+        blocks = min(blocks, self._missing)
+        is_known = self.ahead in (blocks, self.whole)
+        if not is_known or blocks <= self.whole or layers <= self.layers:
+            return []
+        parts: list[Part] = [(block, self.layers, layers) for block in range(self.whole, blocks)]
+        self.ahead, self.layers = blocks, layers
+        return parts
+
+
+_WEIGHT = 0.2
+"""Of the newest sample."""
+_MIN_BYTES = 64 << 10
+"""A smaller sample tells of messages, not of bytes."""
+
+
+class Bandwidth:
+    """Bytes per second of a pair while there is something to send, learned from what has landed."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        """``bytes_per_s`` is taken for true until there are samples."""
+        self.bytes_per_s = bytes_per_s
+        self._busy_since: float | None = None
+
+    def began(self, now: float) -> None:
+        """Something is on its way."""
+        if self._busy_since is None:
+            self._busy_since = now
+
+    def landed(self, count: int, now: float, *, is_idle: bool) -> None:
+        """``count`` bytes have landed; ``is_idle``: nothing else is on its way."""
+        since, self._busy_since = self._busy_since, None if is_idle else now
+        if since is None or count < _MIN_BYTES or now <= since:
+            return
+        self.bytes_per_s += _WEIGHT * (count / (now - since) - self.bytes_per_s)

@@ -1,0 +1,178 @@
+"""Transports on which the receiver reads the writer's blocks where they lie.
+
+Within a host both ends say in their offers, which are JSON, which host that is and how others open
+their blocks. The writer has nothing to send: it sums up its parts, and leaves them as they are
+until they have landed. The receiver opens the writer's blocks and copies from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from baton.errors import ConfigError, HandoffError, WorkerFailed
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.links import OpenTransfers, damaged
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Batch, Packed, Parts
+
+Offer = TypeVar("Offer")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
+_TYPES: dict[str, type] = {"str": str, "int": int}
+
+
+def read_offer(kind: type[Offer], data: bytes, transport: str) -> Offer:
+    """``kind`` is a dataclass whose fields are ``str`` and ``int``, which are not negative.
+
+    Raises HandoffError for anything else: a peer's pid becomes part of a path, its sizes bounds.
+    """
+    try:
+        offer = kind(**json.loads(data))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise HandoffError(f"the offer of transport {transport} cannot be read") from error
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(offer)  # type: ignore[arg-type]
+    for field in fields:
+        value = getattr(offer, field.name)
+        if type(value) is not _TYPES[str(field.type)]:
+            raise HandoffError(f"the offer of transport {transport} cannot be read: {field.name}")
+        if type(value) is int and value < 0:
+            raise HandoffError(f"the offer of transport {transport} makes no sense: {field.name}")
+    return offer
+
+
+def host_of(transport: str) -> tuple[str, str]:
+    """This host's boot ID, and the process namespace: containers have one each by default.
+
+    Raises ConfigError where the system does not tell.
+    """
+    try:
+        return _BOOT_ID.read_text().strip(), os.readlink(_PID_NAMESPACE)
+    except OSError as error:
+        raise ConfigError(
+            f"transport {transport} cannot tell which host and process namespace this is: {error}"
+        ) from error
+
+
+def are_on_two_hosts(offer: bytes, other: bytes) -> bool:
+    """Whether two offers of a transport name different hosts. False where either names none."""
+    hosts = [_boot_id(each) for each in (offer, other)]
+    return None not in hosts and hosts[0] != hosts[1]
+
+
+def _boot_id(offer: bytes) -> object:
+    try:
+        return json.loads(offer).get("boot_id")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+
+
+class ReadSendLink:
+    """Implements ``SendLink``: the receiver reads, and there is nothing to send."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
+        self._transfers = OpenTransfers()
+
+    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+        """See ``SendLink``."""
+        assert memory is None or memory is self._memory, "the receiver cannot read other memory"
+        sums = self._memory.checksum_many(parts.blocks, parts.offset, parts.length)
+        return Packed(parts, sums)
+
+    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
+        """See ``SendLink``."""
+        transfer = self._transfers.new()
+        transfer.finish()
+        return transfer
+
+    def close(self) -> None:
+        """See ``SendLink``."""
+        self._transfers.end(WorkerFailed("the pair was closed"))
+
+
+class Copier(Protocol):
+    """Copies parts of a writer's blocks, which it has opened, into this worker's."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the writer has."""
+
+    @property
+    def part_end(self) -> int:
+        """Where the last part of a block ends, in bytes."""
+
+    def copy(self, batch: Batch) -> tuple[int, ...]:
+        """Copy a batch, which names parts that the writer has, on a thread of the executor.
+
+        Returns the checksums of what was written, which then has arrived. Raises HandoffError for
+        targets that this worker does not have.
+        """
+
+
+C = TypeVar("C", bound=Copier)
+
+
+class ReadReceiveLink(Generic[C]):
+    """Implements ``ReceiveLink`` where the receiver reads the writer's blocks."""
+
+    def __init__(self, copier: C, executor: Executor) -> None:
+        """``executor`` copies: each of its threads a batch at a time."""
+        self._copier: C | None = copier
+        """None once the link is closed: what still refers to it must not keep a mapping."""
+        self._executor = executor
+        self._transfers = OpenTransfers()
+
+    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+        """See ``ReceiveLink``. A copy takes no longer than its bytes do."""
+        transfer = self._transfers.new()
+        copier = self._copier
+        if copier is None or not wanted:
+            transfer.cancel()
+        elif not _is_inside(batch, copier):
+            transfer.fail(HandoffError(f"batch {batch.number} lies outside its writer's blocks"))
+        else:
+            try:
+                self._executor.submit(_copy, copier, batch, transfer)
+            except RuntimeError:
+                transfer.fail(WorkerFailed("this worker is stopping"))
+        return transfer
+
+    def close(self) -> None:
+        """See ``ReceiveLink``. The writer's blocks are let go with the last copy of them."""
+        self._transfers.end(WorkerFailed("the pair was closed"))
+        copier, self._copier = self._copier, None
+        if copier is not None:
+            self._let_go(copier)
+
+    def _let_go(self, copier: C) -> None:
+        """No copy begins any more; some may be under way."""
+
+
+def _is_inside(batch: Batch, copier: Copier) -> bool:
+    """Whether the writer has what a batch names: peers name parts, and may be wrong."""
+    source, target = batch.source, batch.target
+    return (
+        min(source.blocks) >= 0
+        and max(source.blocks) < copier.blocks
+        and 0 <= source.offset < source.offset + source.length <= copier.part_end
+        and (source.offset, source.length) == (target.offset, target.length)
+    )
+
+
+def _copy(copier: Copier, batch: Batch, transfer: Transfer) -> None:
+    if not transfer.begin():
+        return
+    try:
+        found = copier.copy(batch)
+        if batch.checksums and found != batch.checksums:
+            raise damaged(batch.number)
+    except Exception as error:
+        transfer.fail(error)
+    else:
+        transfer.found = () if batch.checksums else found
+        transfer.finish()

@@ -1,0 +1,252 @@
+"""The operators' view of the KV caches: statistics and drops, over HTTP and gRPC.
+
+Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+import redis
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
+
+from baton.errors import BatonError
+from baton.rpc.grpc_errors import call_errors, guarded
+from baton.store.prefix_index import IndexSize, PrefixIndex
+from baton.telemetry.metrics import RouterMetrics
+from baton.v1 import cache_pb2, cache_pb2_grpc
+from router.access.access import Access
+from router.grpc.call import Context, metadata_of
+from router.workers.worker_links import WorkerLink
+
+DROP_DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCache:
+    """A worker's KV blocks by state, from its last load snapshot."""
+
+    slot: str
+    role: str
+    block_size: int
+    """Tokens in a block."""
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    quarantined_blocks: int
+    host_blocks: int = 0
+    """Blocks cached in host memory."""
+    disk_blocks: int = 0
+    """Blocks cached on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Caches of the whole cluster."""
+
+    workers: tuple[WorkerCache, ...]
+    index: IndexSize | None
+    """None while Redis is unreachable."""
+    prompt_tokens: int
+    """Prompt tokens since the routers started."""
+    cached_prompt_tokens: int
+    """Prompt tokens whose KV was found in a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Result of a drop at one worker."""
+
+    slot: str
+    blocks: int
+    error: str = ""
+    """Not empty: the reason why the worker dropped nothing."""
+
+
+class CacheControl:
+    """Reads and drops the caches of all workers."""
+
+    def __init__(
+        self, links: Callable[[], Sequence[WorkerLink]], index: PrefixIndex, metrics: RouterMetrics
+    ) -> None:
+        """``links`` returns the connections to all workers."""
+        self._links = links
+        self._index = index
+        self._metrics = metrics
+
+    async def stats(self) -> CacheStats:
+        """Current statistics. Figures of workers are at most a heartbeat old."""
+        try:
+            size = await self._index.size()
+        except redis.RedisError:
+            size = None
+        # The metrics of several processes are read from files.
+        prompt, cached = await asyncio.to_thread(lambda: _hits(self._metrics.shown()))
+        workers = sorted((_worker(link) for link in self._links()), key=lambda one: one.slot)
+        return CacheStats(tuple(workers), size, prompt, cached)
+
+    async def drop(self) -> list[Dropped]:
+        """Drop the unused cached blocks of all workers, which then update the index."""
+        links = sorted(self._links(), key=lambda link: link.record.slot)
+        return await asyncio.gather(*map(self._drop, links))
+
+    async def _drop(self, link: WorkerLink) -> Dropped:
+        stub = cache_pb2_grpc.CacheServiceStub(link.channel)
+        slot = link.record.slot
+        try:
+            with call_errors(slot):
+                answer = await stub.DropCache(cache_pb2.DropCacheRequest(), timeout=DROP_DEADLINE_S)
+        except BatonError as error:
+            return Dropped(slot, 0, error.message)
+        return Dropped(slot, answer.blocks)
+
+
+def _worker(link: WorkerLink) -> WorkerCache:
+    load = link.load
+    return WorkerCache(
+        slot=link.record.slot,
+        role=link.record.role,
+        block_size=link.record.geometry.block_size,
+        total_blocks=link.record.total_blocks,
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        used_blocks=load.used_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        host_blocks=load.host_blocks,
+        disk_blocks=load.disk_blocks,
+    )
+
+
+def _hits(shown: CollectorRegistry) -> tuple[int, int]:
+    """Prompt tokens and cached prompt tokens, of all classes."""
+    sums = {"baton_prompt_tokens_total": 0.0, "baton_cached_prompt_tokens_total": 0.0}
+    for family in shown.collect():
+        for sample in family.samples:
+            if sample.name in sums:
+                sums[sample.name] += sample.value
+    prompt, cached = sums.values()
+    return int(prompt), int(cached)
+
+
+class CacheStatsObject(BaseModel):
+    object: str = "cache.stats"
+    workers: tuple[WorkerCache, ...]
+    index: IndexSize | None
+    """null while Redis is unreachable."""
+    prompt_tokens: int
+    cached_prompt_tokens: int
+
+
+class DroppedObject(BaseModel):
+    slot: str
+    blocks: int
+    error: str | None
+
+
+class CacheDropped(BaseModel):
+    object: str = "cache.dropped"
+    workers: list[DroppedObject]
+
+
+class CacheApi:
+    """The endpoints over HTTP."""
+
+    def __init__(self, control: CacheControl, access: Access) -> None:
+        self._control = control
+        self._access = access
+
+    def mount(self, app: FastAPI) -> None:
+        """Add the endpoints to the app."""
+        app.add_api_route("/v1/cache/stats", self.cache_stats, tags=["operations"])
+        app.add_api_route("/v1/cache", self.drop_cache, methods=["DELETE"], tags=["operations"])
+
+    async def cache_stats(self, request: Request) -> CacheStatsObject:
+        """What the workers' caches and the prefix index hold. Requires a key with scope admin."""
+        self._access.check(request.headers, "admin")
+        stats = await self._control.stats()
+        return CacheStatsObject(
+            workers=stats.workers,
+            index=stats.index,
+            prompt_tokens=stats.prompt_tokens,
+            cached_prompt_tokens=stats.cached_prompt_tokens,
+        )
+
+    async def drop_cache(self, request: Request) -> CacheDropped:
+        """Drop the unused cached blocks of all workers. Requires a key with scope admin."""
+        self._access.check(request.headers, "admin")
+        dropped = await self._control.drop()
+        return CacheDropped(
+            workers=[
+                DroppedObject(slot=one.slot, blocks=one.blocks, error=one.error or None)
+                for one in dropped
+            ]
+        )
+
+
+class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
+    """The endpoints over gRPC."""
+
+    def __init__(self, control: CacheControl, access: Access) -> None:
+        self._control = control
+        self._access = access
+
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """See ``router.grpc.call.Service``."""
+        cache_pb2_grpc.add_OperatorServiceServicer_to_server(self, server)
+        return cache_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name
+
+    @guarded
+    async def GetCacheStats(  # noqa: N802 - gRPC's name
+        self, request: cache_pb2.GetCacheStatsRequest, context: Context
+    ) -> cache_pb2.GetCacheStatsResponse:
+        """See cache.proto."""
+        self._access.check(metadata_of(context), "admin")
+        return _stats_message(await self._control.stats())
+
+    @guarded
+    async def DropCaches(  # noqa: N802 - gRPC's name
+        self, request: cache_pb2.DropCachesRequest, context: Context
+    ) -> cache_pb2.DropCachesResponse:
+        """See cache.proto."""
+        self._access.check(metadata_of(context), "admin")
+        return _dropped_message(await self._control.drop())
+
+
+def _stats_message(stats: CacheStats) -> cache_pb2.GetCacheStatsResponse:
+    index = stats.index
+    return cache_pb2.GetCacheStatsResponse(
+        workers=[
+            cache_pb2.WorkerCache(
+                slot=one.slot,
+                role=one.role,
+                block_size=one.block_size,
+                total_blocks=one.total_blocks,
+                free_blocks=one.free_blocks,
+                cached_blocks=one.cached_blocks,
+                used_blocks=one.used_blocks,
+                quarantined_blocks=one.quarantined_blocks,
+                host_blocks=one.host_blocks,
+                disk_blocks=one.disk_blocks,
+            )
+            for one in stats.workers
+        ],
+        index_blocks=None if index is None else index.blocks,
+        index_bytes=None if index is None else index.bytes,
+        prompt_tokens=stats.prompt_tokens,
+        cached_prompt_tokens=stats.cached_prompt_tokens,
+    )
+
+
+def _dropped_message(dropped: list[Dropped]) -> cache_pb2.DropCachesResponse:
+    return cache_pb2.DropCachesResponse(
+        workers=[
+            cache_pb2.DroppedCache(slot=one.slot, blocks=one.blocks, error=one.error)
+            for one in dropped
+        ]
+    )

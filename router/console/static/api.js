@@ -1,0 +1,100 @@
+// Access to the router: the operator's API key, and responses that stream events.
+import { byId, say } from "./view.js";
+
+// The key is kept in this tab's session storage and nowhere else.
+const NAME = "baton-key";
+let inMemory = "";
+
+export function key() {
+  try {
+    return sessionStorage.getItem(NAME) ?? "";
+  } catch {
+    return inMemory; // no storage: until the page is left
+  }
+}
+
+function keep(value) {
+  inMemory = value;
+  try {
+    if (value) sessionStorage.setItem(NAME, value);
+    else sessionStorage.removeItem(NAME);
+  } catch {
+    // no storage: see above
+  }
+}
+
+export function authorization() {
+  const known = key();
+  return known ? { Authorization: `Bearer ${known}` } : {};
+}
+
+/** Wires the dialog; `changed` is called when another key, or none, is to be used. */
+export function wireKey(changed) {
+  const dialog = byId("key-dialog");
+  const input = byId("key-input");
+  const ask = (why) => {
+    say(byId("key-why"), why);
+    input.value = "";
+    if (!dialog.open) dialog.showModal();
+    input.focus();
+  };
+  byId("key-button").addEventListener("click", () =>
+    ask(key() ? "This tab has a key. Another one takes its place." : "Routers that have API keys ask for an operator's."),
+  );
+  byId("key-cancel").addEventListener("click", () => dialog.close());
+  byId("key-forget").addEventListener("click", () => {
+    keep("");
+    dialog.close();
+    changed();
+  });
+  byId("key-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const value = input.value.trim();
+    // A header takes nothing else, and fetch would refuse it without a word.
+    if (!/^[\x21-\x7e]+$/.test(value)) {
+      say(byId("key-why"), value ? "A key has no spaces and no special characters." : "Type a key first.");
+      return;
+    }
+    keep(value);
+    input.value = "";
+    dialog.close();
+    changed();
+  });
+  return ask;
+}
+
+// Server-sent events are read from a fetch response: EventSource sends no Authorization header.
+/** The data of each event, as parsed JSON; "[DONE]" as it is. Ends with the stream. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      rest += value;
+      const parts = rest.split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const data = part
+          .split("\n")
+          .filter((line) => line.startsWith("data: "))
+          .map((line) => line.slice(6))
+          .join("\n");
+        if (data) yield data === "[DONE]" ? data : JSON.parse(data);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/** What a failed response says of itself. */
+export async function complaint(response) {
+  try {
+    const body = await response.json();
+    return body.error.message;
+  } catch {
+    return `the router answered ${response.status}`;
+  }
+}

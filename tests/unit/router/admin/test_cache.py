@@ -1,0 +1,176 @@
+"""Statistics and drops of caches, over HTTP and gRPC: access and results."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+import httpx
+import pytest
+
+from baton.config.access import KeyConfig
+from baton.config.choices import Scope
+from baton.config.cluster import Config
+from baton.errors import Forbidden, Unauthenticated
+from baton.rpc.grpc_channel import make_server, open_channel
+from baton.store.prefix_index import IndexSize
+from baton.v1 import cache_pb2, cache_pb2_grpc
+from router.access.access import Access
+from router.admin.cache import (
+    CacheApi,
+    CacheControl,
+    CacheStats,
+    Dropped,
+    OperatorServicer,
+    WorkerCache,
+)
+from router.grpc.inference import add_grpc_front
+from router.http_app import create_app
+from tests.support.router.front_fakes import MODEL, check_schema, make_front, plain_client, serve
+
+DEADLINE_S = 20.0
+
+
+def key(name: str, *, admin: bool = False) -> KeyConfig:
+    scopes: tuple[Scope, ...] = ("admin",) if admin else ("inference",)
+    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)
+
+
+class FakeControl:
+    """Stands for ``router.admin.cache.CacheControl``."""
+
+    def __init__(self) -> None:
+        self.index: IndexSize | None = IndexSize(7, 400)
+        self.dropped = 0
+
+    async def stats(self) -> CacheStats:
+        workers = (WorkerCache("decode-0", "decode", 16, 100, 60, 30, 10, 0, 5, 7),)
+        return CacheStats(workers, self.index, 1000, 250)
+
+    async def drop(self) -> list[Dropped]:
+        self.dropped += 1
+        return [Dropped("decode-0", 30), Dropped("prefill-0", 0, "gone")]
+
+
+@dataclass
+class Fronts:
+    control: FakeControl
+    http: httpx.AsyncClient
+    grpc: cache_pb2_grpc.OperatorServiceAsyncStub
+
+
+@asynccontextmanager
+async def fronts(**config: Any) -> AsyncIterator[Fronts]:
+    front = make_front(**config)
+    access, control = Access(front.config, front.metrics), FakeControl()
+    real = cast(CacheControl, control)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
+    server = make_server()
+    add_grpc_front(server, *parts, more=(OperatorServicer(real, access),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with (
+            serve(create_app(*parts, more=(CacheApi(real, access),))) as address,
+            plain_client(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
+            open_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            stub: Any = cache_pb2_grpc.OperatorServiceStub(channel)
+            yield Fronts(control, client, stub)
+    finally:
+        await server.stop(0)
+
+
+async def test_stats() -> None:
+    async with fronts() as there:
+        body = (await there.http.get("/v1/cache/stats")).json()
+        assert body["index"] == {"blocks": 7, "bytes": 400}
+        assert (body["prompt_tokens"], body["cached_prompt_tokens"]) == (1000, 250)
+        (worker,) = body["workers"]
+        assert (worker["slot"], worker["total_blocks"], worker["cached_blocks"]) == (
+            "decode-0",
+            100,
+            30,
+        )
+        assert (worker["host_blocks"], worker["disk_blocks"]) == (5, 7)
+        told = await there.grpc.GetCacheStats(cache_pb2.GetCacheStatsRequest(), timeout=DEADLINE_S)
+        assert (told.workers[0].host_blocks, told.workers[0].disk_blocks) == (5, 7)
+        assert (told.index_blocks, told.index_bytes, told.prompt_tokens) == (7, 400, 1000)
+        assert told.workers[0].cached_blocks == 30
+        there.control.index = None
+        assert (await there.http.get("/v1/cache/stats")).json()["index"] is None
+        told = await there.grpc.GetCacheStats(cache_pb2.GetCacheStatsRequest(), timeout=DEADLINE_S)
+        assert not told.HasField("index_blocks")
+
+
+async def test_dropping() -> None:
+    async with fronts() as there:
+        answer = await there.http.delete("/v1/cache")
+        assert answer.json()["workers"] == [
+            {"slot": "decode-0", "blocks": 30, "error": None},
+            {"slot": "prefill-0", "blocks": 0, "error": "gone"},
+        ]
+        told = await there.grpc.DropCaches(cache_pb2.DropCachesRequest(), timeout=DEADLINE_S)
+        assert [(one.slot, one.blocks, one.error) for one in told.workers] == [
+            ("decode-0", 30, ""),
+            ("prefill-0", 0, "gone"),
+        ]
+        assert there.control.dropped == 2
+
+
+@pytest.mark.parametrize(
+    ("shown", "status", "code"),
+    [
+        ("root", 200, grpc.StatusCode.OK),
+        ("ann", 403, grpc.StatusCode.PERMISSION_DENIED),
+        ("unknown", 403, grpc.StatusCode.PERMISSION_DENIED),
+        ("", 401, grpc.StatusCode.UNAUTHENTICATED),
+    ],
+)
+async def test_where_there_are_keys_an_admins_is_needed(
+    shown: str, status: int, code: grpc.StatusCode
+) -> None:
+    async with fronts(keys=(key("ann"), key("root", admin=True))) as there:
+        headers = {"authorization": f"Bearer {shown}"} if shown else {}
+        for method, path in (("GET", "/v1/cache/stats"), ("DELETE", "/v1/cache")):
+            answer = await there.http.request(method, path, headers=headers)
+            assert answer.status_code == status
+            if status != 200:
+                check_schema(answer.json(), "ErrorResponse")
+        call = there.grpc.DropCaches(
+            cache_pb2.DropCachesRequest(), timeout=DEADLINE_S, metadata=tuple(headers.items())
+        )
+        assert await call.code() is code
+        assert there.control.dropped == (2 if status == 200 else 0)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "refused"),
+    [
+        ({}, None),
+        ({"http": "[::1]:8000", "grpc": "localhost:1"}, None),
+        ({"http": "0.0.0.0:8000"}, Unauthenticated),
+        ({"grpc": "10.0.0.1:8001"}, Unauthenticated),
+    ],
+)
+def test_without_keys_loopback_is_needed(
+    addresses: dict[str, str], refused: type[Exception] | None
+) -> None:
+    config = Config(**addresses)  # type: ignore[arg-type]
+    access = Access(config, make_front().metrics)
+    if refused is None:
+        access.check({}, "admin")
+        return
+    with pytest.raises(refused):
+        access.check({}, "admin")
+    with pytest.raises(Forbidden):
+        access.check({"authorization": "Bearer guess"}, "admin")
+
+
+def test_nobody_without_a_key_is_an_admin() -> None:
+    with pytest.raises(ValueError, match="admin"):
+        Config(keys=(KeyConfig(name="all", scopes=("admin",)),))

@@ -1,0 +1,103 @@
+"""One look for all, and none for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from baton.errors import Overloaded, Unavailable
+from router.console import broadcaster
+from router.console.broadcaster import SnapshotBroadcaster
+from router.console.rates import CounterWindow
+from router.console.snapshot import Snapshot, snapshot_of
+from tests.support.router.looks import CONFIG, look
+
+DEADLINE_S = 20.0
+
+
+class Looks:
+    """Counts; fails while it is told to."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.cleared = 0
+        self.fails = False
+
+    async def look(self) -> Snapshot:
+        self.made += 1
+        if self.fails:
+            raise ValueError("planted")
+        return snapshot_of(look(), CounterWindow(60), CONFIG)
+
+    async def clear(self) -> None:
+        self.cleared += 1
+
+
+async def test_many_viewers_share_one_task() -> None:
+    looks = Looks()
+    watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=0.01)
+    assert looks.made == 0
+    async with asyncio.timeout(DEADLINE_S), watch.viewer():
+        first, body = await watch.after(0)
+        assert json.loads(body)["model"] == "tiny"
+        async with watch.viewer():
+            told = await asyncio.gather(*(watch.after(first) for _ in range(5)))
+            assert len(set(told)) == 1
+            assert looks.made == told[0][0], "not one for each"
+        assert looks.cleared == 0
+    assert (looks.cleared, watch.viewers) == (1, 0)
+    made = looks.made
+    await asyncio.sleep(0.05)
+    assert looks.made == made, "nobody watches"
+
+
+async def test_who_comes_later_is_shown_nothing_old() -> None:
+    looks = Looks()
+    watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=60.0)
+    async with asyncio.timeout(DEADLINE_S):
+        for visit in (1, 2):
+            async with watch.viewer():
+                assert (await watch.after(0))[0] == visit
+    assert looks.cleared == 2
+
+
+async def test_a_look_that_fails_is_followed_by_others() -> None:
+    looks = Looks()
+    looks.fails = True
+    watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=0.01)
+    async with asyncio.timeout(DEADLINE_S), watch.viewer():
+        while looks.made < 3:
+            await asyncio.sleep(0.01)
+        looks.fails = False
+        assert (await watch.after(0))[0] == 1
+
+
+async def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcaster, "MAX_VIEWERS", 1)
+    looks = Looks()
+    watch = SnapshotBroadcaster(looks.look, looks.clear)
+    async with watch.viewer():
+        with pytest.raises(Overloaded):
+            async with watch.viewer():
+                pass
+    assert watch.viewers == 0
+    async with watch.viewer():
+        pass
+
+
+async def test_closing_wakes_who_waits() -> None:
+    looks = Looks()
+    watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=60.0)
+    async with asyncio.timeout(DEADLINE_S), watch.viewer():
+        version, _ = await watch.after(0)
+        waiting = asyncio.create_task(watch.after(version))
+        await asyncio.sleep(0)
+        await watch.close()
+        with pytest.raises(Unavailable):
+            await waiting
+    with pytest.raises(Unavailable):
+        async with watch.viewer():
+            pass
+    await watch.close()

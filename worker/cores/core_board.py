@@ -1,0 +1,138 @@
+"""The board by which the workers of a host share its cores.
+
+``worker/cores/core_sharing.py`` has the rules. The board is a file that the workers of a host have
+mapped, with a line for each, which only its owner writes; engine/cpu/board.h reads it between
+pieces. What a dead worker left there counts for five seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.step.step import CoreShare
+from worker.cores.core_sharing import BREAK_S, PATIENCE_S, pause_after, threads_for
+
+NICENESS = 10
+"""Of threads that compute; about a tenth of the weight of others (sched(7)). engine/cpu/board.h has
+the same."""
+
+_LINE = struct.Struct("=qiiq40x")
+"""When the step was last seen to run, in nanoseconds of the host's monotonic clock, 0 for none
+(renewed by board.h); its urgent threads; its helpers with work in hand (written by board.h); since
+when there was no break."""
+_TIME, _THREADS = struct.Struct("=q"), struct.Struct("=i")
+_URGENT_AT, _BUSY_SINCE_AT = 8, 16
+_STALE_NS = 5 * 10**9
+_HAND_IN_S, _LOOK_AGAIN_S = 0.001, 0.00002
+
+
+def give_way() -> None:
+    """Have the calling thread compute with less weight than others; once for each thread."""
+    if sys.platform == "linux":  # elsewhere that would be the whole process
+        os.nice(NICENESS)
+
+
+def host_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Another worker that computes."""
+
+    urgent: int
+    helping: int
+    busy_s: float
+    """For how long without a break."""
+
+
+class CoreBoard:
+    """One worker's view of its host's board. Used by the engine thread alone."""
+
+    def __init__(self, path: Path, number: int, workers: int, cores: int, *, yields: bool) -> None:
+        """``number`` is this worker's line, of ``workers``; the file is made where there is none.
+
+        ``yields``: whether others go first. Raises OSError.
+        """
+        self._cores = cores
+        self._yields = yields
+        self._mine = number * _LINE.size
+        size = workers * _LINE.size
+        with path.open("a+b") as file:
+            if file.seek(0, os.SEEK_END) < size:
+                file.truncate(size)
+            self._lines = mmap.mmap(file.fileno(), size)
+        # A worker that died in the middle of a step has left its helpers counted.
+        self._lines[self._mine : self._mine + _LINE.size] = bytes(_LINE.size)
+        self._others = [line for line in range(0, size, _LINE.size) if line != self._mine]
+        self._began = self._ended = self._busy_since = 0.0
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._lines))
+        self.share = CoreShare(start, workers, number, cores, yields)
+        """For the engine; another one after ``take_turn``."""
+
+    def take_turn(self, *, yields: bool) -> None:
+        """From the next step on: whether others go first. Between steps, by any thread."""
+        self._yields = yields
+        self.share = replace(self.share, yields=yields)
+
+    def begin(self) -> int:
+        """A step begins. Returns how many threads it should take.
+
+        Waits for a pause that is due, and for helpers in the way: a tenth of a second at most.
+        """
+        if not self._yields and self._prompts_wait():
+            self._sleep_until(self._ended + pause_after(self._ended - self._began))
+        now = time.monotonic()
+        if now - self._ended > BREAK_S:
+            self._busy_since = now
+        self._began = now
+        threads = threads_for(self._cores, self._yields, len(self._running()))
+        urgent = 0 if self._yields else threads
+        _THREADS.pack_into(self._lines, self._mine + _URGENT_AT, urgent)
+        _TIME.pack_into(self._lines, self._mine + _BUSY_SINCE_AT, int(self._busy_since * 1e9))
+        _TIME.pack_into(self._lines, self._mine, int(now * 1e9))
+        if not self._yields:
+            self._wait_for_helpers(threads)
+        return threads
+
+    def end(self) -> None:
+        """The step is over."""
+        _TIME.pack_into(self._lines, self._mine, 0)
+        _THREADS.pack_into(self._lines, self._mine + _URGENT_AT, 0)
+        self._ended = time.monotonic()
+
+    def _running(self) -> list[_Seen]:
+        """The other workers that compute."""
+        now = time.monotonic_ns()
+        lines = (_LINE.unpack_from(self._lines, line) for line in self._others)
+        return [
+            _Seen(urgent, helping, (now - busy_since) / 1e9)
+            for alive, urgent, helping, busy_since in lines
+            if 0 < alive > now - _STALE_NS
+        ]
+
+    def _prompts_wait(self) -> bool:
+        return any(not seen.urgent and seen.busy_s > PATIENCE_S for seen in self._running())
+
+    def _sleep_until(self, moment: float) -> None:
+        while (left := moment - time.monotonic()) > 0 and self._prompts_wait():
+            time.sleep(min(left, 0.001))
+
+    def _wait_for_helpers(self, threads: int) -> None:
+        """Until cores are free for these threads, or it takes too long: a hint, not a lock."""
+        deadline = time.monotonic() + _HAND_IN_S
+        while time.monotonic() < deadline:
+            running = self._running()
+            taken = sum(seen.urgent or 1 + seen.helping for seen in running)
+            in_hand = sum(seen.helping for seen in running)
+            if not in_hand or taken + threads <= self._cores:
+                return
+            time.sleep(_LOOK_AGAIN_S)
