@@ -156,7 +156,10 @@ class LauncherClaim:
 
 def workers_hash(config: Config) -> str:
     """A hash of all of a configuration that makes a difference to workers."""
-    left_out = {**dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True), "advanced": set(_ADVANCED)}
+    left_out: dict[str, Any] = {
+        **dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True),
+        "advanced": set(_ADVANCED),
+    }
     said = config.model_dump(mode="json", exclude=left_out)
     text = json.dumps([version("baton"), said], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -89,7 +89,7 @@ class RankActor:
         self._address = address
         place = RayPlace.own()
         self._share = NodeShare.take(self._settings, place.host, place.node, place.gcs, rank)
-        # An earlier process that was stopped while it loaded has a GPU, and only this list names it.
+        # An earlier process that was stopped while it loaded has a GPU; only this list names it.
         end_others(self._share.run.workers, f"{self._settings.slot}.rank-{rank}")
         self._process = json.dumps(asdict(Whereabouts.own(place.node)))
         config = self._settings.config
