@@ -100,9 +100,9 @@ def _place(fault: ErrorDetails, sources: Sources) -> tuple[str, str]:
     location = fault["loc"]
     is_missing = fault["type"] == "missing"
     if is_missing:
-        # Only the table around it is written somewhere, and no flag makes a table.
+        # Only the table around it is written somewhere.
         location = location[:-1]
-    source = sources.of(location, with_flags=not is_missing) if location else None
+    source = sources.of(location, is_table=is_missing) if location else None
     where = "" if source is None else source.name_of(location)
     if isinstance(source, FlagSource) and source.sets(location):
         return "", where

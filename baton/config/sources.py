@@ -230,16 +230,24 @@ class Sources:
         values: dict[str, Any] = {}
         for source in reversed(below):
             values = _merge(values, source.values)
+        flags = list(flags)
+        # Flags for fields of pools change the pools of a flag, too.
+        whole = FlagSource((flag for flag in flags if flag.field == ("pools",)), ())
+        values = _merge(values, whole.values)
         pools = values.get("pools", default_pools)
-        given = FlagSource(flags, pools if isinstance(pools, list | tuple) else ())
+        fields = (flag for flag in flags if flag.field != ("pools",))
+        given = FlagSource(fields, pools if isinstance(pools, list | tuple) else ())
         if "pools" in given.values:
             values = {**values, "pools": pools}
         values = _merge(values, given.values)
-        return cls((given, *below), values, (*given.faults, *environment.faults))
+        return cls((given, whole, *below), values, (*given.faults, *environment.faults))
 
-    def of(self, location: Location, *, with_flags: bool = True) -> Source | None:
-        """The source whose value at ``location`` counts; None where it is a default."""
-        sources = self.in_order if with_flags else self.in_order[1:]
+    def of(self, location: Location, *, is_table: bool = False) -> Source | None:
+        """The source whose value at ``location`` counts; None where it is a default.
+
+        ``is_table``: it is the table itself, which flags for its fields do not make.
+        """
+        sources = self.in_order[1:] if is_table else self.in_order
         return next((one for one in sources if has(one.values, location)), None)
 
 

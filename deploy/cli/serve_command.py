@@ -53,6 +53,15 @@ class ServeCommand(BatonCommand):
                 error.message = plain_requirement(error.__cause__)
             raise
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help of the options that most clusters need."""
+        from deploy.cli.options.config_options import config_options  # noqa: PLC0415
+        from deploy.cli.options.long_help import show_help  # noqa: PLC0415
+
+        rare = {option.name for option in config_options() if not option.is_common}
+        note = f"`{ctx.command_path} --help-all` also shows the options that few clusters need."
+        show_help(self, ctx, leave_out=rare, note=note)
+
     def invoke(self, ctx: Any) -> Any:
         """Run ``serve``, which reads the values from the context."""
         assert self.callback is not None
@@ -71,7 +80,7 @@ def serve(ctx: typer.Context) -> None:
     vLLM's names of many options work, too: docs/migrate-from-vllm.md lists them.
 
     Options take precedence over the environment (BATON_KV_DTYPE for --kv-dtype), and the
-    environment over the file of --config.
+    environment over the file of --config. docs/configuration.md lists all of them.
     """
     config = configuration(ctx.params)
     from deploy.launcher.launcher import run_cluster  # noqa: PLC0415
@@ -132,7 +141,7 @@ def _with_address(config: Config, host: str | None, port: int | None) -> Config:
 
 def _parameters() -> list[Any]:
     """All options, as typer makes them of a function's signature."""
-    from deploy.cli.options.config_options import config_options  # noqa: PLC0415
+    from deploy.cli.options.config_options import config_options, old_options  # noqa: PLC0415
 
     parameters = [
         _parameter("model_argument", str, _MODEL),
@@ -142,7 +151,8 @@ def _parameters() -> list[Any]:
         *(option.parameter() for option in config_options()),
         _parameter("api_key_file", Path, _API_KEY_FILE),
         *map(_accepted, ACCEPTED),
-        *map(_refused, REFUSED),
+        *map(_refused, (*REFUSED, *old_options())),
+        _parameter("help_all", bool, _HELP_ALL),
     ]
 
     def options() -> None:
@@ -181,6 +191,21 @@ def _name_of(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
+def _show_all(ctx: typer.Context, wanted: bool | None) -> None:
+    if wanted:
+        from deploy.cli.options.long_help import show_help  # noqa: PLC0415
+
+        show_help(ctx.command, ctx)
+        raise typer.Exit
+
+
+_HELP_ALL = typer.Option(
+    "--help-all",
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+    help="Show this message with all options and exit.",
+)
 _MODEL = typer.Argument(
     metavar="MODEL",
     help="Model to serve: a Hugging Face id (Qwen/Qwen3-0.6B), a folder of such a model, a .gguf"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from deploy.cli.options.choices import Dtype, KvDtype
-from deploy.cli.options.choices import Quantization as QuantizationName
+from baton.config.choices import Dtype, KvDtype
+from baton.config.choices import Quantization as QuantizationName
 from deploy.cli.options.command_line import (
     DEFAULT_MODEL,
     Model,

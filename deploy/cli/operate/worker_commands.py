@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.config.choices import Role
 from deploy.cli.operate.cluster_selection import (
     ClusterId,
     DryRun,
@@ -24,7 +25,6 @@ from deploy.cli.operate.cluster_selection import (
     worker_names,
 )
 from deploy.cli.operate.operator_client import ClusterFacts, OperatorClient, WorkerFacts
-from deploy.cli.options.choices import Role
 from deploy.cli.options.command_line import CONNECTION, MAX_WORKERS, Http, fail
 from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.option_group import takes

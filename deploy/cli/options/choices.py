@@ -1,7 +1,6 @@
-"""The values that options take, for help and completion.
+"""The values of options that are no fields of the configuration, for help and completion.
 
-Those of the configuration are repeated here: `baton.config.cluster` imports pydantic, which the
-command line does not load before it runs a command that needs it. A test keeps both in step.
+`baton.config.choices` has those of the fields.
 """
 
 from __future__ import annotations
@@ -10,12 +9,8 @@ from enum import StrEnum
 from typing import Literal
 
 Arrivals = Literal["poisson", "gamma", "constant", "ramp", "trace"]
-Dtype = Literal["bfloat16", "float32", "float16"]
 Endpoint = Literal["completions", "chat"]
-KvDtype = Literal["auto", "int8", "fp8"]
 OutputFormat = Literal["table", "json"]
-Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
-Role = Literal["prefill", "decode"]
 
 
 class Scope(StrEnum):

@@ -1,12 +1,14 @@
 """The options of `baton serve`, made from the configuration's fields.
 
-Importing this imports pydantic: only commands that are to run, or to show their help, do so.
+Every field has one: a field of a table is ``--TABLE-FIELD``, and an entry of a list of tables is
+``--pool FIELD=VALUE,…``. Only API keys have no option, since every user of the machine can read a
+command line; ``--keys-file`` and ``--api-key-file`` name files of keys. Importing this module
+imports pydantic: only commands that run, or show their help, do so.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,14 +17,16 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from baton.config.choices import MIB
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
+from baton.config.renames import REMOVED, RENAMED, Path
 from baton.config.sources import Flag, PoolsOf
+from deploy.cli.options import vllm_aliases
 from deploy.cli.options.command_line import say
-from deploy.cli.options.vllm_aliases import RENAMED, WORDS
+from deploy.cli.options.field_text import default_text, placeholder, summary
+from deploy.cli.options.tables import entry_in
+from deploy.cli.options.vllm_aliases import WORDS, Refused
 
 PANELS = (
     "Model",
@@ -35,7 +39,9 @@ PANELS = (
     "Cluster",
     "Limits",
     "Failure handling",
+    "Autoscaling",
     "Observability",
+    "Advanced",
 )
 """In the order in which help shows them."""
 _PANEL_FROM: Mapping[str, str] = MappingProxyType(
@@ -45,11 +51,12 @@ _PANEL_FROM: Mapping[str, str] = MappingProxyType(
         "deterministic": "Model",
         "drafter": "Speculation",
         "http": "Network",
-        "redis_url": "Cluster",
+        "routers": "Cluster",
         "tls": "Security",
         "transport": "KV cache",
         "policy": "Routing and admission",
         "pools": "Workers",
+        "classes": "Routing and admission",
         "block_size": "KV cache",
         "tool_parser": "Model",
         "request_deadline_s": "Failure handling",
@@ -57,11 +64,43 @@ _PANEL_FROM: Mapping[str, str] = MappingProxyType(
         "tenants": "Security",
         "max_body_bytes": "Limits",
         "slo_ttft_s": "Routing and admission",
+        "autoscaler": "Autoscaling",
         "cluster_id": "Cluster",
         "log_level": "Observability",
+        "advanced": "Advanced",
     }
 )
 """The panel of a field, and of those behind it up to the next one that is named here."""
+_COMMON = frozenset(
+    (
+        *("revision", "served_model_name", "max_model_len", "dtype", "quantization"),
+        *("tool_parser", "http", "grpc", "admin_http"),
+        *("prefill", "decode", "prefill_tp", "decode_tp", "device"),
+        *("max_sequences", "chunk_tokens", "gpu_memory_fraction"),
+        *("kv_pool_mib", "kv_dtype", "kv_host_mib", "transport", "drafter", "draft_model"),
+        *("policy", "local_prefill", "admission", "max_queue_s", "max_waiting_requests"),
+        *("slo_ttft_s", "slo_tpot_s", "request_deadline_s", "drain_deadline_s"),
+        *("certs", "tls_certificate", "tls_key", "keys_file", "insecure_listen"),
+        *("routers", "redis_url", "ray_address", "cluster_id", "autoscaler"),
+        *("log_level", "log_format", "log_requests", "otlp_endpoint"),
+    )
+)
+"""The options that `baton serve --help` shows; --help-all shows all of them."""
+_LISTS: Mapping[str, str] = MappingProxyType(
+    {"pools": "pool", "classes": "context_class", "tenants": "tenant"}
+)
+"""By list of tables: the option for one entry."""
+_NO_OPTION = frozenset({"keys"})
+_SHORT: Mapping[Path, str] = MappingProxyType(
+    {
+        ("tls", "folder"): "certs",
+        ("tls", "client_ca"): "client_ca",
+        ("tls", "redis_ca"): "redis_ca",
+        ("tls", "clear_kv"): "clear_kv",
+        ("autoscaler", "enabled"): "autoscaler",
+    }
+)
+"""Options of tables that do without the table's name."""
 _POOL_OPTIONS: tuple[tuple[str, str, PoolsOf], ...] = (
     ("prefill", "count", "prefill"),
     ("decode", "count", "decode"),
@@ -75,8 +114,8 @@ _POOL_OPTIONS: tuple[tuple[str, str, PoolsOf], ...] = (
     ("kv_pool_mib", "kv_pool_mib", "all"),
     ("gpu_memory_fraction", "gpu_memory_fraction", "all"),
 )
-"""Name, field, and whose pools."""
-_POOL_HELP: Mapping[str, str] = MappingProxyType(
+"""Name, field, and the pools that it is set in. `--pool` sets the other fields of pools."""
+_HELP: Mapping[str, str] = MappingProxyType(
     {
         "prefill": "Number of prefill workers.",
         "decode": "Number of decode workers.",
@@ -84,35 +123,15 @@ _POOL_HELP: Mapping[str, str] = MappingProxyType(
         "decode_tp": "Tensor parallelism of each decode worker: ranks with a GPU each.",
         "prefill_cp": "Context parallelism of each prefill worker: ranks that divide long prompts."
         " Not with --prefill-tp.",
+        "pool": "A pool of workers, such as name=long,role=prefill,count=2, or a JSON object. It"
+        " replaces the pools of the file.",
+        "context_class": "A context-length class, such as name=short,max_tokens=512, or a JSON"
+        " object. It replaces the classes of the file.",
+        "tenant": "A tenant, such as name=team,weight=2, or a JSON object. It replaces the tenants"
+        " of the file.",
     }
 )
-"""What a pool's field means for one role."""
-_TLS_OPTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "folder": "certs",
-        "certificate": "tls_certificate",
-        "key": "tls_key",
-        "client_ca": "client_ca",
-        "redis_ca": "redis_ca",
-        "clear_kv": "clear_kv",
-    }
-)
-"""Field of ``[tls]``, and name of the option."""
-_METAVARS: tuple[tuple[str, str], ...] = (
-    (r"^(http|grpc|admin_http|ray_address)$", "HOST:PORT"),
-    (r"_url$|^gcs_store$|_endpoint$", "URL"),
-    (r"^(keys_file|tls_certificate|tls_key|client_ca|redis_ca)$", "FILE"),
-    (r"^(certs|data_dir|kv_disk_path)$", "FOLDER"),
-    (r"^(model|draft_model)$", "NAME|PATH"),
-    (r"_per_s$|_ratio$|_fraction$", "NUMBER"),
-    (r"_s$", "SECONDS"),
-    (r"_mib$", "MIB"),
-    (r"_bytes$", "BYTES"),
-    (r"^allowed_hosts$", "HOST"),
-    (r"^allowed_origins$", "ORIGIN"),
-)
-_LONGEST_HELP = 110
-"""Characters up to which help has more than one sentence of a field's description."""
+"""Where the description of the field does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +140,11 @@ class ConfigOption:
 
     flags: tuple[str, ...]
     """As they are typed, the usual one first."""
-    path: tuple[str, ...]
+    path: Path
     """The field, within a pool where there are ``pools``."""
     panel: str
-    """The panel of help in which it stands; empty: help does not show it."""
+    """The panel of help in which it stands; empty: no help shows it."""
     pools: PoolsOf = ""
-    help: str = ""
-    """Empty takes the field's description."""
     constant: Any = None
     """What the flag stands for; None where it takes a value."""
 
@@ -135,6 +152,16 @@ class ConfigOption:
     def name(self) -> str:
         """As an identifier."""
         return self.flags[0].lstrip("-").replace("-", "_")
+
+    @property
+    def is_common(self) -> bool:
+        """Whether `baton serve --help` shows it."""
+        return self.name in _COMMON
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether its value is an entry of a list of tables."""
+        return not self.pools and self.path[-1] in _LISTS
 
     @property
     def field(self) -> FieldInfo:
@@ -146,17 +173,21 @@ class ConfigOption:
         return found
 
     def given(self, value: Any) -> Flag:
-        """It, with a value from the command line."""
+        """The flag with a value from the command line. Raises typer.BadParameter."""
+        if self.is_entry:
+            value = [entry_in(text, self.flags[0]) for text in value]
         set_to = value if self.constant is None else self.constant
         return Flag(self.flags[0], self.path, set_to, self.pools)
 
     def parameter(self) -> inspect.Parameter:
         """As typer reads parameters of commands. It is None where the user has not given it."""
-        kind = bool if self.constant is not None else option_type(self.field)
+        kind: Any = list[str] if self.is_entry else option_type(self.field)
+        kind = bool if self.constant is not None else kind
         flags = self.flags
         if kind is bool and self.constant is None:
             flags = tuple(f"{flag}/--no-{flag[2:]}" for flag in flags)
-        settings: dict[str, Any] = {"metavar": self._metavar(kind)}
+        shown = "FIELD=VALUE,…" if self.is_entry else placeholder(self.path[-1], kind)
+        settings: dict[str, Any] = {"metavar": shown}
         if get_origin(kind) is Literal:
             choices = get_args(kind)
             kind = str
@@ -170,10 +201,9 @@ class ConfigOption:
                 settings["min"] = bound.ge
             elif isinstance(bound, Le):
                 settings["max"] = bound.le
-        repeatable = " Repeatable." if get_origin(kind) is list else ""
         option = typer.Option(
             *flags,
-            help=f"{self.help or _help(self.field)}{_default(self.field)}{repeatable}",
+            help=self._help(repeatable=get_origin(kind) is list),
             rich_help_panel=self.panel,
             hidden=not self.panel,
             **settings,
@@ -185,11 +215,23 @@ class ConfigOption:
             annotation=Annotated[kind | None, option],
         )
 
-    def _metavar(self, kind: Any) -> str | None:
-        if kind is bool:
-            return None
-        named = (shown for pattern, shown in _METAVARS if re.search(pattern, self.name))
-        return next(named, "N" if kind is int else "NUMBER" if kind is float else "TEXT")
+    def _help(self, *, repeatable: bool) -> str:
+        text = _HELP.get(self.name) or summary(self.field, self._flag_of)
+        default = default_text(self.field)
+        text += f" Default: {default}." if default else ""
+        return f"{text} Repeatable." if repeatable else text
+
+    def _flag_of(self, name: str) -> str:
+        """The flag of a field of the same table or the cluster; a command in quotes.
+
+        Anything else stays as it is.
+        """
+        if " " in name:
+            return f"`{name}`"
+        for path in ((*self.path[:-1], name), (name,)):
+            if path in _OPTION_PATHS:
+                return option_flag(path)
+        return flag_name(name) if pool_flags(name) == [flag_name(name)] else name
 
     def _chosen(self, value: str | None, choices: Sequence[str]) -> str | None:
         """Baton's word for ``value``, which may be vLLM's."""
@@ -205,12 +247,23 @@ class ConfigOption:
 
 def config_options() -> tuple[ConfigOption, ...]:
     """All of them: those that help shows in its order, and behind these vLLM's names."""
-    own = [*_cluster_options(), *_tls_options(), *_pool_options()]
+    own = [*_field_options(), *_pool_options()]
     own.sort(key=lambda option: PANELS.index(option.panel or PANELS[0]))
     renamed = (
-        ConfigOption(one.flags, one.field, "", one.pools, constant=one.constant) for one in RENAMED
+        ConfigOption(one.flags, one.field, "", one.pools, constant=one.constant)
+        for one in vllm_aliases.RENAMED
     )
     return (*own, *renamed)
+
+
+def old_options() -> Iterator[Refused]:
+    """Flags that `baton serve` had, of fields that have another name now or are gone."""
+    for old in (*RENAMED, *REMOVED):
+        new = RENAMED.get(old)
+        reason = f"it is gone: {REMOVED[old]}" if new is None else f"it is now {option_flag(new)}"
+        flag = flag_name(old[-1] if old[0] == "tls" else "_".join(old))
+        yield Refused((flag,), reason, takes_value=old != ("standby",))
+    yield Refused(("--no-standby",), "it is now --no-advanced-standby", takes_value=False)
 
 
 def option_type(field: FieldInfo) -> Any:
@@ -221,57 +274,45 @@ def option_type(field: FieldInfo) -> Any:
     return list[str] if kind == tuple[str, ...] else None
 
 
-def _cluster_options() -> Iterator[ConfigOption]:
+def option_flag(path: Path) -> str:
+    """The flag of a field, or of one entry of a list of tables; empty for API keys."""
+    if path[0] in _NO_OPTION:
+        return ""
+    if path[0] in _LISTS:
+        return flag_name(_LISTS[path[0]])
+    return flag_name(_SHORT.get(path) or "_".join(path))
+
+
+def pool_flags(name: str) -> list[str]:
+    """The flags that set a field of pools without ``--pool``."""
+    return [flag_name(option) for option, field, _ in _POOL_OPTIONS if field == name]
+
+
+def flag_name(name: str) -> str:
+    """``max_queue_s`` as a flag: ``--max-queue-s``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _field_options() -> Iterator[ConfigOption]:
     panel = PANELS[0]
     for name, field in Config.model_fields.items():
         panel = _PANEL_FROM.get(name, panel)
-        if option_type(field) is not None:
+        if name in _NO_OPTION:
+            continue
+        table: Any = field.annotation
+        if hasattr(table, "model_fields"):
+            for inner in table.model_fields:
+                yield ConfigOption((option_flag((name, inner)),), (name, inner), panel)
+        else:
             # The model is the command's argument, too, and shown as that.
-            yield ConfigOption((_flag(name),), (name,), "" if name == "model" else panel)
-
-
-def _tls_options() -> Iterator[ConfigOption]:
-    for name, option in _TLS_OPTIONS.items():
-        yield ConfigOption((_flag(option),), ("tls", name), "Security")
+            shown = "" if name == "model" else panel
+            yield ConfigOption((option_flag((name,)),), (name,), shown)
 
 
 def _pool_options() -> Iterator[ConfigOption]:
     for option, name, pools in _POOL_OPTIONS:
         panel = "KV cache" if name == "kv_pool_mib" else "Workers"
-        yield ConfigOption((_flag(option),), (name,), panel, pools, _POOL_HELP.get(option, ""))
+        yield ConfigOption((flag_name(option),), (name,), panel, pools)
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _help(field: FieldInfo) -> str:
-    """The first sentences of its description, with flags in place of fields."""
-    first, *others = re.split(r"(?<=\.) (?=[A-Z`])", " ".join((field.description or "").split()))
-    shown = first
-    for sentence in others:
-        if len(shown) + len(sentence) >= _LONGEST_HELP:
-            break
-        shown = f"{shown} {sentence}"
-    return re.sub("``(.*?)``", lambda found: _flag_of(found[1]), shown)
-
-
-def _flag_of(name: str) -> str:
-    """The flag of a field; anything else stays as it is, a command in quotes."""
-    if " " in name:
-        return f"`{name}`"
-    field = Config.model_fields.get(name)
-    has_flag = field is not None and option_type(field) is not None
-    return _flag(name) if has_flag or any(name == one for one, _, _ in _POOL_OPTIONS) else name
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.default
-    if value in (PydanticUndefined, None, "", ()):
-        return ""
-    if isinstance(value, bool):
-        return f" Default: {'on' if value else 'off'}."
-    if isinstance(value, float):
-        return f" Default: {value:g}."
-    size = f" ({value // MIB} MiB)" if isinstance(value, int) and value >= MIB else ""
-    return f" Default: {value}{size}."
+_OPTION_PATHS = frozenset(option.path for option in _field_options())

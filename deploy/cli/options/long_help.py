@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,16 @@ _TYPES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "FILE", "file": 
 """Placeholders of values, by typer's name of their type. Choices are shown as they are."""
 
 
-def show_help(command: TyperCommand, ctx: typer.Context) -> None:
-    """Print it to standard output, in the panels that the options name."""
+def show_help(
+    command: TyperCommand,
+    ctx: typer.Context,
+    leave_out: Set[str] = frozenset(),
+    note: str = "",
+) -> None:
+    """Print it to standard output, in the panels that the options name.
+
+    ``leave_out``: names of options that it does not show. ``note`` comes last.
+    """
     console = Console(highlight=False)
     width = min(console.width, _MAX_WIDTH)
     # Typer puts required arguments in braces, which elsewhere mean a choice.
@@ -34,12 +42,14 @@ def show_help(command: TyperCommand, ctx: typer.Context) -> None:
         console.print(Padding(Text(paragraph), (0, 1, 1, 1)), width=width)
     panels: dict[str, list[Any]] = {}
     for parameter in command.get_params(ctx):
-        if not getattr(parameter, "hidden", False):
+        if not getattr(parameter, "hidden", False) and parameter.name not in leave_out:
             panels.setdefault(_panel_of(parameter), []).append(parameter)
     for name in sorted(panels, key=lambda name: name == CONNECTION):
         entries = _entries(panels[name], ctx)
         panel = Panel(entries, title=name, title_align="left", border_style="dim")
         console.print(panel, width=width)
+    if note:
+        console.print(Padding(Text(note), (0, 1, 1, 1)), width=width)
 
 
 def _panel_of(parameter: Any) -> str:

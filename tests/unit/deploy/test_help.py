@@ -16,8 +16,7 @@ import typer.main
 from typer.core import TyperGroup, TyperOption
 from typer.testing import CliRunner
 
-from baton.config.choices import Role, Scope
-from baton.config.cluster import Config
+from baton.config.choices import Scope
 from deploy.cli.main import app
 from deploy.cli.options import choices
 from loadtest.generator import load_settings
@@ -204,15 +203,7 @@ def test_a_wrong_command_line_is_reported_as_every_error(words: list[str], says:
     assert "╭" not in result.stderr
 
 
-def test_choices_are_those_of_the_configuration() -> None:
-    fields = Config.model_fields
-    for chosen, known in (
-        (choices.Role, Role),
-        (choices.Dtype, fields["dtype"].annotation),
-        (choices.KvDtype, fields["kv_dtype"].annotation),
-        (choices.Quantization, fields["quantization"].annotation),
-    ):
-        assert set(get_args(chosen)) == set(get_args(known))
+def test_choices_are_those_of_the_product() -> None:
     assert {one.value for one in choices.Scope} == set(get_args(Scope))
     assert set(get_args(choices.Endpoint)) == set(get_args(openai_target.Endpoint))
     arrivals = [

@@ -128,6 +128,19 @@ def test_help_fits_the_terminal(columns: str) -> None:
         assert hidden not in result.output
 
 
+def test_all_options_are_shown_on_demand() -> None:
+    usual, full = (
+        CliRunner().invoke(app, ["serve", words], env={"COLUMNS": "100"})
+        for words in ("--help", "--help-all")
+    )
+    assert full.exit_code == 0
+    assert "serve --help-all` also shows" in usual.output
+    rare = ("--advanced-standby, --no-advanced-standby", "--pool FIELD=VALUE,…", "--trace-ratio")
+    for option in rare:
+        assert option not in usual.output
+        assert option in full.output
+
+
 def test_help_of_all_commands_does_not_load_the_configuration() -> None:
     program = (
         "import sys; from typer.testing import CliRunner; from deploy.cli.main import app;"

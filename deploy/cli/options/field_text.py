@@ -1,0 +1,108 @@
+"""What help and the reference page say of a field: its type, unit, default and first sentences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from baton.config.choices import MIB
+
+_UNITS: tuple[tuple[str, str], ...] = (
+    (r"_per_hour$", "currency per hour"),
+    (r"_gflops$", "GFLOP/s"),
+    (r"_gb_per_s$", "GB/s"),
+    (r"^requests_per_minute$", "requests per minute"),
+    (r"^tokens_per_minute$", "tokens per minute"),
+    (r"_s$", "seconds"),
+    (r"_mib$", "MiB"),
+    (r"_bytes$", "bytes"),
+    (r"_tokens$|^max_model_len$|^block_size$", "tokens"),
+    (r"_ratio$|_fraction$|^target_load$", "fraction"),
+    (r"^(tp|cp)$", "ranks"),
+    (r"^threads$", "threads"),
+    (r"^max_sequences$", "sequences"),
+    (r"^count$|^(min|max)_(prefill|decode|workers)$", "workers"),
+    (r"^routers$", "processes"),
+    (r"^(concurrency|max_waiting_requests|max_batch_in_flight)$", "requests"),
+    (r"^max_connections_per_client$", "connections"),
+    (r"^weight$", "relative to other tenants"),
+    (r"^priority$", "rank, lower first"),
+)
+_PLACEHOLDERS: tuple[tuple[str, str], ...] = (
+    (r"^(http|grpc|admin_http|ray_address)$", "HOST:PORT"),
+    (r"_url$|^gcs_store$|_endpoint$", "URL"),
+    (r"^(keys_file|certificate|key|client_ca|redis_ca)$", "FILE"),
+    (r"^(folder|data_dir|kv_disk_path)$", "FOLDER"),
+    (r"^(model|draft_model)$", "NAME|PATH"),
+    (r"^allowed_hosts$", "HOST"),
+    (r"^allowed_origins$", "ORIGIN"),
+)
+_UNIT_PLACEHOLDERS = {"seconds": "SECONDS", "MiB": "MIB", "bytes": "BYTES"}
+_MAX_SUMMARY = 110
+"""Characters up to which a summary has more than one sentence of a field's description."""
+
+
+def unit_of(name: str) -> str:
+    """The unit of a numeric field, by its name; empty for fields without one."""
+    return next((unit for pattern, unit in _UNITS if re.search(pattern, name)), "")
+
+
+def placeholder(name: str, kind: Any) -> str | None:
+    """What stands for the value of an option; None for a flag."""
+    if kind is bool:
+        return None
+    if kind in (int, float):
+        return _UNIT_PLACEHOLDERS.get(unit_of(name), "N" if kind is int else "NUMBER")
+    named = (shown for pattern, shown in _PLACEHOLDERS if re.search(pattern, name))
+    return next(named, "TEXT")
+
+
+def type_text(annotation: Any) -> str:
+    """The type of a field in plain words: ``integer``, ``one of `a`, `b` ``."""
+    arguments = [one for one in get_args(annotation) if one is not type(None)]
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(f"`{one}`" if one else "empty" for one in arguments)
+    if origin is tuple:
+        entry = type_text(arguments[0])
+        return f"list of {entry.removeprefix('one of ') if '`' in entry else f'{entry}s'}"
+    if origin is dict:
+        return "table of numbers"
+    if len(arguments) == 1 or (arguments and arguments[0] is datetime):
+        return type_text(arguments[0])
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    return _TYPES.get(annotation, "date and time")
+
+
+_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def default_text(field: FieldInfo) -> str:
+    """A field's default as help shows it; empty for none."""
+    value = field.default
+    if value in (PydanticUndefined, None, "", ()):
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    size = f" ({value // MIB} MiB)" if isinstance(value, int) and value >= MIB else ""
+    return f"{value}{size}"
+
+
+def summary(field: FieldInfo, flag_of: Callable[[str], str]) -> str:
+    """The first sentences of a field's description; ``flag_of`` replaces names of fields."""
+    first, *others = re.split(r"(?<=\.) (?=[A-Z`])", " ".join((field.description or "").split()))
+    shown = first
+    for sentence in others:
+        if len(shown) + len(sentence) >= _MAX_SUMMARY:
+            break
+        shown = f"{shown} {sentence}"
+    return re.sub("``(.*?)``", lambda found: flag_of(found[1]), shown)
