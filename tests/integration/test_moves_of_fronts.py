@@ -175,7 +175,7 @@ def is_under_way(cluster: MiniCluster) -> bool:
     """Whether each of the requests, those of the batch apart, has some tokens."""
     running = [one for one in cluster.dispatcher._running if not one.request.background]
     wanted = len(BODIES) + 1
-    return len(running) == wanted and all(len(one.life.token_ids) > 4 for one in running)
+    return len(running) == wanted and all(len(one.choices[0].token_ids) > 4 for one in running)
 
 
 async def test_no_client_of_any_front_can_tell(

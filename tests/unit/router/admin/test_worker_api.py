@@ -24,7 +24,7 @@ from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorService
 from router.admin.worker_control import PoolScaling, WorkerControl, WorkerStatus
 from router.grpc.inference import add_grpc_front
 from router.http_app import create_app
-from router.workers.worker_links import WorkerLink
+from router.workers.worker_link import WorkerLink
 from tests.support.mini_cluster import free_port
 from tests.support.router.front_fakes import MODEL, check_schema, make_front, serve
 from tests.unit.router.admin.test_cache import key

@@ -1,0 +1,188 @@
+"""Fetching cached blocks of a prompt from another worker, where that is faster than computing them.
+
+    (no ticket) ─promise→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED (they are the sequence's)
+    RESERVED, RECEIVING ─holder gone, refused, too slow, damaged, aborted→ RELEASED
+
+The states are those of ``kvtransfer.tickets.ticket``: here the reader's own. Whatever goes wrong
+costs time, never the request: the blocks are computed then. Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass, replace
+
+from baton.errors import BatonError, DeadlineExceeded
+from baton.hashing import last_hashes
+from baton.request import Geometry
+from baton.v1 import prefill_pb2
+from engine.scheduling.sequence import Sequence
+from kvtransfer.tickets.ticket import Purpose, Ticket
+from kvtransfer.transports.transport import Peer
+from worker.exchange.block_receiver import NO_TRANSPORT
+from worker.prefill.fetch_estimates import FetchEstimates
+from worker.role import WorkerContext
+
+log = logging.getLogger(__name__)
+
+_SHARE_OF_DEADLINE = 0.5
+"""A fetch may take no more than this of the time that the request has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A worker that holds leading blocks of a prompt, as the router knows, and how many."""
+
+    holder: Peer
+    blocks: int
+    """Hash blocks, as the prefix index counts."""
+    tensor_parallel: int = 0
+    """On how many ranks they lie; 0: on as many as here."""
+
+
+def source_of(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
+    """The worker that holds more of a request's prompt, if the router names one."""
+    if not request.HasField("source"):
+        return None
+    source = request.source
+    holder = Peer(source.incarnation, source.address)
+    return PrefixSource(holder, source.blocks, source.tensor_parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """A fetch that is faster than computing."""
+
+    holder: Peer
+    transport: str
+    """The transport of the open pair; empty without one."""
+    own: list[int]
+    """Leading blocks that are held here."""
+    hashes: list[bytes]
+    """Of the blocks after those."""
+    limit_s: float
+    """Seconds after which it is given up."""
+    geometry: Geometry | None
+    """The holder's; None: it is as here."""
+
+
+class Fetcher:
+    """Gets leading blocks of prompts from workers that hold them."""
+
+    def __init__(self, context: WorkerContext, estimates: FetchEstimates) -> None:
+        self._context = context
+        self._exchange = context.exchange
+        self._receiver = context.exchange.receiver
+        self._pool = context.engine.pool
+        self._block_size = context.engine.cache.block_size
+        self._estimates = estimates
+
+    async def fetch(self, sequence: Sequence, source: PrefixSource, deadline: float) -> list[int]:
+        """The leading blocks of a sequence that is not queued yet: those held here, and fetched.
+
+        The caller owns them. Empty where nothing is fetched, for any reason. ``deadline`` is the
+        request's, in seconds of this worker's monotonic clock.
+        """
+        fetch = self._choose(sequence, source, deadline)
+        ticket = None if fetch is None else self._promise(sequence, fetch)
+        if fetch is None or ticket is None:
+            return []
+        began = time.monotonic()
+        outcome = "aborted"
+        try:
+            end = began + fetch.limit_s
+            await _in_time(self._receiver.opened(ticket.ticket_id), end)
+            count = await self._exchange.pull(
+                fetch.holder, ticket.ticket_id, fetch.hashes, end - time.monotonic()
+            )
+            outcome = "error" if count else "empty"
+            if not count:
+                return []
+            self._receiver.shorten(ticket.ticket_id, count)
+            # Other ranks of this worker report by themselves that they have theirs.
+            await _in_time(self._receiver.whole(ticket.ticket_id), end)
+            return self._take(ticket, fetch, began)
+        except BatonError as error:
+            outcome = "deadline" if isinstance(error, DeadlineExceeded) else "error"
+            self._estimates.failed(fetch.holder.incarnation, fetch.transport, time.monotonic())
+            log.info("nothing was fetched from %s: %s", fetch.holder.incarnation, error.message)
+            return []
+        finally:
+            # Does nothing to what was committed, or has ended already.
+            self._receiver.abort(ticket.attempt, self._receiver.clock(), outcome)
+
+    def _choose(self, sequence: Sequence, source: PrefixSource, deadline: float) -> _Fetch | None:
+        """What to fetch, None where nothing can be or where computing is faster.
+
+        Ranks that divide prompts fetch nothing: what comes would be rank 0's alone.
+        """
+        if self._context.settings.pool.cp > 1:
+            return None
+        limits = self._context.engine.scheduler.limits
+        size, each = self._block_size, limits.hashes_per_block
+        # The last token's logits are needed: it is computed, and never into a block of others.
+        most = (len(sequence.token_ids) - 1) // size
+        hashes = last_hashes(sequence.full_hashes(limits.hash_block), each)[:most]
+        own = self._pool.match(hashes)
+        missing = hashes[len(own) : source.blocks // each]
+        holder = source.holder.incarnation
+        if not missing or holder == self._context.incarnation:
+            return None
+        transport = self._exchange.inbound.pairs().get(holder, "")
+        count = len(missing) * self._receiver.block_bytes
+        compute_s = len(missing) * size * self._context.core.prompt_cost.unit_s
+        now = time.monotonic()
+        if not self._estimates.pays(holder, transport, count, compute_s, now):
+            return None
+        limit_s = self._estimates.deadline_s(holder, transport, count, compute_s)
+        if limit_s > _SHARE_OF_DEADLINE * (deadline - now):
+            return None
+        geometry = None
+        if source.tensor_parallel:
+            own_geometry = self._exchange.identity.geometry
+            geometry = replace(own_geometry, tensor_parallel=source.tensor_parallel)
+        return _Fetch(source.holder, transport, own, missing, limit_s, geometry)
+
+    def _promise(self, sequence: Sequence, fetch: _Fetch) -> Ticket | None:
+        """A ticket for the missing blocks; None where there is no room."""
+        scheduler = self._context.engine.scheduler
+        needed = -(-len(sequence.token_ids) // self._block_size) - len(fetch.own)
+        # Those in line come first: a fetch must not take what they wait for.
+        needed += scheduler.wanted_blocks + len(scheduler.running)
+        if needed > self._pool.available - self._pool.evictable(fetch.own):
+            self._context.metrics.pulls.labels(transport=NO_TRANSPORT, outcome="no_room").inc()
+            return None
+        return self._receiver.promise(
+            # A key of its own: a request's is that of its handoff.
+            (f"pull:{secrets.token_hex(8)}", sequence.spec.attempt),
+            fetch.holder.incarnation,
+            missing=len(fetch.hashes),
+            pinned=fetch.own,
+            now=self._receiver.clock(),
+            purpose=Purpose.PULL,
+            geometry=fetch.geometry,
+        )
+
+    def _take(self, ticket: Ticket, fetch: _Fetch, began: float) -> list[int]:
+        """The blocks that have come, behind those held. Raises BatonError."""
+        self._receiver.commit(ticket.ticket_id, fetch.holder.incarnation, self._receiver.clock())
+        self._estimates.succeeded(
+            fetch.holder.incarnation,
+            fetch.transport,
+            ticket.expected_bytes,
+            time.monotonic() - began,
+        )
+        return ticket.pinned + ticket.missing
+
+
+async def _in_time(waited: asyncio.Future[None] | None, end: float) -> None:
+    """Raises DeadlineExceeded where it is not done by ``end``, and what it fails with."""
+    if waited is None:
+        return
+    await asyncio.wait([waited], timeout=max(0.0, end - time.monotonic()))
+    if not waited.done():
+        raise DeadlineExceeded("another rank of this worker has not received its blocks in time")
+    waited.result()

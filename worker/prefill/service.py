@@ -1,0 +1,164 @@
+"""PrefillService: one stream for each router, with all its prefills.
+
+A stream's states:
+
+    open ─the router's end, a broken connection→ closed: what it has started is aborted
+    open ─the worker's stop→ closing ─its prefills have ended, or ``CLOSE_S``→ closed
+
+A prefill's, within it:
+
+    started ─responses→ started ─end→ ended (its last event says how)
+    started ─cancel→ aborted (nothing more is sent)
+
+Runs on the event loop, which owns all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc.aio
+
+from baton.errors import BatonError
+from baton.host.background import end_tasks
+from baton.request import LoadSnapshot
+from baton.rpc import convert
+from baton.rpc.grpc_channel import by_size
+from baton.rpc.grpc_errors import as_baton_error
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from worker.services import DEFAULT_KEEPALIVE, Keepalive
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0
+"""How long a stream of a worker that stops waits for what its prefills end with."""
+
+Send = Callable[[prefill_pb2.PrefillResponse], None]
+Run = Callable[[prefill_pb2.PrefillRequest, Send], Awaitable[None]]
+"""Computes a prompt and sends its responses. Raises BatonError; cancelling it aborts."""
+Load = Callable[[], LoadSnapshot]
+PrefillName = tuple[str, int]
+"""Request id and attempt."""
+PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_pb2.PrefillsResponse]
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Serves each router's stream."""
+
+    def __init__(self, run: Run, load: Load, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> None:
+        """``load`` returns the worker's load: each message carries it."""
+        self._run = run
+        self._load = load
+        self._keepalive = keepalive
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """The worker stops: streams end, as soon as they have told how their prefills did."""
+        self._closing.set()
+
+    async def Prefills(  # type: ignore[override]  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: PrefillContext
+    ) -> None:
+        """See prefill.proto."""
+        prefills = _Prefills(self._run, self._load, self._keepalive)
+        reading = asyncio.create_task(prefills.obey(request_iterator), name="prefill commands")
+        telling = asyncio.create_task(prefills.tell(context), name="prefill events")
+        closing = asyncio.create_task(self._closing.wait(), name="prefills' close")
+        try:
+            await asyncio.wait({reading, telling, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if closing.done():
+                await end_tasks([reading])
+                if prefills.running:
+                    await asyncio.wait(prefills.running.values(), timeout=CLOSE_S)
+                prefills.tell_no_more()
+                await asyncio.wait([telling], timeout=CLOSE_S)
+        finally:
+            await end_tasks([reading, telling, closing, *prefills.running.values()])
+
+
+class _Prefills:
+    """What one stream has started."""
+
+    def __init__(self, run: Run, load: Load, keepalive: Keepalive) -> None:
+        self.running: dict[PrefillName, asyncio.Task[None]] = {}
+        self._run = run
+        self._load = load
+        self._keepalive = keepalive
+        self._events: list[prefill_pb2.PrefillEvent] = []
+        self._happened = asyncio.Event()
+        self._is_over = False
+
+    async def obey(self, messages: AsyncIterator[prefill_pb2.PrefillsRequest]) -> None:
+        """Carry out the router's commands, until its stream ends."""
+        async for message in messages:
+            for command in message.commands:
+                if command.HasField("start"):
+                    self._start(command.start)
+                elif command.HasField("cancel"):
+                    self._cancel((command.cancel.request_id, command.cancel.attempt))
+
+    async def tell(self, context: PrefillContext) -> None:
+        """Send events, all that have gathered in one message; without any, send keepalives."""
+        while not self._is_over or self._events:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._keepalive.next_s(busy=bool(self.running))):
+                    await self._happened.wait()
+            self._happened.clear()
+            events, self._events = self._events, []
+            load = convert.load_to_proto(self._load())
+            for some in by_size(events) if events else ([],):
+                await context.write(prefill_pb2.PrefillsResponse(events=some, load=load))
+
+    def tell_no_more(self) -> None:
+        """Let ``tell`` return once all events are sent."""
+        self._is_over = True
+        self._happened.set()
+
+    def _start(self, request: prefill_pb2.PrefillRequest) -> None:
+        name = request.sequence.request_id, request.sequence.attempt
+        if name in self.running:
+            log.warning("prefill %s, attempt %d, was started twice", *name)
+            return
+        task = asyncio.create_task(self._follow(name, request), name=f"prefill {name[0]}")
+        self.running[name] = task
+        task.add_done_callback(lambda _: self.running.pop(name, None))
+        # A message at once: should this worker die, its router knows whether it had the prompt.
+        self._happened.set()
+
+    def _cancel(self, name: PrefillName) -> None:
+        task = self.running.get(name)
+        if task is not None:
+            task.cancel()
+
+    async def _follow(self, name: PrefillName, request: prefill_pb2.PrefillRequest) -> None:
+        end = prefill_pb2.PrefillEnd()
+        try:
+            await self._run(request, lambda response: self._say(name, response=response))
+        except Exception as error:
+            end = _end(as_baton_error(error))
+        self._say(name, end=end)
+
+    def _say(
+        self,
+        name: PrefillName,
+        response: prefill_pb2.PrefillResponse | None = None,
+        end: prefill_pb2.PrefillEnd | None = None,
+    ) -> None:
+        request_id, attempt = name
+        self._events.append(
+            prefill_pb2.PrefillEvent(
+                request_id=request_id, attempt=attempt, response=response, end=end
+            )
+        )
+        self._happened.set()
+
+
+def _end(error: BatonError) -> prefill_pb2.PrefillEnd:
+    return prefill_pb2.PrefillEnd(
+        code=error.code or "",
+        message=error.message,
+        retry_after_ms=int((error.retry_after or 0) * 1000),
+    )
