@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
@@ -47,7 +46,7 @@ async def serves(request: Request) -> Response:
 HANDLERS = {"fails": fails, "refuses": refuses, "breaks": breaks_off, "serves": serves}
 
 
-def gate(**fields: Any) -> HttpGate:
+def gate(**fields: object) -> HttpGate:
     """All handlers twice: under /v1/completions/ directly, under /v1/models/ behind FastAPI."""
     app = FastAPI()
     add_error_handlers(app)
