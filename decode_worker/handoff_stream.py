@@ -32,7 +32,7 @@ Context = grpc.aio.ServicerContext[Request, Response]
 
 
 class HandoffStream:
-    """See the module's text."""
+    """The calls of one writer, answered in any order."""
 
     def __init__(self, role: DecodeRole, context: Context) -> None:
         self._role = role
@@ -75,7 +75,7 @@ class HandoffStream:
     async def _reserve(self, request: Request) -> None:
         response = Response(call=request.call)
         try:
-            asked = self._ask(request.reserve)
+            asked = self._request(request.reserve)
         except Exception as failure:
             _refuse(response, failure)
             await self._write(response)
@@ -116,12 +116,9 @@ class HandoffStream:
             match request.WhichOneof("call_kind"):
                 case "commit":
                     commit = request.commit
+                    firsts = convert.first_tokens_from_proto(commit)
                     response.commit.bytes = self._role.commit(
-                        commit.ticket_id,
-                        commit.writer,
-                        commit.first_token,
-                        logprobs=convert.commit_logprobs_from_proto(commit),
-                        others=convert.other_tokens_from_proto(commit),
+                        commit.ticket_id, commit.writer, firsts
                     )
                 case "abort":
                     self._role.abort_handoff((request.abort.request_id, request.abort.attempt))
@@ -136,12 +133,9 @@ class HandoffStream:
         response, commit = Response(call=request.call), request.commit
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
+                firsts = convert.first_tokens_from_proto(commit)
                 response.commit.bytes = await self._role.commit_when_complete(
-                    commit.ticket_id,
-                    commit.writer,
-                    commit.first_token,
-                    logprobs=convert.commit_logprobs_from_proto(commit),
-                    others=convert.other_tokens_from_proto(commit),
+                    commit.ticket_id, commit.writer, firsts
                 )
         except TimeoutError:
             _refuse(response, DeadlineExceeded("the blocks or the grammar were not ready in time"))
@@ -149,8 +143,8 @@ class HandoffStream:
             _refuse(response, failure)
         await self._write(response)
 
-    def _ask(self, request: decode_pb2.ReserveRequest) -> asyncio.Future[Ticket]:
-        return self._role.ask(
+    def _request(self, request: decode_pb2.ReserveRequest) -> asyncio.Future[Ticket]:
+        return self._role.request_reserve(
             Offer(
                 fingerprint=request.fingerprint,
                 geometry=convert.geometry_from_proto(request.geometry),

@@ -49,7 +49,7 @@ class ReserveQueue:
         """The number of waiting reserves."""
         return len(self._preempted) + len(self._others)
 
-    def ask(self, offer: Offer) -> asyncio.Future[Ticket]:
+    def add(self, offer: Offer) -> asyncio.Future[Ticket]:
         """Promise blocks as soon as there is room, and it is the offer's turn.
 
         A caller that cancels the future waits no more. Raises what ``reserve`` raises where the

@@ -25,7 +25,6 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.grammar import TokenMatcher
-from baton.logprobs import TokenLogprobs
 from baton.request import FirstToken
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from decode_worker.handoff_stream import Context as HandoffsContext
@@ -112,11 +111,11 @@ class DecodeRole:
         finally:
             self._streams.discard(stream)
 
-    def ask(self, offer: Offer) -> asyncio.Future[Ticket]:
+    def request_reserve(self, offer: Offer) -> asyncio.Future[Ticket]:
         """``reserve`` as soon as there is room, and it is the offer's turn.
 
         A caller that cancels the future waits no more. Raises Unavailable where the worker takes
-        nothing more, and what ``ReserveQueue.ask`` raises.
+        nothing more, and what ``ReserveQueue.add`` raises.
         """
         if self.closing:
             raise _stopping()
@@ -128,7 +127,7 @@ class DecodeRole:
         self.context.intake.check()
         self.receiver.check_offer(offer)
         offer.deadline = time.monotonic() + offer.spec.deadline_s
-        return self.reserves.ask(offer)
+        return self.reserves.add(offer)
 
     def reserve(self, offer: Offer) -> Ticket:
         """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive.
@@ -159,13 +158,7 @@ class DecodeRole:
         return ticket is not None and ticket.is_open and not ticket.is_complete
 
     async def commit_when_complete(
-        self,
-        ticket_id: str,
-        writer: str,
-        first_token: int,
-        *,
-        logprobs: TokenLogprobs | None = None,
-        others: tuple[FirstToken, ...] = (),
+        self, ticket_id: str, writer: str, firsts: list[FirstToken]
     ) -> int:
         """``commit``, as soon as every byte is in place and its grammar is compiled.
 
@@ -181,24 +174,19 @@ class DecodeRole:
             # Compiling has no bound of its own: the caller's deadline bounds it.
             with self.receiver.blocks.holding(ticket_id, writer):
                 matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
-        return self.commit(
-            ticket_id, writer, first_token, logprobs=logprobs, others=others, matcher=matcher
-        )
+        return self.commit(ticket_id, writer, firsts, matcher)
 
     def commit(
         self,
         ticket_id: str,
         writer: str,
-        first_token: int,
-        *,
-        logprobs: TokenLogprobs | None = None,
-        others: tuple[FirstToken, ...] = (),
+        firsts: list[FirstToken],
         matcher: TokenMatcher | None = None,
     ) -> int:
         """Join a handed-off sequence and its siblings to the batch.
 
-        ``logprobs`` are those of its first token, ``others`` the siblings' first tokens,
-        ``matcher`` is that of its grammar. Returns the bytes that crossed the wire.
+        ``firsts`` are their first tokens, ``matcher`` is that of its grammar. Returns the bytes
+        that crossed the wire. Raises HandoffError, TicketEnded.
         """
         now = time.monotonic()
         receipt = self.receiver.commit(ticket_id, writer, self.clock())
@@ -207,16 +195,15 @@ class DecodeRole:
         sequence = self.context.make_sequence(spec, arrived=now, deadline=deadline)
         sequence.follow(matcher)
         sequence.hashes = receipt.hashes
-        sequence.token_ids.append(first_token)
+        sequence.token_ids.append(firsts[0].token_id)
         sequence.spare = receipt.spare
-        if len(others) != len(sequence.siblings):
+        if len(firsts) != 1 + len(sequence.siblings):
             self.context.engine.pool.release(receipt.blocks + receipt.spare)
-            raise HandoffError(f"{1 + len(others)} first tokens for {spec.choices} choices")
+            raise HandoffError(f"{len(firsts)} first tokens for {spec.choices} choices")
         self.sequences.keep(sequence)
         self.context.core.add_computed(sequence, receipt.blocks, len(spec.token_ids))
-        forks = self._fork(sequence, others)
+        forks = self._fork(sequence, firsts[1:])
         # Sent again: a prefill worker that dies before its answer loses nothing.
-        firsts = (FirstToken(first_token, logprobs=logprobs), *others)
         for choice, first in zip((sequence, *forks), firsts, strict=True):
             self.sequences.send(
                 choice, (first.token_id,), () if first.logprobs is None else (first.logprobs,)
@@ -226,7 +213,7 @@ class DecodeRole:
         self.sequences.outbox(spec.router_id).flush()
         return receipt.bytes
 
-    def _fork(self, sequence: Sequence, others: tuple[FirstToken, ...]) -> list[Sequence]:
+    def _fork(self, sequence: Sequence, others: list[FirstToken]) -> list[Sequence]:
         """Let a sequence's siblings run, where there are any; then each of them may have ended."""
         if not others:
             return []

@@ -26,7 +26,7 @@ from engine.model.torch_step import TorchStepModel
 from engine.model.weights import fingerprint, load_weights
 from engine.parallel.context_parallel import ContextModel, ContextSteps
 from engine.parallel.rank_group import RankGroup
-from engine.parallel.ranks import FollowingModel, FollowingTorch, LeadingRank, LeadModel, LeadRank
+from engine.parallel.ranks import FollowerModel, FormedGroup, Leader, LeaderModel, TorchFollower
 from engine.pool_size import pool_blocks
 from engine.quantization.packed_cache import PackedCache
 from engine.roofline import Storage
@@ -46,7 +46,7 @@ _CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
 
 
 def build_engine(
-    settings: EngineSettings, allocate: Allocate | None = None, ranks: LeadingRank | None = None
+    settings: EngineSettings, allocate: Allocate | None = None, ranks: FormedGroup | None = None
 ) -> Engine:
     """Load the model and take the memory, that of the KV blocks by ``allocate``.
 
@@ -68,7 +68,7 @@ def build_engine(
 
 def build_follower(
     settings: EngineSettings, group: RankGroup, allocate: Allocate | None = None
-) -> tuple[FollowingModel, KvCache]:
+) -> tuple[FollowerModel, KvCache]:
     """What another rank than 0 has of an engine: its shard of the model, and of all KV blocks.
 
     Raises ConfigError and WorkerFailed, as ``build_engine`` does.
@@ -76,7 +76,7 @@ def build_follower(
     loaded = load_model(model_source(settings, ranked=True), group)
     cache = _kv_cache(loaded, allocate, None)
     if loaded.weights is None:
-        return FollowingTorch(_torch_model(loaded.model, cache)), cache
+        return TorchFollower(_torch_model(loaded.model, cache)), cache
     from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
 
     return gpu_decoder(loaded.weights, cache, max_rows(settings, loaded.source.device)), cache
@@ -165,7 +165,7 @@ def _runner(
     cache: KvCache,
     name: str,
     speculation: StepSpeculation | None,
-    lead: LeadRank | None,
+    lead: Leader | None,
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     source, model = loaded.source, loaded.model
@@ -186,7 +186,7 @@ def _runner(
     if settings.deterministic:
         _check_deterministic(step_model, settings)
     if lead is not None:
-        step_model = LeadModel(step_model, lead)
+        step_model = LeaderModel(step_model, lead)
     return ModelRunner(step_model, cache, device, vocab_size, speculation, embedder, copy)
 
 

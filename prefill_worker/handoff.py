@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from baton.errors import BatonError, DeadlineExceeded, NoRoom
-from baton.logprobs import TokenLogprobs
 from baton.request import FirstToken, SequenceSpec
 from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
@@ -192,24 +191,18 @@ class Handoff:
         if isinstance(error, Exception):
             self._on_broken(error)
 
-    async def commit(
-        self,
-        first_token: int,
-        *,
-        logprobs: TokenLogprobs | None = None,
-        others: tuple[FirstToken, ...] = (),
-    ) -> int:
+    async def commit(self, firsts: Sequence[FirstToken]) -> int:
         """Let the sequence run there, as soon as the last byte has landed.
 
-        ``logprobs`` are those of its first token, ``others`` the first tokens of its siblings.
-        Returns the bytes pushed. Raises BatonError.
+        ``firsts`` are the first tokens of the sequence and its siblings. Returns the bytes pushed.
+        Raises BatonError.
         """
         assert self._push is not None, "no ticket"
         self._push.end()
         request = decode_pb2.HandoffsRequest()
         request.commit.ticket_id = self.ticket_id
         request.commit.writer = self._context.incarnation
-        convert.write_first_tokens(request.commit, first_token, logprobs, others)
+        convert.write_first_tokens(request.commit, firsts)
         # The receiver waits for the bytes: that spares a round trip after the last of them.
         answer = self._calls.call(request, self._left())
         self._push.done.add_done_callback(lambda pushed: _fail_with(answer, pushed))

@@ -213,9 +213,7 @@ class RemoteSink:
         if handoff is None or all(first.finish_reason for first in firsts):
             return None
         computed_at = time.monotonic()
-        pushed = await handoff.commit(
-            firsts[0].token_id, logprobs=firsts[0].logprobs, others=tuple(firsts[1:])
-        )
+        pushed = await handoff.commit(firsts)
         exposed_s = time.monotonic() - computed_at
         self._context.metrics.handoff_exposed_seconds.labels(handoff.transport).observe(exposed_s)
         return prefill_pb2.HandoffCommitted(

@@ -22,7 +22,7 @@ import torch
 
 from engine.build import build_follower
 from engine.engine import device_of
-from engine.parallel.ranks import FORM_S, FollowingRank
+from engine.parallel.ranks import FORM_S, Follower
 from engine.parallel.step_channel import GroupAddress
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transport import Transport
@@ -66,7 +66,7 @@ class FollowerWorker:
         use_device(device)
         exchanges = not built.divides_context
         memory = PoolMemory(shared=exchanges and settings.config.transport in ("auto", "shm"))
-        follower = FollowingRank(self._address, self._rank, ranks, FORM_S, self._process)
+        follower = Follower(self._address, self._rank, ranks, FORM_S, self._process)
         name = f"{settings.slot}: rank {self._rank} of {ranks}"
         watch = DeviceWatch(device, lambda reason: on_lost(f"{name} ends: {reason}"))
         try:

@@ -34,7 +34,7 @@ from baton.host.background import end_tasks, watch_loop
 from baton.host.process_end import Fail, fail
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
-from engine.parallel.ranks import LeadRank
+from engine.parallel.ranks import Leader
 from worker.core.engine_core import ENGINE_HANG_S
 from worker.device.pool_memory import PoolMemory
 from worker.device.process_tuning import keep_buffers, spare_the_interpreter
@@ -106,7 +106,7 @@ class WorkerProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
         ranks = settings.pool.ranks
-        self.lead = LeadRank(settings.group_host, ranks) if ranks > 1 else None
+        self.lead = Leader(settings.group_host, ranks) if ranks > 1 else None
         """Its hold on its other ranks, which connect to ``lead.address``."""
 
     @property
@@ -160,7 +160,7 @@ class WorkerProcess:
         keep_buffers()
         return self.session.record
 
-    def _watch_ranks(self, lead: LeadRank, device: torch.device) -> None:
+    def _watch_ranks(self, lead: Leader, device: torch.device) -> None:
         """From now on a lost rank ends the worker."""
         if device.type == "cuda":
             # At once, on the thread that has noticed: the GPU may be inside a collective operation
@@ -370,6 +370,6 @@ class WorkerProcess:
             self._entry.beat(time.monotonic())
 
 
-async def _raise_lost(lead: LeadRank) -> None:
+async def _raise_lost(lead: Leader) -> None:
     """Raises WorkerFailed when a rank is lost."""
     raise WorkerFailed(await asyncio.wrap_future(lead.lost))

@@ -18,7 +18,7 @@ from baton.liveness.listening import ListeningClock
 from baton.telemetry.metrics_server import MetricsServer
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
-from engine.parallel.ranks import LeadRank
+from engine.parallel.ranks import Leader
 from engine.roofline import Ceilings
 from kvtransfer.memory.memory import BlockMemory
 from worker.core.engine_core import EngineCore
@@ -80,7 +80,7 @@ class WorkerRuntime:
 async def load_runtime(
     settings: WorkerSettings,
     memory: PoolMemory,
-    lead: LeadRank | None,
+    lead: Leader | None,
     start_engine: StartEngine,
     measure: Measure,
     fail: Fail,
@@ -119,7 +119,7 @@ async def load_runtime(
 async def _load(
     settings: WorkerSettings,
     memory: PoolMemory,
-    lead: LeadRank | None,
+    lead: Leader | None,
     board: CoreBoard | None,
     start_engine: StartEngine,
     measure: Measure,

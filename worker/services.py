@@ -53,7 +53,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
     ) -> transfer_pb2.PullResponse:
         """See transfer.proto."""
         geometry = convert.geometry_from_proto(request.geometry)
-        blocks = await self._exchange.give(
+        blocks = await self._exchange.serve_pull(
             Identity(request.reader, request.fingerprint, geometry),
             Peer(request.reader, request.reader_address),
             request.holder,

@@ -14,7 +14,7 @@ TIGHT_SHARE = 0.5
 """A request is tight when it used more than this share of an SLO."""
 FIRST_ANSWER_TOKENS = 256
 """The expected length of an answer before an answer of its class ended, as in
-``router.admission.decode_room``."""
+``router.admission.capacity``."""
 SILENT_S = 5.0
 """A router that has not reported for this long makes the traffic unknown."""
 GONE_S = 60.0

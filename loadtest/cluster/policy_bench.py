@@ -1,4 +1,4 @@
-"""A trace replayed through the router's own planner, policy and prefix index.
+"""A trace replayed through the router's own ledger, policy and prefix index.
 
     python -m loadtest.cluster.policy_bench --trace FILE --workers 4
 
@@ -40,11 +40,10 @@ from baton.store.registry import WorkerRecord
 from loadtest.common.bench_app import Figures, bench_app, say
 from loadtest.common.bench_store import bench_store
 from loadtest.common.lru_cache import LruCache
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import print_whole, this_machine, whole_table, write_json
 from planning.common.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
 from router.routing.cost_model import PREFILL_DEFAULT, mean_context
-from router.routing.planner import Planner, Promise
+from router.routing.ledger import Ledger, Promise
 from router.routing.policies import make_policy
 from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
 
@@ -133,8 +132,8 @@ class Replayer:
         self._hash_block = max(1, round(settings.block_tokens / settings.scale_length))
         route = ClassRoute(slo_tpot_ms=float("inf"))
         routes = RouteSettings(self._hash_block, default=route, pulls=False)
-        self._planners = [
-            Planner(make_policy(settings.policy, routes, _SEED + number), self._hash_block)
+        self._ledgers = [
+            Ledger(make_policy(settings.policy, routes, _SEED + number), self._hash_block)
             for number in range(settings.routers)
         ]
         self._told_at = 0.0
@@ -156,7 +155,7 @@ class Replayer:
             worker.generation, worker.sequence = await self._index.snapshot(worker.name, ())
         self._join("decode-0", "decode")
         uncached = dict.fromkeys(self._workers, 0)
-        for row, planner in zip(rows, itertools.cycle(self._planners), strict=False):
+        for row, ledger in zip(rows, itertools.cycle(self._ledgers), strict=False):
             hashes = row.chained_hashes()
             self._catch_up(row.arrival_s)
             self._tell_loads(row.arrival_s)
@@ -164,9 +163,9 @@ class Replayer:
             held = await self._index.lookup(hashes)
             request = RouteRequest(row.input_tokens, session=row.session)
             began = time.perf_counter()
-            decision = planner.decide(request, hashes, held, row.arrival_s)
+            decision = ledger.decide(request, hashes, held, row.arrival_s)
             result.decision_us.append((time.perf_counter() - began) * 1e6)
-            promise = planner.promise(decision, request, hashes, row.arrival_s)
+            promise = ledger.promise(decision, request, hashes, row.arrival_s)
             worker = self._workers[decision.prefill]
             found = self._compute(worker, row, hashes, promise)
             result.ttft_ms.append((worker.free_at - row.arrival_s) * 1e3)
@@ -190,20 +189,20 @@ class Replayer:
             max_sequences=_PLENTY,
             load=LoadSnapshot(free_blocks=_PLENTY),
         )
-        for planner in self._planners:
-            planner.table.add(record)
-            planner.table.set_load(name, record.load, 0.0)
-            planner.table.set_up(name, True)
+        for ledger in self._ledgers:
+            ledger.table.add(record)
+            ledger.table.set_load(name, record.load, 0.0)
+            ledger.table.set_up(name, True)
 
     def _tell_loads(self, now: float) -> None:
         """What other routers have sent; one that is alone knows it all."""
-        if len(self._planners) == 1 or now - self._told_at < HEARTBEAT_S:
+        if len(self._ledgers) == 1 or now - self._told_at < HEARTBEAT_S:
             return
         self._told_at = now
         for worker in self._workers.values():
             load = worker.load(now)
-            for planner in self._planners:
-                planner.table.set_load(worker.name, load, now * 1e3)
+            for ledger in self._ledgers:
+                ledger.table.set_load(worker.name, load, now * 1e3)
 
     def _compute(
         self, worker: _Worker, row: TracedRequest, hashes: list[bytes], promise: Promise

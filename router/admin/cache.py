@@ -22,7 +22,7 @@ from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.access.access import Access
 from router.grpc.call import Context, metadata_of
-from router.workers.worker_links import WorkerLink
+from router.workers.worker_link import WorkerLink
 
 DROP_DEADLINE_S = 5.0
 

@@ -22,7 +22,7 @@ from baton.store.registry import DRAINING
 from baton.store.supervision import MAX_WORKERS, PoolSizes
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.routing.policy import route_settings
-from router.workers.worker_links import WorkerLink
+from router.workers.worker_link import WorkerLink
 
 ANSWER_S = 10.0
 """Maximum delay of a drain's answer after the drain's deadline, seconds."""

@@ -18,22 +18,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-T = TypeVar("T")
-
 QUANTUM_TOKENS = 512
 """Of a tenant of weight 1: about a chunk of prompts, so that turns are short."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry(Generic[T]):
-    """One request in the queue; compared by identity."""
+class Entry:
+    """A request in the queue, to be extended; compared by identity."""
 
     tenant: str
     order: float
     """Lower ones leave earlier; equal ones as they came."""
     tokens: int
     """What it costs; at least 1."""
-    item: T
+
+
+T = TypeVar("T", bound=Entry)
 
 
 class _Flow(Generic[T]):
@@ -41,7 +41,7 @@ class _Flow(Generic[T]):
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
-        self.entries: list[Entry[T]] = []
+        self.entries: list[T] = []
         self.tokens = 0
         self.deficit = 0.0
         self.visited = False
@@ -57,7 +57,7 @@ class _Flow(Generic[T]):
 
 
 class _Flows(dict[str, _Flow[T]]):
-    """By tenant. A key that was made while the router ran may bring one that nobody has named."""
+    """By tenant. A key that was made while the router runs may bring one that is not configured."""
 
     def __missing__(self, tenant: str) -> _Flow[T]:
         flow = self[tenant] = _Flow(1.0)
@@ -77,7 +77,7 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._size
 
-    def __iter__(self) -> Iterator[Entry[T]]:
+    def __iter__(self) -> Iterator[T]:
         return (entry for flow in self._turns for entry in flow.entries)
 
     @property
@@ -89,7 +89,7 @@ class FairQueue(Generic[T]):
         """How many entries a tenant has."""
         return len(self._flows[tenant].entries)
 
-    def push(self, entry: Entry[T]) -> Entry[T] | None:
+    def push(self, entry: T) -> T | None:
         """Take an entry in. Gives back the one that had to go for it, perhaps itself, or None."""
         victim = None
         if self._size >= self._limit:
@@ -105,8 +105,8 @@ class FairQueue(Generic[T]):
         self._size += 1
         return victim
 
-    def peek(self) -> Entry[T] | None:
-        """Whose turn it is; None where nobody waits."""
+    def peek(self) -> T | None:
+        """The entry whose turn it is; None where none waits."""
         if not self._turns:
             return None
         steps = 0
@@ -123,27 +123,27 @@ class FairQueue(Generic[T]):
             if steps % len(self._turns) == 0:
                 self._skip_rounds()
 
-    def pop(self) -> Entry[T]:
-        """Take out what ``peek`` shows. Raises IndexError where nobody waits."""
+    def pop(self) -> T:
+        """Take out what ``peek`` shows. Raises IndexError where none waits."""
         entry = self.peek()
         if entry is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no entry waits")
         self._turns[0].deficit -= entry.tokens
         self.remove(entry)
         return entry
 
-    def remove(self, entry: Entry[T]) -> None:
+    def remove(self, entry: T) -> None:
         """Take out an entry out of turn. Raises ValueError where it does not wait."""
         flow = self._flows[entry.tenant]
         flow.entries.remove(entry)
         flow.tokens -= entry.tokens
         self._size -= 1
         if not flow.entries:
-            # Who has nothing to send saves nothing up.
+            # A tenant with nothing to send saves nothing up.
             self._turns.remove(flow)
             flow.deficit, flow.visited = 0.0, False
 
-    def ahead(self, newcomer: Entry[T]) -> list[Entry[T]]:
+    def ahead(self, newcomer: T) -> list[T]:
         """What would be served before a newcomer, if nothing else came; about in that order.
 
         Of its own tenant what comes before it; of others as much as their weights give them
@@ -164,7 +164,7 @@ class FairQueue(Generic[T]):
         return sorted(found, key=_order)
 
     def _skip_rounds(self) -> None:
-        """Give at once the quanta of rounds in which nobody could afford anything."""
+        """Give at once the quanta of rounds in which no tenant could afford an entry."""
         rounds = min(
             math.ceil((flow.entries[0].tokens - flow.deficit) / flow.quantum)
             for flow in self._turns
@@ -172,7 +172,7 @@ class FairQueue(Generic[T]):
         for flow in self._turns:
             flow.deficit += (rounds - 1) * flow.quantum
 
-    def _victim(self, newcomer: Entry[T]) -> Entry[T]:
+    def _victim(self, newcomer: T) -> T:
         own = self._flows[newcomer.tenant]
 
         def burden(flow: _Flow[T]) -> float:
@@ -186,5 +186,5 @@ class FairQueue(Generic[T]):
         return newcomer if heaviest is own and newcomer.order >= last.order else last
 
 
-def _order(entry: Entry[T]) -> float:
+def _order(entry: Entry) -> float:
     return entry.order

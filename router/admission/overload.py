@@ -22,7 +22,7 @@ MAX_PROBE_S = 10.0
 
 
 class Overload:
-    """See the module's text."""
+    """Work that arrives, and the probes among it."""
 
     def __init__(self) -> None:
         self._work_s = 0.0

@@ -23,7 +23,7 @@ from router.console.snapshot import (
 )
 from router.console.worker_page import WorkerPages
 from router.dispatch.dispatcher import ClusterDispatcher
-from router.workers.worker_links import WorkerLink
+from router.workers.worker_link import WorkerLink
 
 MAX_PAGES = 64
 """Maximum workers whose pages are fetched: the first by name."""

@@ -1,14 +1,15 @@
-"""Requests whose workers fail, or hand them back, go on elsewhere.
+"""Decides what becomes of requests whose workers fail, hang, drain or hand them back.
 
     placed ─worker lost→ (its attempt ends) ─another is found→ placed, as the next attempt
-                                            ─nobody, no budget, poison→ failed
+                                            ─none, no budget, poison→ failed
     placed ─worker silent, its engine stands still→ placed ─another is found→ moved, as above
-                                  ─nobody, or it speaks again→ placed, where it is
+                                  ─none, or it speaks again→ placed, where it is
     placed ─handed back→ (its attempt ends) → placed, as the next attempt
     placed ─worker drained→ placed ─another is found→ moved, by way of its blocks
 
 What was accepted of an answer is input to the next attempt, never drawn again. Admission is not
-asked again, and the deadline is that of the beginning. Owned by the router's event loop.
+asked again, and the deadline is that of the beginning. ``router.dispatch.placement`` places.
+Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,20 +27,17 @@ from baton.errors import (
     BatonError,
     ContextLengthExceeded,
     HandoffError,
-    PoisonRequest,
     StepFailed,
     Unavailable,
     WorkerFailed,
 )
 from baton.liveness.listening import listening
-from baton.request import TokenOutput
 from baton.telemetry.metrics import RouterMetrics
-from router.dispatch.attempts import Attempts
-from router.dispatch.poison import Quarantine, prompt_hash
-from router.dispatch.retry_budget import RetryBudget
+from router.dispatch.placement import ANY, Names, Placement, Route
+from router.dispatch.retry_limits import Quarantine, RetryBudget, poison_error
 from router.dispatch.running_request import Attempt, RunningRequest
-from router.routing.routes import Route, Routes
-from router.workers.worker_links import WorkerLink, WorkerLinks
+from router.workers.worker_link import WorkerLink
+from router.workers.worker_links import WorkerLinks
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +59,6 @@ LOOK_S = 0.1
 """Between two looks whether a lost worker has died."""
 RETRY_AFTER_S = 1.0
 """When a client may come back whose request could not be moved."""
-_MOVE_RATIO = 0.2
-"""Maximum number of migrations after failures, as a fraction of a router process's requests."""
-_MOVES_PER_S = 4.0
-"""Maximum number of further migrations after failures per second of a router process."""
-_QUARANTINE_S = 300.0
-"""Time for which a prompt is refused after two workers have failed while they computed it."""
-
-Names = frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +68,7 @@ class _Loss:
     reason: str
     failure: BatonError
     tries: tuple[Names, ...]
-    """Whom the next attempt avoids, the first that leaves somebody."""
+    """Sets of workers that the next attempt avoids: the first set that leaves a worker counts."""
     culprit: str = ""
     """The worker that has failed under it, where that is known."""
     is_cut_off: bool = False
@@ -87,48 +77,52 @@ class _Loss:
     """Whether that worker says so itself: a step with the request failed there."""
 
 
-class Moves:
-    """See the module's text."""
+class Failover:
+    """Moves requests, or gives them up."""
 
     def __init__(
         self,
-        router_id: str,
         config: Config,
-        routes: Routes,
-        attempts: Attempts,
-        metrics: RouterMetrics,
+        placement: Placement,
         links: WorkerLinks,
+        budget: RetryBudget,
+        quarantine: Quarantine,
+        metrics: RouterMetrics,
     ) -> None:
-        self._router_id = router_id
-        self._class_of = config.class_of
-        self._routes = routes
-        self._attempts = attempts
+        """Subscribes to ``placement`` and ``links`` until ``close``."""
+        self._placement = placement
         self._links = links
+        self._budget = budget
+        self._quarantine = quarantine
         self._computes_locally = any(
             (one.local_prefill or config.local_prefill) != "never" for one in config.classes
         )
-        self._moved = metrics.moved_requests
         self._left_out = metrics.left_out_workers
-        self.budget = RetryBudget(_MOVE_RATIO, _max_moves_at_once(config), _MOVES_PER_S)
-        self.quarantine = Quarantine(_QUARANTINE_S)
-        advanced = config.advanced
-        self._verdict_s = advanced.registry_ttl_s + 2 * advanced.heartbeat_s
+        self._verdict_s = config.advanced.registry_ttl_s + 2 * config.advanced.heartbeat_s
         """Seconds within which a dead worker has left the registry, and the router knows."""
+        self._unsubscribe = (
+            links.subscribe(on_broken=self.worker_broken, on_draining=self.worker_drains),
+            placement.subscribe(
+                on_prefill_failed=self.prefill_failed,
+                on_decode_failed=self.decode_failed,
+                on_handed_back=self.handed_back,
+            ),
+        )
 
-    async def begin(self, owner: RunningRequest) -> None:
-        """Place a request that was admitted. Raises BatonError where it cannot be."""
-        for group in owner.groups(range(owner.request.choices)):
-            await self._place(owner, group, (frozenset(),), scored=owner.life.awaits_prompt)
+    def close(self) -> None:
+        """Decide nothing more."""
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
 
     # What becomes of attempts
 
     def worker_broken(self, name: str, error: BatonError) -> None:
-        """The token stream of a decode worker has ended.
+        """Move the requests of a decode worker whose token stream has ended.
 
         No worker is blamed for an ``error`` that is not WorkerFailed.
         """
         failure = WorkerFailed(error.message, retry_after=RETRY_AFTER_S)
-        attempts = self._attempts.at(name)
+        attempts = self._placement.at(name)
         ran = [attempt.target for attempt in attempts if attempt.touches(attempt.target)]
         is_cut_off = self._links.is_cut_off()
         has_failed = isinstance(error, WorkerFailed)
@@ -141,12 +135,12 @@ class Moves:
             self._lost(attempt, loss, deadly=attempt.touches(attempt.target))
 
     def worker_silent(self, link: WorkerLink) -> None:
-        """A worker says nothing: what it has goes elsewhere, if there is anybody."""
+        """Move what a worker that sends nothing has, where another worker is there."""
         link.suspect(time.monotonic())
         self._leave_all(link, "is silent", DECODE_SILENT, PREFILL_SILENT)
 
     def worker_stalled(self, link: WorkerLink) -> None:
-        """A worker's engine ends no step, whatever the worker says: as if it were silent."""
+        """Treat a worker whose engine ends no step as one that sends nothing."""
         link.stall()
         self._leave_all(link, "computes nothing", DECODE_STALLED, PREFILL_STALLED)
 
@@ -156,8 +150,8 @@ class Moves:
             return
         name = link.record.incarnation
         failure = WorkerFailed(f"worker {name} {what}", retry_after=RETRY_AFTER_S)
-        placed = [(attempt, decoding) for attempt in self._attempts.at(name)]
-        for attempt in self._attempts.computing_at(name):
+        placed = [(attempt, decoding) for attempt in self._placement.at(name)]
+        for attempt in self._placement.computing_at(name):
             if attempt.source is not attempt.target:
                 placed.append((attempt, computing))
         for attempt, reason in placed:
@@ -165,13 +159,13 @@ class Moves:
             self._in_background(attempt.owner, self._leave(attempt, link, loss))
 
     def worker_drains(self, link: WorkerLink) -> None:
-        """What decodes at a worker goes elsewhere, if there is anybody; else it ends there.
+        """Move what decodes at a draining worker, where another is there; else it ends where it is.
 
-        To be called again: what is still on its way there is moved once it has come.
+        What is still on its way there is moved by a later call, once it has come.
         """
         if not self._is_replaceable(link):
             return
-        for attempt in self._attempts.at(link.record.incarnation):
+        for attempt in self._placement.at(link.record.incarnation):
             if attempt.decode_began.is_set() and not attempt.owner.moves:
                 self._in_background(attempt.owner, self._hand_over(attempt, link))
 
@@ -188,7 +182,7 @@ class Moves:
         return decode and (prefill or self._computes_locally)
 
     async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
-        """A prefill has ended without a handoff. ``broke``: the stream to its worker did."""
+        """Judge a prefill that has ended without a handoff. ``broke``: its stream broke."""
         if isinstance(failure, Unavailable):
             with contextlib.suppress(TimeoutError):
                 async with listening(COMMIT_GRACE_S):
@@ -196,11 +190,11 @@ class Moves:
         is_cut_off = self._links.is_cut_off()
         if broke and not is_cut_off:
             attempt.source.failed(time.monotonic())
-        life = attempt.owner.life
-        if attempt.decode_began.is_set() and not life.awaits_prompt:
+        owner = attempt.owner
+        if attempt.decode_began.is_set() and not owner.awaits_prompt:
             return
         if not isinstance(failure, Unavailable):
-            life.fail(failure)
+            owner.fail(failure)
             return
         source, target = attempt.source.record.incarnation, attempt.target.record.incarnation
         if broke:
@@ -225,11 +219,10 @@ class Moves:
             loss = _Loss(HANDOFF_FAILED, failure, tries)
         self._lost(attempt, loss, deadly=attempt.touches(attempt.source))
 
-    def worker_reported(self, attempt: Attempt, output: TokenOutput, failure: BatonError) -> None:
-        """A decode worker has ended an attempt with an error."""
-        attempt.failed = True
+    def decode_failed(self, attempt: Attempt, failure: BatonError) -> None:
+        """Judge an attempt that its decode worker has ended with an error."""
         if not isinstance(failure, Unavailable):
-            attempt.owner.life.accept(output)
+            attempt.owner.fail(failure)
             return
         if isinstance(failure, WorkerFailed):
             self._blame(attempt.target)
@@ -239,21 +232,21 @@ class Moves:
         self._lost(attempt, loss, deadly=proved)
 
     def handed_back(self, attempt: Attempt, choice: int) -> None:
-        """A sequence has lost its blocks: it was admitted, so it goes on at once."""
+        """Place a choice that has lost its blocks again at once: it was admitted."""
         owner = attempt.owner
         attempt.choices.discard(choice)
-        owner.life.choices[choice].preemptions += 1
+        owner.choices[choice].preemptions += 1
         if not attempt.choices:
-            self._attempts.end(attempt, PREEMPTED)
-        if not owner.life.choices[choice].ended:
-            nobody = Unavailable("no worker has room for the request", retry_after=RETRY_AFTER_S)
-            loss = _Loss(PREEMPTED, nobody, (frozenset(),))
+            self._placement.end(attempt, PREEMPTED)
+        if not owner.choices[choice].ended:
+            no_room = Unavailable("no worker has room for the request", retry_after=RETRY_AFTER_S)
+            loss = _Loss(PREEMPTED, no_room, ANY)
             self._in_background(owner, self._place_all(owner, {choice}, loss))
 
-    # Whom to trust
+    # Which workers to trust
 
     def _blame(self, link: WorkerLink, streams: int = 1, *, doubtful: bool = False) -> None:
-        """Streams of ours have broken at a worker."""
+        """Note streams of this router that have broken at a worker."""
         breaker = link.breaker
         before = breaker.openings
         breaker.broke(time.monotonic(), streams, doubtful=doubtful)
@@ -262,7 +255,7 @@ class Moves:
             self._left_out.labels(worker=link.record.slot).inc()
 
     def _doubt(self, attempt: Attempt) -> None:
-        """A handoff has failed: by one of two, or by the only one that took part."""
+        """Note a failed handoff: the fault of one of two, or of the only worker that took part."""
         links = {attempt.source, attempt.target}
         for link in links:
             self._blame(link, doubtful=len(links) > 1)
@@ -271,16 +264,16 @@ class Moves:
 
     def _lost(self, attempt: Attempt, loss: _Loss, *, deadly: bool = True) -> None:
         owner, left = attempt.owner, attempt.unfinished
-        self._attempts.end(attempt, loss.reason)
+        self._placement.end(attempt, loss.reason)
         if not left:
             # All is there, but for what was to be found of the prompt.
-            if owner.life.awaits_prompt:
-                owner.life.fail(_with_retry(loss.failure))
+            if owner.awaits_prompt:
+                owner.fail(_with_retry(loss.failure))
         elif not loss.is_cut_off and self._is_poison(owner, loss, deadly=deadly):
-            owner.life.fail(poison_error())
+            owner.fail(poison_error())
         elif self._is_given_up(owner, loss):
             log.warning("request %s is not moved any more", owner.request.request_id)
-            owner.life.fail(_with_retry(loss.failure))
+            owner.fail(_with_retry(loss.failure))
         else:
             self._in_background(owner, self._place_all(owner, left, loss))
 
@@ -289,7 +282,7 @@ class Moves:
         owner.failures += loss.is_cut_off
         if owner.failures > MAX_FAILURES:
             return True
-        return not loss.is_cut_off and not self.budget.take(time.monotonic())
+        return not loss.is_cut_off and not self._budget.take(time.monotonic())
 
     def _is_poison(self, owner: RunningRequest, loss: _Loss, *, deadly: bool) -> bool:
         """Count a failure; ``deadly``: the worker ran the request. Returns whether it is poison."""
@@ -297,15 +290,14 @@ class Moves:
         if not loss.culprit:
             return False
         owner.excluded.add(loss.culprit)
-        place = sum(len(choice.token_ids) for choice in owner.life.choices)
+        place = sum(len(choice.token_ids) for choice in owner.choices)
         if deadly:
             owner.failed_workers.note(loss.culprit, place, proved=loss.proved)
         return owner.failed_workers.are_proof and self._keep_out(owner)
 
     def _keep_out(self, owner: RunningRequest) -> bool:
         request = owner.request
-        prompt = prompt_hash(request.prompt_ids, request.cache_salt)
-        self.quarantine.add(prompt, time.monotonic())
+        self._quarantine.add(request.prompt_ids, request.cache_salt, time.monotonic())
         return True
 
     async def _has_proved_poison(self, owner: RunningRequest) -> bool:
@@ -315,96 +307,63 @@ class Moves:
             # Wait first: the connection to a worker that has just died may still seem to be there.
             await asyncio.sleep(LOOK_S)
             looks -= 1
-            owner.failed_workers.learn(self._attempts.is_dead)
+            owner.failed_workers.learn(self._links.is_dead)
             if owner.failed_workers.are_proof:
                 return self._keep_out(owner)
         return False
 
     async def _place_all(self, owner: RunningRequest, choices: set[int], loss: _Loss) -> None:
-        """Place choices again; the request fails with what was lost where nobody is there."""
+        """Place choices again; where no worker is there, the request fails with its loss."""
         if await self._has_proved_poison(owner):
-            owner.life.fail(poison_error())
+            owner.fail(poison_error())
             return
         try:
-            for place, group in enumerate(owner.groups(choices)):
-                scored = owner.life.awaits_prompt and place == 0
-                await self._place(owner, group, loss.tries, scored=scored)
-                self._moved.labels(reason=loss.reason).inc()
+            avoid = _avoided(owner, loss.tries)
+            await self._placement.place(owner, choices, avoid, moved=loss.reason)
         except (Unavailable, ContextLengthExceeded):
             # Those with so long a context may come back: the request itself is in order.
-            owner.life.fail(_with_retry(loss.failure))
-
-    async def _place(
-        self,
-        owner: RunningRequest,
-        group: tuple[int, ...],
-        tries: tuple[Names, ...],
-        *,
-        scored: bool,
-    ) -> None:
-        await self._links.returned(owner.deadline)
-        stage = owner.stage(group, time.monotonic(), scored=scored)
-        route = await self._routes.find(stage, *_avoided(owner, tries))
-        self._begin(owner, group, route, scored=scored)
-
-    def _begin(
-        self, owner: RunningRequest, group: tuple[int, ...], route: Route, *, scored: bool
-    ) -> None:
-        context_class = self._class_of(len(owner.request.prompt_ids))
-        spec = owner.spec(group, self._router_id, context_class, scored=scored)
-        self._attempts.begin(owner, spec, route)
+            owner.fail(_with_retry(loss.failure))
 
     async def _leave(self, attempt: Attempt, link: WorkerLink, loss: _Loss) -> None:
-        """Move from a worker that hangs, unless nobody else is there or it goes on meanwhile."""
+        """Move from a worker that hangs, unless no other can take it or it goes on in time."""
         owner = attempt.owner
-        found = await self._elsewhere(attempt, tuple(_avoided(owner, loss.tries)))
+        found = await self._elsewhere(attempt, _avoided(owner, loss.tries))
         if not found or not link.hangs(time.monotonic()):
             return
-        if not self.budget.take(time.monotonic()):
+        if not self._budget.take(time.monotonic()):
             return
         deadly = attempt.touches(link)
-        self._attempts.end(attempt, loss.reason)
+        self._placement.end(attempt, loss.reason)
         if self._is_poison(owner, loss, deadly=deadly):
-            owner.life.fail(poison_error())
+            owner.fail(poison_error())
             return
-        self._switch(owner, found, loss.reason)
+        for route in found:
+            self._placement.begin(owner, route, loss.reason)
 
     async def _hand_over(self, attempt: Attempt, link: WorkerLink) -> None:
         """Move from a worker that is drained, by way of the blocks that it holds."""
-        found = await self._elsewhere(attempt, (frozenset(),), link.record.incarnation)
+        found = await self._elsewhere(attempt, ANY, link.record.incarnation)
         if found:
-            self._attempts.end(attempt, DRAINED)
-            self._switch(attempt.owner, found, DRAINED)
+            self._placement.end(attempt, DRAINED)
+        for route in found:
+            self._placement.begin(attempt.owner, route, DRAINED)
 
     async def _elsewhere(
-        self, attempt: Attempt, avoided: tuple[Names, ...], holder: str = ""
-    ) -> list[tuple[tuple[int, ...], Route]]:
-        """Where what runs of an attempt could go; nothing where it cannot, or has gone meanwhile.
+        self, attempt: Attempt, avoid: Sequence[Names], source_worker: str = ""
+    ) -> list[Route]:
+        """Find where what runs of an attempt could go; nothing where it cannot, or has gone.
 
-        ``holder`` has all of its blocks, whatever the index knows.
+        ``source_worker`` has all of its blocks, whatever the index knows.
         """
         owner = attempt.owner
         groups = owner.groups(attempt.unfinished)
-        scored = owner.life.awaits_prompt
-        found = []
         try:
-            for place, group in enumerate(groups):
-                now = time.monotonic()
-                stage = owner.stage(group, now, scored=scored and place == 0, holder=holder)
-                found.append((group, await self._routes.find(stage, *avoided)))
+            found = await self._placement.find(owner, attempt.unfinished, avoid, source_worker)
         except (Unavailable, ContextLengthExceeded):
-            # Nobody is there, or nobody with so long a context: it may still end where it is.
+            # No other worker takes it, or none with so long a context: it may end where it is.
             return []
         has_gone = attempt not in owner.attempts or groups != owner.groups(attempt.unfinished)
         return [] if has_gone else found
-
-    def _switch(
-        self, owner: RunningRequest, found: list[tuple[tuple[int, ...], Route]], reason: str
-    ) -> None:
-        scored = owner.life.awaits_prompt
-        for place, (group, route) in enumerate(found):
-            self._begin(owner, group, route, scored=scored and place == 0)
-            self._moved.labels(reason=reason).inc()
 
     def _in_background(self, owner: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guarded(owner, work), name="move")
@@ -412,27 +371,14 @@ class Moves:
         task.add_done_callback(owner.moves.discard)
 
     async def _guarded(self, owner: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
-        """Whatever goes wrong with a move, its request ends."""
+        """Do ``work``; whatever goes wrong with it, its request ends."""
         try:
             await work
         except BatonError as error:
-            owner.life.fail(error)
+            owner.fail(error)
         except Exception as error:
             log.exception("request %s could not be moved", owner.request.request_id)
-            owner.life.fail(BatonError(f"internal error: {type(error).__name__}"))
-
-
-def poison_error(left_s: float = 0.0) -> PoisonRequest:
-    """The error of a request under which workers fail."""
-    return PoisonRequest(
-        "several workers have failed while they ran this prompt; it is not tried again for a while",
-        retry_after=left_s or None,
-    )
-
-
-def _max_moves_at_once(config: Config) -> int:
-    """Twice what one decode worker runs: its death moves its requests and leaves a reserve."""
-    return 2 * max(pool.max_sequences for pool in config.pools if pool.role == "decode")
+            owner.fail(BatonError(f"internal error: {type(error).__name__}"))
 
 
 def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:
@@ -446,8 +392,10 @@ def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) ->
     return _Loss(reason, failure, (frozenset({name}),), name)
 
 
-def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> list[Names]:
-    """Best none of those that have failed under the request before: but they may be well again."""
+def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> Sequence[Names]:
+    """Prefer workers that have not failed this request before; fall back to all."""
+    if not owner.excluded:
+        return tries
     return [*(names | owner.excluded for names in tries), *tries]
 
 

@@ -1,153 +1,216 @@
-"""A request that was admitted, and its attempts: shared by dispatcher, ``Attempts`` and ``Moves``.
+"""A request and its attempts, from its admission to its end: between workers and client.
 
-Owned by the router's event loop.
+    placed ─first token→ streaming ─finish reason, stop string→ finished
+    placed, streaming ─moved→ placed, with the tokens that it has
+    placed, streaming ─failure→ failed
+
+Tokens of other attempts are dropped, duplicates skipped, early ones kept until their turn comes.
+Each choice has its own attempt: they are placed together, and move one by one.
+What the client has not read yet gathers in one delta: at most a whole answer.
+Shared by the dispatcher, placement and failover; owned by the router's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
-from opentelemetry.trace import INVALID_SPAN, Span
+from opentelemetry.trace import Span
 
-from baton.errors import DeadlineExceeded
+from baton.errors import BatonError, DeadlineExceeded
 from baton.hashing import HashChain
-from baton.request import LOWEST_PRIORITY, SequenceSpec
-from router.core.request import GenerationRequest
-from router.dispatch.poison import FailedWorkers
-from router.dispatch.request_life import RequestLife
-from router.routing.planner import Promise
-from router.routing.routes import Stage
-from router.workers.worker_links import WorkerLink
+from baton.logprobs import TokenLogprobs
+from baton.request import SequenceSpec, TokenOutput
+from baton.rpc.grpc_errors import error_from_code
+from router.core.request import GenerationRequest, OutputDelta, without_answer
+from router.dispatch.retry_limits import FailedWorkers
+from router.routing.ledger import Promise
+from router.text.output_processor import OutputProcessor
+from router.workers.worker_link import WorkerLink
+
+_PART = 64
 
 
-@dataclass(eq=False, slots=True)
 class RunningRequest:
-    """From its admission to its end."""
+    """A request, its choices, and what its attempts left behind."""
 
-    request: GenerationRequest
-    life: RequestLife
-    deadline: float
-    """On the monotonic clock."""
-    attempts: set[Attempt] = field(default_factory=set)
-    """Those that are placed."""
-    next_attempt: int = 0
-    excluded: set[str] = field(default_factory=set)
-    """Workers that have failed under it."""
-    failed_workers: FailedWorkers = field(default_factory=FailedWorkers)
-    failures: int = 0
-    """How often it was to be moved because something failed."""
-    chains: defaultdict[int, HashChain] = field(default_factory=lambda: defaultdict(HashChain))
-    """The hashes of each choice that was placed."""
-    cache_told: bool = False
-    """Whether it is known how much of the prompt was found in a cache."""
-    moves: set[asyncio.Task[None]] = field(default_factory=set)
-    """Choices that are being placed again."""
+    def __init__(
+        self,
+        request: GenerationRequest,
+        processors: Sequence[OutputProcessor],
+        deadline: float,
+    ) -> None:
+        """A processor for each choice. ``deadline`` is on the monotonic clock."""
+        self.request = request
+        self.deadline = deadline
+        self.choices: Sequence[RunningChoice] = tuple(
+            RunningChoice(number, processor) for number, processor in enumerate(processors)
+        )
+        self.awaits_prompt = request.awaits_prompt
+        """Whether nothing is given yet, since the prompt's log probabilities or its embedding are
+        still to come."""
+        self.attempts: set[Attempt] = set()
+        """Those that are placed."""
+        self.next_attempt = 0
+        self.excluded: set[str] = set()
+        """Workers that have failed under it."""
+        self.failed_workers = FailedWorkers()
+        self.failures = 0
+        """How often it was to be moved because something failed."""
+        self.chains: defaultdict[int, HashChain] = defaultdict(HashChain)
+        """The hashes of each choice that was placed."""
+        self.is_cache_counted = False
+        """Whether it is known how much of the prompt was found in a cache."""
+        self.moves: set[asyncio.Task[None]] = set()
+        """Choices that are being placed again."""
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._embedding: tuple[float, ...] = ()
+        self._error: BatonError | None = None
+        self._changed = asyncio.Event()
+
+    # What is to be placed
 
     def groups(self, choices: Iterable[int]) -> list[tuple[int, ...]]:
-        """Which of them are placed together: all that lie side by side and have no token yet, so
+        """The given choices in groups that are placed together.
 
-        that their prompt is computed once; else each is a sequence of its own.
+        Those that lie side by side and have no token yet are one group, so that their prompt is
+        computed once; else each is a sequence of its own.
         """
         numbers = sorted(choices)
         together = numbers == list(range(numbers[0], numbers[-1] + 1)) if numbers else False
-        if together and not any(self.life.choices[n].token_ids for n in numbers):
+        if together and not any(self.choices[n].token_ids for n in numbers):
             return [tuple(numbers)]
         return [(number,) for number in numbers]
 
-    def stage(self, group: tuple[int, ...], now: float, *, scored: bool, holder: str = "") -> Stage:
-        """What of a group is to be placed. ``scored``: it finds what is to be told of the prompt.
+    def token_ids(self, choice: int) -> tuple[int, ...]:
+        """The prompt, and every token of a choice that was accepted from a worker."""
+        return self.request.prompt_ids + tuple(self.choices[choice].token_ids)
 
-        ``holder`` has all of its blocks. Raises DeadlineExceeded.
-        """
-        return Stage(
-            self.request,
-            self._token_ids(group),
-            len(group),
-            self._left_s(now),
-            # An embedding is the last token's, which is computed in any case.
-            scored and self.request.scores_prompt,
-            self.chains[group[0]],
-            is_moved=self.next_attempt > 0,
-            holder=holder,
-        )
-
-    def spec(
-        self, group: tuple[int, ...], router_id: str, context_class: str, *, scored: bool
-    ) -> SequenceSpec:
-        """The same for the workers, as the request's next attempt. Raises DeadlineExceeded."""
-        request, sampling = self.request, self.request.sampling
-        left_s = self._left_s(time.monotonic())
-        number, self.next_attempt = self.next_attempt, self.next_attempt + 1
-        return SequenceSpec(
-            request_id=request.request_id,
-            attempt=number,
-            router_id=router_id,
-            token_ids=self._token_ids(group),
-            prompt_length=len(request.prompt_ids),
-            sampling=sampling if scored else replace(sampling, prompt_logprobs=None),
-            cache_salt=request.cache_salt,
-            context_class=context_class,
-            principal=request.principal,
-            deadline_s=left_s,
-            choices=len(group),
-            choice=group[0],
-            priority=LOWEST_PRIORITY if request.background else request.priority,
-            preemptions=max(self.life.choices[n].preemptions for n in group),
-            hand_back=True,
-            embeds=request.embeds,
-        )
-
-    def _left_s(self, now: float) -> float:
+    def left_s(self, now: float) -> float:
+        """Seconds until it must have ended. Raises DeadlineExceeded."""
         left_s = self.deadline - now
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed while it waited")
         return left_s
 
-    def _token_ids(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        return self.request.prompt_ids + tuple(self.life.choices[group[0]].token_ids)
+    # What workers report
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one choice."""
+        return len(self.choices) > 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found: the worker's sequence is to be ended."""
+        return any(choice.processor.stopped for choice in self.choices)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice's last delta was given."""
+        return all(choice.is_over for choice in self.choices)
+
+    def accept(self, output: TokenOutput, *, cached_prompt_tokens: int = 0) -> None:
+        """Take in a worker's output."""
+        if output.choice >= len(self.choices):
+            return
+        choice = self.choices[output.choice]
+        if output.attempt != choice.attempt:
+            return
+        if output.error:
+            self.fail(error_from_code(output.error_code or "worker_failed", output.error))
+            return
+        if self.awaits_prompt and (output.prompt_logprobs or output.embedding):
+            self.awaits_prompt = False
+            self._prompt_logprobs = output.prompt_logprobs
+            self._embedding = output.embedding
+        choice.accept(output, cached_prompt_tokens)
+        if choice.unread and not self.awaits_prompt:
+            self._changed.set()
+
+    def take_stopped(self) -> list[int]:
+        """Choices that a stop string has ended while the worker runs them: each is given once."""
+        return [choice.number for choice in self.choices if choice.take_stopped()]
+
+    def fail(self, error: BatonError) -> None:
+        """End the request with an error, unless all of its answer is there."""
+        is_there = all(choice.processor.finished for choice in self.choices)
+        if self._error is None and (self.awaits_prompt or not is_there):
+            self._error = error
+            self._changed.set()
+
+    # What the client reads
+
+    async def next_delta(self) -> OutputDelta:
+        """What has gathered of a choice since the last call; waits for something.
+
+        Raises BatonError.
+        """
+        await self._changed.wait()
+        choice = None if self.awaits_prompt else self._waiting()
+        if choice is None:
+            assert self._error is not None, "woken for nothing"
+            raise self._error
+        delta = choice.take()
+        if self._prompt_logprobs:
+            delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
+            self._prompt_logprobs = ()
+        if self._embedding:
+            delta = replace(delta, embedding=self._embedding)
+            self._embedding = ()
+        if self._error is None and not (self.several and self._waiting()):
+            self._changed.clear()
+        return without_answer(delta) if self.request.embeds else delta
+
+    def _waiting(self) -> RunningChoice | None:
+        """The first choice with something to read."""
+        for choice in self.choices:
+            if choice.unread:
+                return choice
+        return None
 
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """Some choices of a request at two workers, one and the same where the prompt is computed
-
-    locally.
-    """
+    """Some choices of a request at two workers: at one where it computes the prompt itself."""
 
     owner: RunningRequest
     spec: SequenceSpec
     source: WorkerLink
     target: WorkerLink
     promise: Promise
+    span: Span
+    """From its placing to its end."""
+    begun_at: float
+    """On the monotonic clock."""
     choices: set[int]
     """Numbers of those that have not been handed back."""
+    heard_before: int
+    """Messages on the source's stream of prefills before it was begun."""
     decode_began: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the decode worker has told a token: the handoff was committed."""
+    """Set once the decode worker has sent a token: the handoff was committed."""
     prefill: asyncio.Task[None] | None = None
+    """Follows the prefill, once it is begun."""
     is_computed: bool = False
-    """Its first token has come of the source: the decode worker has a ticket for it."""
-    begun_at: float = field(default_factory=time.monotonic)
-    heard_before: int = 0
-    """How many messages had come on the source's stream of prefills when it was begun."""
+    """Whether the source has sent the first token: the decode worker has a ticket for it."""
     failed: bool = False
-    """Its worker has said that it has failed: nothing is left to abort."""
-    span: Span = INVALID_SPAN
-    """From its placing to its end."""
+    """Whether its decode worker has reported that it failed: nothing is left to abort."""
 
     @property
     def computes(self) -> bool:
         """Whether something is still to come of its source."""
-        wanted = not self.decode_began.is_set() or self.owner.life.awaits_prompt
+        wanted = not self.decode_began.is_set() or self.owner.awaits_prompt
         return wanted and self.prefill is not None and not self.prefill.done()
 
     def touches(self, link: WorkerLink) -> bool:
-        """Whether a worker has had the sequence: one that waits to be handed over was not there,
+        """Whether a worker has had the sequence.
 
-        nor one at a source that has died before it could say anything.
+        One that waits to be handed over was not at its target, nor was one at a source that has
+        died before it could send anything.
         """
         has_begun = self.source.prefills.messages > self.heard_before
         return (link is self.source and has_begun) or self.decode_began.is_set()
@@ -155,16 +218,116 @@ class Attempt:
     @property
     def unfinished(self) -> set[int]:
         """Choices of which more tokens are wanted."""
-        return {n for n in self.choices if not self.owner.life.choices[n].ended}
+        return {n for n in self.choices if not self.owner.choices[n].ended}
 
     @property
     def is_whole(self) -> bool:
-        """Whether its decode worker has brought all that was wanted of it."""
+        """Whether its decode worker has sent all that was wanted of it."""
         whole = not self.failed and bool(self.choices) and not self.unfinished
         return whole and self.touches(self.target)
 
     @property
     def runs_at_worker(self) -> bool:
         """Whether its decode worker may have something of it to end."""
-        choices = self.owner.life.choices
+        choices = self.owner.choices
         return not self.failed and any(not choices[n].worker_finished for n in self.choices)
+
+
+class RunningChoice:
+    """One answer of a request."""
+
+    def __init__(self, number: int, processor: OutputProcessor, attempt: int = 0) -> None:
+        self.number = number
+        self.processor = processor
+        self.attempt = attempt
+        self.prefill_worker = self.decode_worker = ""
+        """The names of the workers that it was placed at last."""
+        self.preemptions = 0
+        """How often a worker has handed it back."""
+        self.token_ids: list[int] = []
+        self.unread: list[OutputDelta] = []
+        """What the client has not read. It is joined when it is read, and before that in parts of
+        ``_PART`` pieces, which take less memory."""
+        self._loose = 0
+        """How many pieces are not in such a part."""
+        self.worker_finished = False
+        self.is_over = False
+        self._early: dict[int, TokenOutput] = {}
+        self._stop_taken = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more tokens are wanted of it."""
+        return self.worker_finished or self.processor.finished
+
+    def place(self, attempt: int, prefill_worker: str, decode_worker: str) -> None:
+        """It begins, or goes on elsewhere behind the tokens that were accepted."""
+        self.attempt = attempt
+        self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
+        self._early.clear()
+
+    def accept(self, output: TokenOutput, cached_prompt_tokens: int) -> None:
+        """Take in what a worker says of it."""
+        if output.index > len(self.token_ids):
+            self._keep(output)
+            return
+        self._take(output, cached_prompt_tokens)
+        while (index := min(self._early, default=math.inf)) <= len(self.token_ids):
+            self._take(self._early.pop(int(index)))
+
+    def _keep(self, early: TokenOutput) -> None:
+        kept = self._early.get(early.index)
+        if kept is None or len(kept.token_ids) <= len(early.token_ids):
+            self._early[early.index] = early
+
+    def _take(self, output: TokenOutput, cached_prompt_tokens: int = 0) -> None:
+        known = len(self.token_ids) - output.index
+        new = output.token_ids[known:]
+        if new or cached_prompt_tokens or output.finish_reason is not None:
+            self.token_ids.extend(new)
+            delta = self.processor.push(
+                new, output.finish_reason, cached_prompt_tokens, output.logprobs[known:]
+            )
+            if delta is not None:
+                if delta.finish_reason is not None:
+                    delta = replace(
+                        delta, prefill_worker=self.prefill_worker, decode_worker=self.decode_worker
+                    )
+                self._keep_unread(delta)
+        if output.finish_reason is not None:
+            self.worker_finished = True
+
+    def _keep_unread(self, delta: OutputDelta) -> None:
+        self.unread.append(delta)
+        self._loose += 1
+        if self._loose == _PART:
+            self.unread[-_PART:] = [_joined(self.unread[-_PART:])]
+            self._loose = 0
+
+    def take(self) -> OutputDelta:
+        """What has gathered."""
+        pieces, self.unread, self._loose = self.unread, [], 0
+        assert pieces, "there is nothing"
+        delta = pieces[0] if len(pieces) == 1 else _joined(pieces)
+        self.is_over = delta.finish_reason is not None
+        return replace(delta, choice=self.number) if self.number else delta
+
+    def take_stopped(self) -> bool:
+        """Whether its sequence is to be ended at the worker; once."""
+        wanted = self.processor.stopped and not (self.worker_finished or self._stop_taken)
+        self._stop_taken = self._stop_taken or wanted
+        return wanted
+
+
+def _joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
+    last = pieces[-1]
+    return OutputDelta(
+        "".join(piece.text for piece in pieces),
+        tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
+        last.finish_reason,
+        sum(piece.cached_prompt_tokens for piece in pieces),
+        scored=tuple(chain.from_iterable(piece.scored for piece in pieces)),
+        stop_string=last.stop_string,
+        prefill_worker=last.prefill_worker,
+        decode_worker=last.decode_worker,
+    )

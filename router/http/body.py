@@ -1,4 +1,4 @@
-"""Reads a JSON body: bounded in size and time, and safe against whatever is sent."""
+"""Reads JSON bodies, bounded in size and time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_object(request: Request, limit: int, deadline_s: float) -> dict[str, Any]:
-    """The body as a JSON object.
+    """Read a body that is a JSON object of at most ``limit`` bytes.
 
-    ``limit`` is in bytes. Raises RequestTooLarge as soon as that is known, InvalidRequest, and
+    Raises RequestTooLarge as early as possible, InvalidRequest, and
     ``starlette.requests.ClientDisconnect``.
     """
     _check_headers(request, limit)
@@ -37,7 +37,7 @@ async def read_object(request: Request, limit: int, deadline_s: float) -> dict[s
 
 
 def validate(model: type[Body], value: dict[str, Any]) -> Body:
-    """Raises InvalidRequest that names the first bad field."""
+    """Validate an object. Raises InvalidRequest with the name of the first bad field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -46,7 +46,7 @@ def validate(model: type[Body], value: dict[str, Any]) -> Body:
 
 def _check_headers(request: Request, limit: int) -> None:
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    # Pages of other sites may send anything else to a server on loopback without asking.
+    # A page of another site may send other types to a server on loopback without a preflight.
     if kind != "application/json" and not kind.endswith("+json"):
         raise InvalidRequest("the Content-Type must be application/json")
     length = request.headers.get("content-length", "0")

@@ -1,4 +1,4 @@
-"""Notices clients that hang up."""
+"""Cancels work for clients that disconnect."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client hung up: nobody is there to be answered."""
+    """The client has disconnected; there is no one to answer."""
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client hangs up.
+    """Await ``work``, in the caller's task. It is cancelled when the client disconnects.
 
-    The request's body must have been read. Raises ClientGone and whatever ``work`` raises; when
-    this returns, ``work`` has ended: it has cleaned up and told the workers. It runs in the
-    caller's own task.
+    The request's body must have been read. Raises ClientGone, and all that ``work`` raises, after
+    ``work`` has ended and cleaned up.
     """
     worker = asyncio.current_task()
     assert worker is not None, "not in a task"
@@ -37,7 +36,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     try:
         return await work
     except asyncio.CancelledError:
-        # Somebody else's cancellation, of the whole server say, goes on.
+        # A cancellation from elsewhere, such as the server's, continues.
         if is_gone and not worker.uncancel():
             raise ClientGone from None
         raise

@@ -1,4 +1,4 @@
-"""What /openapi.json tells beside what FastAPI sees: handlers read their bodies themselves."""
+"""Additions to /openapi.json that FastAPI cannot derive: handlers read their bodies themselves."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def json_body(model: type[BaseModel], example: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``openapi_extra`` of an operation that takes such a body."""
+    """``openapi_extra`` of an operation with a body of ``model``."""
     shape = {"schema": model.model_json_schema(ref_template=_SCHEMA)}
     return body({JSON: shape | ({"example": example} if example else {})})
 
 
 def body(content: Mapping[str, Any]) -> dict[str, Any]:
-    """``openapi_extra`` of an operation that takes a body of these types."""
+    """``openapi_extra`` of an operation with a body of these media types."""
     return {"requestBody": {"required": True, "content": content}}
 
 
 def streamed(answer: type[BaseModel] | None = None) -> dict[str, Any]:
-    """The answer of an operation that streams where it is asked to."""
+    """The response of an operation that streams on request."""
     text = "The answer; with `stream: true` server-sent events."
-    told = {"description": text, "content": {JSON: {}, "text/event-stream": {}}}
-    return told | ({"model": answer} if answer else {})
+    response = {"description": text, "content": {JSON: {}, "text/event-stream": {}}}
+    return response | ({"model": answer} if answer else {})
 
 
 def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, Any]:
-    """An answer with an id: the methods and paths that take it as ``parameter``."""
+    """Links of a response with an id: methods and paths that take it as ``parameter``."""
     links = {}
     for method, path in operations:
         pointer = path.replace("~", "~0").replace("/", "~1")
@@ -71,7 +71,7 @@ def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, An
 
 
 def describe(app: FastAPI) -> None:
-    """Have the API's description tell of bodies, keys and refusals."""
+    """Add bodies, keys and error responses to the description of ``app``."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -94,9 +94,9 @@ def describe(app: FastAPI) -> None:
 
 
 def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
-    """Put the schema of ``json_body``, and what it refers to, among the named ones."""
+    """Move the schema of ``json_body`` and its definitions to the named schemas."""
     content = operation.get("requestBody", {}).get("content", {}).get(JSON)
-    # FastAPI's own refer to a model, or are one of several.
+    # FastAPI's own schemas refer to a model, or are one of several.
     if content is None or content["schema"].get("type") != "object":
         return
     shape = dict(content["schema"])
@@ -106,11 +106,11 @@ def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
 
 
 def _describe_refusals(path: str, operation: dict[str, Any]) -> None:
-    """What the gate and the handlers may answer beside what they were asked for."""
+    """Add the error responses of the gate and the handlers."""
     shape = {} if is_anthropic(path) else _ERROR
     refusal = {"content": {JSON: {"schema": shape}}}
     responses = operation["responses"]
-    # FastAPI's own; a request that is not valid is told so with 400 here.
+    # FastAPI's own response; here an invalid request gets 400.
     responses.pop("422", None)
     responses.setdefault("4XX", {"description": "The request is refused.", **refusal})
     if path in OPEN:

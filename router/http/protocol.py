@@ -1,15 +1,15 @@
-"""uvicorn's HTTP protocol with bounds on what a client may send, and on what it may leave unread.
+"""uvicorn's HTTP protocol with bounds on heads, slow clients, and connections of a client.
 
-    flowing ─the write buffer is full→ held up ─it has been emptied→ flowing
-    held up ─hardly a byte in ``slow_client_s``→ cut off
+    flowing ─the write buffer is full→ paused ─the client has read it→ flowing
+    paused ─fewer than ``SLOW_BYTES`` read in ``slow_client_s``→ aborted
 
-    waiting for a head ─it is whole→ answered ─another one begins→ waiting for a head
-    waiting for a head ─``head_deadline_s`` after it could begin→ cut off
+    waiting for a head ─it is complete→ answering ─another one begins→ waiting for a head
+    waiting for a head ─``head_deadline_s`` later→ closed (408)
 
-    made ─its client has ``max_connections_per_client`` already→ refused (503), closed
+    made ─its client has ``max_connections_per_client`` already→ closed (503)
 
-A connection that is held up costs what its buffer holds, ``HIGH_WATER_LIMIT`` and one message, and
-the system's own buffer. Owned by the router's event loop.
+A paused connection uses its buffer, which is ``HIGH_WATER_LIMIT`` and one message, and the kernel's
+buffer. Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -40,47 +40,46 @@ _TOO_MANY = (
     b"There are too many connections from your host.\r\n"
 )
 _CLIENT_BITS = 64
-"""Of an IPv6 address: whoever has one has the whole network."""
+"""Bits of an IPv6 address that name a client: it has all addresses of its network."""
 _NO_LINGER = struct.pack("ii", 1, 0)
 SLOW_BYTES = 4096
-"""Who reads fewer in ``slow_client_s`` is cut off: a token's event has some 200."""
+"""A client that reads fewer bytes in ``slow_client_s`` is cut off. An event has about 200."""
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request's head; far more than any client sends."""
+"""Maximum size of a request's head."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Refuses a head that does not end.
+    """A connection. It refuses a head that is too large or too slow.
 
-    The parser gathers a header until it is complete, however long it is, in time that grows with
-    the square of its length: one client could fill the router's memory and stop everybody else.
-    Bodies are bounded by their readers.
+    The parser collects a header of any length, in time quadratic in its length: without a bound one
+    client could fill the router's memory and block its event loop. Readers bound bodies.
     """
 
     slow_client_s: ClassVar[float] = 30.0
     head_deadline_s: ClassVar[float] = 10.0
     max_connections_per_client: ClassVar[int] = 0
-    """See the configuration."""
+    """Configuration fields of these names."""
     open_by_client: ClassVar[Counter[str]] = Counter()
-    """How many there are of each client."""
+    """Open connections, by client."""
     _counted_as: str | None = None
     _refused = False
     _head: SilenceTimer | None = None
-    """The end of the time that a head has."""
-    _look: SilenceTimer | None = None
-    """The next look at a client that is held up."""
+    """The deadline of a head."""
+    _progress_timer: SilenceTimer | None = None
+    """The next check of a paused client."""
     _unfinished = 0
-    """Bytes since the parser has last completed a head, a piece of a body or a message."""
+    """Bytes since the parser last completed a head, a part of a body or a message."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.max_connections_per_client and not self._may_come(transport):
+        if self.max_connections_per_client and not self._admit(transport):
             self._refused = True
             transport.write(_TOO_MANY)
             transport.close()
             return
         self._expect_head()
 
-    def _may_come(self, transport: asyncio.Transport) -> bool:
+    def _admit(self, transport: asyncio.Transport) -> bool:
         client = client_of(transport.get_extra_info("peername"))
         if self.open_by_client[client] >= self.max_connections_per_client:
             return False
@@ -88,7 +87,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._counted_as = client
         return True
 
-    def _count_no_more(self) -> None:
+    def _release(self) -> None:
         if self._counted_as is None:
             return
         self.open_by_client[self._counted_as] -= 1
@@ -104,14 +103,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _expect_head(self) -> None:
         self._head = SilenceTimer(self.head_deadline_s, self._head_is_late)
 
-    def _expect_no_head(self) -> None:
+    def _head_complete(self) -> None:
         if self._head is not None:
             self._head.cancel()
             self._head = None
 
     def _head_is_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            # The next request has begun before this one's answer ended, and may have to wait.
+            # The next request began before this response ended, and may have to wait.
             self._expect_head()
             return
         self._head = None
@@ -122,7 +121,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:
-            # uvicorn's own timer would close a connection with a request that is not read yet.
+            # uvicorn's own timer would close a connection whose next request is not read yet.
             self.timeout_keep_alive_task.cancel()
             idle = SilenceTimer(self.timeout_keep_alive, self.timeout_keep_alive_handler)
             self.timeout_keep_alive_task = idle  # type: ignore[assignment]
@@ -137,7 +136,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unfinished = 0
-        self._expect_no_head()
+        self._head_complete()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -152,49 +151,52 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._look_later()
+        self._check_later()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._look_no_more()
+        self._end_checks()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._look_no_more()
-        self._expect_no_head()
-        self._count_no_more()
+        self._end_checks()
+        self._head_complete()
+        self._release()
         super().connection_lost(exc)
 
-    def _look_later(self) -> None:
+    def _check_later(self) -> None:
         unread = self._unread()
-        self._look = SilenceTimer(self.slow_client_s, lambda: self._look_at(unread))
+        self._progress_timer = SilenceTimer(
+            self.slow_client_s, lambda: self._check_progress(unread)
+        )
 
-    def _look_no_more(self) -> None:
-        if self._look is not None:
-            self._look.cancel()
-            self._look = None
+    def _end_checks(self) -> None:
+        if self._progress_timer is not None:
+            self._progress_timer.cancel()
+            self._progress_timer = None
 
     def _unread(self) -> int:
-        """Bytes that wait for the client. The system's buffer may have megabytes, and makes room in
+        """Bytes that wait for the client, in the kernel's buffer too.
 
-        large steps: our own alone would not tell that a client reads.
+        That buffer may hold megabytes and frees them in large steps, so this process' buffer alone
+        does not show that a client reads.
         """
         connection = self.transport.get_extra_info("socket")
         queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
-    def _look_at(self, before: int) -> None:
+    def _check_progress(self, before: int) -> None:
         if before - self._unread() >= SLOW_BYTES:
-            self._look_later()
+            self._check_later()
             return
         log.info("a client that does not read is cut off")
-        # Neither the transport nor the system keeps what it might still read.
+        # Drop both buffers: neither the transport nor the kernel keeps unread bytes.
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
 
 
 def client_of(peer: tuple[str, int] | tuple[str, int, int, int] | None) -> str:
-    """By what a client's connections are counted, of a socket's peer name."""
+    """The client of a socket's peer name, by which connections are counted."""
     if not peer:
         return ""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
@@ -210,9 +212,10 @@ def http_protocol(
     head_deadline_s: float = BoundedHttpProtocol.head_deadline_s,
     max_connections_per_client: int = 0,
 ) -> type[BoundedHttpProtocol]:
-    """The protocol of a server whose clients may be held up for so long, in seconds, and have so
+    """The protocol class of one server.
 
-    many connections at a time; 0: any number.
+    A client may be paused for ``slow_client_s``, and have ``max_connections_per_client`` open
+    connections (0: any number). A head must arrive within ``head_deadline_s``.
     """
     bounds = {
         "slow_client_s": slow_client_s,

@@ -1,4 +1,4 @@
-"""Server-sent events: their bytes, and the response that streams them."""
+"""Server-sent events: their encoding, and the response that streams them."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ log = logging.getLogger(__name__)
 
 DONE = "[DONE]"
 _LAST_WORDS_S = 1.0
-"""A client that does not read gets this many seconds to take the error event."""
+"""Maximum wait for a client to take the error event, seconds."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies that buffer would turn a stream into one lump.
+    # A proxy that buffers would delay events until the end of the stream.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 def to_json(value: Any) -> str:
-    """Compact JSON in ASCII, so that no character can be taken for the end of a line."""
+    """Compact JSON in ASCII: no character of it can be a line separator."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
 def encode_events(payloads: Iterable[str]) -> bytes:
-    """Events, each with one line of data; payloads hold no line break."""
+    """Encode events. Payloads hold no line breaks."""
     return "".join(f"data: {payload}\n\n" for payload in payloads).encode()
 
 
 def encode_named(events: Iterable[Mapping[str, Any]]) -> bytes:
-    """Events that are named after their ``type``, as newer APIs have them."""
+    """Encode events that are named by their ``type``."""
     return "".join(f"event: {one['type']}\ndata: {to_json(one)}\n\n" for one in events).encode()
 
 
 def error_event(error: BatonError) -> bytes:
-    """OpenAI's error object as an event."""
+    """Encode OpenAI's error object as an event."""
     return encode_events([to_json(error_object(error))])
 
 
 class EventStream:
-    """The sending end. The headers go out with the first event: an error before it has a status."""
+    """Sends events. Headers go out with the first one, so an earlier error can set the status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._turn = asyncio.Lock()
         self.started = False
         self.headers: Mapping[str, str] = {}
-        """More headers; they go out with the first event."""
+        """Further headers, sent with the first event."""
 
     async def send(self, payloads: list[str]) -> None:
-        """Send events in one piece; returns when the client's socket has room again."""
+        """Send events at once. Returns when the client's socket has room again."""
         await self.write(encode_events(payloads), more=True)
 
     async def end(self, payloads: list[str]) -> None:
@@ -69,7 +69,7 @@ class EventStream:
         await self.write(encode_events(payloads), more=False)
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Send events that are bytes already; without ``more`` they are the last."""
+        """Send encoded events. Without ``more`` they end the response."""
         async with self._turn:
             if not self.started:
                 self.started = True
@@ -83,7 +83,7 @@ def _start_message(more: Mapping[str, str]) -> Message:
 
 
 class EventStreamResponse(Response):
-    """Streams what ``work`` sends; a client that leaves cancels it.
+    """Streams the events that ``work`` sends. A client that disconnects cancels it.
 
     The response raises a BatonError of ``work`` before the first event, so that it is answered with
     its status. A later one becomes ``last_words``, an error event that ends the stream.
@@ -111,7 +111,7 @@ class EventStreamResponse(Response):
 
 
 async def _send_last(events: EventStream, words: bytes) -> None:
-    # On a timeout the response stays incomplete, and the server closes the connection.
+    # After a timeout the response is incomplete, and the server closes the connection.
     with contextlib.suppress(TimeoutError):
         async with listening(_LAST_WORDS_S):
             await events.write(words, more=False)

@@ -1,10 +1,9 @@
-"""What the router uses of uvicorn beyond its documented API; no other module may.
+"""The undocumented parts of uvicorn that the router uses; no other module may import them.
 
-uvicorn may change these names in any release, so pyproject.toml admits only the minor versions of
-uvicorn that pass tests/unit/router/http/test_uvicorn_internals.py, which lists every one of them.
-After
-an upgrade that test names what is gone. ``BoundedHttpProtocol`` (``http_protocol.py``) derives from
-``HttpToolsProtocol``, extends its callbacks and reads its attributes.
+uvicorn may change these names in any release. So pyproject.toml admits only minor versions that
+pass tests/unit/router/http/test_uvicorn_internals.py, which lists all of them and, after an
+upgrade, names those that are gone. ``BoundedHttpProtocol`` (``router/http/protocol.py``) derives
+from ``HttpToolsProtocol``, extends its callbacks and reads its attributes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["HIGH_WATER_LIMIT", "HttpToolsProtocol", "QuietServer"]
 
 
 class QuietServer(uvicorn.Server):
-    """Handles no signals: the process of the router does, and stops everything in order."""
+    """A server without signal handlers: the router's process handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

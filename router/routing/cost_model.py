@@ -1,7 +1,9 @@
-"""What work costs a worker, in milliseconds: three coefficients, learned while it serves.
+"""What prefill, decode steps and transfers cost, in milliseconds: learned while workers serve.
 
-    prefill_ms = a + b*n + c*n*context        n tokens that attend to ``context`` others on average
-    step_ms    = a + b*batch + c*context_tokens
+    prefill_ms  = a + b*n + c*n*context        n tokens that attend to ``context`` others on average
+    step_ms     = a + b*batch + c*context_tokens
+    transfer_ms = a + b*blocks      what of a handoff the computing does not hide, of blocks that
+                                    the receiver lacks
 
 Recursive least squares with exponential forgetting, in its information form (Ljung and Söderström,
 Theory and Practice of Recursive Identification, 1983, chapter 2), with three changes:
@@ -21,6 +23,7 @@ Plain Python.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 
 Coefficients = tuple[float, float, float]
@@ -32,6 +35,15 @@ PREFILL_DEFAULT: Coefficients = (5.0, 0.3, 0.0001)
 """Of a worker that was not calibrated: a model of 135 million weights on two CPU cores, roughly."""
 STEP_DEFAULT: Coefficients = (8.0, 1.0, 0.001)
 """As ``PREFILL_DEFAULT``, of a decode step."""
+
+TRANSFER_DEFAULT: Coefficients = (2.0, 0.3, 0.0)
+"""Two calls, and 360 KiB a block (the demo model's) at 1.2 GiB/s."""
+MAX_PAIRS = 16_384
+"""Pairs that are remembered; those unused for longest are forgotten."""
+_TRANSFER_SCALE: Coefficients = (1.0, 32.0, 1.0)
+
+Line = tuple[float, float]
+"""a and b of a pair's transfers."""
 
 _KEPT = 0.98
 """The share of its weight that an observation keeps when the next one comes: a memory of 50."""
@@ -48,7 +60,7 @@ _GUESS_ERROR = 5.0
 _MIN_PRIOR = 1e-3
 """The share of its weight that the beginning never loses."""
 _HUBER = 3.0
-"""Residuals of more than so many typical ones count as that many."""
+"""Residuals of more than this many typical ones count as this many."""
 _SPREAD_STEP = 0.1
 _MIN_SPREAD = 0.02
 _WIDEST_SPREAD = 1.0
@@ -170,6 +182,60 @@ def step_model(begin: Coefficients) -> CostModel:
 def mean_context(prompt_tokens: float, cached_tokens: float) -> float:
     """How many tokens one that is computed attends to on average: those before it, and itself."""
     return (prompt_tokens + cached_tokens) / 2.0
+
+
+class TransferCosts:
+    """What of a handoff the computing does not hide, per pair of workers.
+
+    A pair of which nothing is known yet counts as the mean pair. Owned by the router's event loop.
+    """
+
+    def __init__(self) -> None:
+        self._all = CostModel(UNKNOWN, TRANSFER_DEFAULT, _TRANSFER_SCALE)
+        self._pairs: OrderedDict[tuple[str, str], CostModel] = OrderedDict()
+        self._lines: dict[tuple[str, str], Line] = {}
+        self.usual: Line = _line(self._all)
+        """The line of a pair of which nothing is known."""
+
+    def observe(self, source: str, target: str, blocks: float, ms: float) -> None:
+        """``blocks`` went from ``source`` to ``target``, ``ms`` of the time after the computing.
+
+        Negative numbers teach nothing.
+        """
+        if blocks < 0 or ms < 0:
+            return
+        key = (source, target)
+        pair = self._pairs.pop(key, None)
+        if pair is None:
+            pair = CostModel((*self.usual, 0.0), TRANSFER_DEFAULT, _TRANSFER_SCALE)
+        self._pairs[key] = pair
+        if pair.observe(blocks, 0.0, ms):
+            self._lines[key] = _line(pair)
+        if self._all.observe(blocks, 0.0, ms):
+            self.usual = _line(self._all)
+        if len(self._pairs) > MAX_PAIRS:
+            oldest, _ = self._pairs.popitem(last=False)
+            self._lines.pop(oldest, None)
+
+    def line(self, source: str, target: str) -> Line:
+        """a and b of one pair."""
+        return self._lines.get((source, target), self.usual)
+
+    def forget(self, worker: str) -> None:
+        """Drop the pairs of a worker that has left."""
+        for key in [key for key in self._pairs if worker in key]:
+            del self._pairs[key]
+            self._lines.pop(key, None)
+
+    @property
+    def told(self) -> bool:
+        """Whether any pair has a line of its own."""
+        return bool(self._lines)
+
+
+def _line(model: CostModel) -> Line:
+    a, b, _ = model.coefficients
+    return a, b
 
 
 _Matrix = tuple[tuple[float, float, float], tuple[float, float, float], tuple[float, float, float]]

@@ -1,21 +1,154 @@
-"""The policies by name."""
+"""The policies by name, and those that judge workers one by one.
+
+These serve comparisons, and operators that know their load. Each picks a worker of each role: for
+decoding one with room, where there is any. ``router.routing.predictive_policy`` has the default.
+"""
 
 from __future__ import annotations
 
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
 from baton.config.choices import PolicyName
-from router.routing.policy import Policy, RouteSettings
+from router.routing.cost_model import TransferCosts
+from router.routing.policy import Decision, Policy, RouteRequest, RouteSettings
+from router.routing.predictions import Predictions, local, predict, remote
 from router.routing.predictive_policy import PredictivePolicy
-from router.routing.simple_policies import (
-    LeastLoaded,
-    LongestPrefix,
-    PowerOfTwo,
-    RoundRobin,
-    Session,
-)
+from router.routing.worker_table import Floats, Group, Rows, WorkerTable, hash_of
+
+Hashes = npt.NDArray[np.uint64]
+
+
+class SimplePolicy(ABC):
+    """Computes a prompt on a decode worker only where ``local_prefill`` is ``always``, or where no
+    prefill worker is up and it is not ``never``. Implements ``router.routing.policy.Policy``."""
+
+    reason: str
+    """The policy's name."""
+
+    def __init__(self, settings: RouteSettings) -> None:
+        self._settings = settings
+
+    def decide(
+        self,
+        request: RouteRequest,
+        table: WorkerTable,
+        transfers: TransferCosts,
+        held: Mapping[str, int],
+        now_ms: float,
+    ) -> Decision:
+        """See ``router.routing.policy.Policy``."""
+        eligible = self._settings.eligible(request, table)
+        seen = predict(request, table, held, now_ms, self._settings.hash_block)
+        target = self._pick(_with_room(seen, eligible.decode), seen, self.decode_load(seen))
+        if not eligible.remote:
+            return local(seen, eligible.route, target, self.reason)
+        source = self._pick(eligible.prefill.rows, seen, seen.queue_ms)
+        return remote(seen, transfers, source, target, self.reason)
+
+    def decode_load(self, seen: Predictions) -> Floats:
+        """How busy each decode worker is: its sequences against the most that it takes."""
+        return seen.table.sequences / seen.table.max_sequences
+
+    @abstractmethod
+    def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
+        """One of ``rows``, of which there is at least one."""
+
+
+def _with_room(seen: Predictions, group: Group) -> Rows:
+    """Those with room; all where there is none anywhere."""
+    fitting = group.rows[seen.fits[group.rows]]
+    return fitting if len(fitting) else group.rows
+
+
+def _least(rows: Rows, seen: Predictions, *keys: Floats) -> int:
+    """The row that is least by the first key, then by the next, then by what it was given."""
+    order = np.lexsort((rows, seen.table.placed[rows], *(key[rows] for key in reversed(keys))))
+    return int(rows[order[0]])
+
+
+class RoundRobin(SimplePolicy):
+    """Each worker in turn."""
+
+    reason = "round_robin"
+
+    def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
+        # Whose turn is furthest back; a newcomer begins where the others are.
+        return _least(rows, seen)
+
+
+class LeastLoaded(SimplePolicy):
+    """The shortest queue, the emptiest batch."""
+
+    reason = "least_loaded"
+
+    def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
+        return _least(rows, seen, load)
+
+
+class LongestPrefix(SimplePolicy):
+    """The worker that holds the most of the prompt; of equals the least loaded.
+
+    It herds: what begins alike goes to one worker.
+    """
+
+    reason = "prefix"
+
+    def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
+        return _least(rows, seen, -seen.held, load)
+
+
+class PowerOfTwo(SimplePolicy):
+    """The less loaded of two drawn at random. Mitzenmacher, The Power of Two Choices in Randomized
+    Load Balancing, IEEE Transactions on Parallel and Distributed Systems 12(10), 2001."""
+
+    reason = "power_of_two"
+
+    def __init__(self, settings: RouteSettings, seed: int | None = None) -> None:
+        """``seed`` None draws one."""
+        super().__init__(settings)
+        self._dice = random.Random(seed)  # noqa: S311 - a choice of workers, no secret
+
+    def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
+        drawn = self._dice.sample(range(len(rows)), min(2, len(rows)))
+        return _least(rows[drawn], seen, load)
+
+
+class Session(SimplePolicy):
+    """The same workers for all requests of a session, by rendezvous hashing of the slots' names.
+
+    A request that names no session goes to the least loaded.
+    """
+
+    reason = "session"
+
+    def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
+        if not seen.request.session:
+            return _least(rows, seen, load)
+        found = scores(seen.table.slot_hash[rows], hash_of(seen.request.session))
+        return int(rows[found.argmax()])
+
+
+def scores(workers: Hashes, key: int) -> Hashes:
+    """Rendezvous hashing: each worker's score for a key. The highest score takes the key.
+
+    A worker that leaves moves its own keys only; a new one takes an equal share from each (Thaler
+    and Ravishankar, Using Name-Based Mappings to Increase Hit Rates, IEEE/ACM Transactions on
+    Networking 6(1), 1998). Both hashes are mixed by SplitMix64's finalizer: Steele, Lea and
+    Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
+    """
+    mixed = workers ^ np.uint64(key)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def make_policy(name: PolicyName, settings: RouteSettings, seed: int | None = None) -> Policy:
-    """``seed`` is for the one that draws at random; None draws it too."""
+    """Make the policy ``name``. ``seed`` is for the one that draws at random; None draws a seed."""
     match name:
         case "predictive":
             return PredictivePolicy(settings)

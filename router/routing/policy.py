@@ -1,4 +1,4 @@
-"""Where a request goes: what every policy is asked, and what it answers.
+"""Where a request goes: the input and the output of every policy.
 
 A policy is pure: a request's tags, what its workers hold of it, the table of workers with their
 learned costs, and the time, in; a decision out. ``router.routing.policies`` knows the policies by
@@ -14,8 +14,8 @@ from typing import Protocol
 from baton.config.choices import LocalPrefill
 from baton.config.cluster import Config
 from baton.errors import Unavailable
-from router.routing.transfer_costs import TransferCosts
-from router.routing.worker_table import EVERY_POOL, PoolFilter, WorkerTable
+from router.routing.cost_model import TransferCosts
+from router.routing.worker_table import EVERY_POOL, Group, PoolFilter, WorkerTable
 
 RETRY_AFTER_S = 2.0
 """When a client may come back after it met a pool without workers: a worker starts in seconds."""
@@ -50,6 +50,18 @@ class ClassRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class Eligible:
+    """The workers that may serve one request."""
+
+    route: ClassRoute
+    prefill: Group
+    decode: Group
+    """At least one worker."""
+    remote: bool
+    """Whether a prefill worker may compute the prompt; else a decode worker does."""
+
+
+@dataclass(frozen=True, slots=True)
 class RouteSettings:
     """What of the configuration policies need."""
 
@@ -61,8 +73,20 @@ class RouteSettings:
     pulls: bool = True
     """Whether prefill workers fetch cached blocks from others."""
 
+    def eligible(self, request: RouteRequest, table: WorkerTable) -> Eligible:
+        """The workers that may serve a request. Raises Unavailable where a needed role has none."""
+        route = self.of(request)
+        decode = table.group("decode", route.decode)
+        if not len(decode):
+            raise no_worker("decode")
+        prefill = table.group("prefill", route.prefill)
+        remote = route.local_prefill != "always" and len(prefill) > 0
+        if not remote and route.local_prefill == "never":
+            raise no_worker("prefill")
+        return Eligible(route, prefill, decode, remote)
+
     def of(self, request: RouteRequest) -> ClassRoute:
-        """What a request may use: what its class may, but for whom it may not go to."""
+        """What a request's class may use, without the workers that the request excludes."""
         route = self.classes.get(request.context_class, self.default)
         if not request.excluded:
             return route
@@ -78,7 +102,7 @@ class Decision:
     """The workers that were chosen, why, and what is to be expected."""
 
     prefill: str
-    """Who computes the prompt; ``decode`` itself where ``local``."""
+    """The worker that computes the prompt; ``decode`` itself where ``local``."""
     decode: str
     uncached_tokens: int
     """Prompt tokens that ``prefill`` has neither held nor fetched: it will have to compute them."""
@@ -91,7 +115,7 @@ class Decision:
     local: bool = False
     """The decode worker computes the prompt itself."""
     shed: bool = False
-    """Nobody is predicted to give the first token before the request's deadline."""
+    """Whether no worker is predicted to give the first token before the request's deadline."""
     ttft_ms: float = 0.0
     """Predicted time from now to the first token, what of the transfer is not hidden included."""
     tpot_ms: float = 0.0

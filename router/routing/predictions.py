@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from router.routing.cost_model import TransferCosts
 from router.routing.policy import ClassRoute, Decision, RouteRequest
-from router.routing.transfer_costs import TransferCosts
 from router.routing.worker_table import Floats, WorkerTable
 
 MIN_CHUNK_TOKENS = 16
@@ -51,7 +51,7 @@ class Predictions:
     """True where it has room for one more sequence and for the missing blocks."""
 
     def prefill_from(self, cached: Floats | float) -> Floats:
-        """Computing the prompt behind so many cached tokens."""
+        """Milliseconds of computing the prompt behind ``cached`` tokens."""
         table, prompt = self.table, self.request.prompt_tokens
         attention = table.prefill_c * ((prompt + cached) / 2.0)
         return table.prefill_a + (prompt - cached) * (table.prefill_b + attention)
@@ -71,7 +71,7 @@ class Predictions:
         return ttft, np.maximum(busy * (step + chunk), self.tpot_ms)
 
     def best_holder(self, row: int) -> tuple[str, int]:
-        """Who holds the most of what the worker of ``row`` lacks and can fetch; how many blocks."""
+        """The worker with the most blocks that the one of ``row`` lacks and can fetch; how many."""
         most = self.fetchable[row]
         if most <= self.held[row]:
             return "", 0

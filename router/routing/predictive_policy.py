@@ -6,18 +6,18 @@ used up. A candidate is judged by its predicted TTFT and by what it does to othe
 
     score = ttft + 4*compute + 5*full*(work - mean)/(mean + 6*full) + 32*tpot
 
-- ``compute``, the milliseconds of computing that it costs: whoever comes next waits for them too.
+- ``compute``, the milliseconds of computing that it costs: the next request waits for them too.
   Of two workers that would answer at the same time the one with the prefix is the better one,
   though its queue is longer.
 - ``work``, what the worker was given in the last minutes (``HALF_LIFE_MS``), against the mean of
-  its role, in units of this prompt without any cache (``full``). Where nobody waits, TTFT alone
+  its role, in units of this prompt without any cache (``full``). Where no request waits, TTFT alone
   would send everything that begins alike to one worker, and fill one cache while the others stay
   empty. With 5 = 1 + 4, a prompt of which a worker holds a tenth goes there as long as it was given
   no more than a tenth above the mean.
 - ``tpot``: a step's milliseconds for each of 32 tokens.
 - Where a decode worker computes the prompt, each that runs there waits for it too. Counted are as
   many as run at a decode worker on average, at least: one that is idle now does not stay so, and a
-  long prompt would be in the way of those who come.
+  long prompt would be in the way of later requests.
 
 The weights are chosen by replays of Mooncake's conversation trace (docs/routing.md): up to the 4,
 more of the prompts are found in a cache and the mean TTFT stays within a hundredth of its least.
@@ -31,9 +31,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings, no_worker
+from router.routing.cost_model import TransferCosts
+from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings
 from router.routing.predictions import Predictions, local, predict, remote
-from router.routing.transfer_costs import TransferCosts
 from router.routing.worker_table import Floats, Group, Rows, WorkerTable
 
 MIN_TTFT = "least_ttft"
@@ -53,7 +53,7 @@ ANSWER_TOKENS = 32.0
 TIE = 0.01
 """Scores that differ by less than this share of the uncached prompt's computing are equal."""
 SHORTLIST = 8
-"""Of so many workers of a role, the best by themselves, all pairs are compared."""
+"""The number of workers of a role, the best by themselves, of which all pairs are compared."""
 _SHORTLIST_BY_TTFT = 4
 _MIN_MS = 1e-6
 _PER_SLO_MS, _FULL_MS = 1e6, 1e12
@@ -72,7 +72,7 @@ class _Candidates:
 
 
 class PredictivePolicy:
-    """See the module's text. Implements ``router.routing.policy.Policy``."""
+    """The default policy. Implements ``router.routing.policy.Policy``."""
 
     def __init__(self, settings: RouteSettings) -> None:
         self._settings = settings
@@ -86,20 +86,14 @@ class PredictivePolicy:
         now_ms: float,
     ) -> Decision:
         """See ``router.routing.policy.Policy``."""
-        route = self._settings.of(request)
-        decode = table.group("decode", route.decode)
-        prefill = table.group("prefill", route.prefill)
-        if not len(decode):
-            raise no_worker("decode")
-        remotely = route.local_prefill != "always" and len(prefill) > 0
-        if not remotely and route.local_prefill == "never":
-            raise no_worker("prefill")
+        eligible = self._settings.eligible(request, table)
+        route, prefill, decode = eligible.route, eligible.prefill, eligible.decode
         seen = predict(request, table, held, now_ms, self._settings.hash_block)
         work = table.recent_work(now_ms)
         full = seen.prefill_from(0.0)
         found: list[_Candidates] = []
         sources = _Sources(seen, prefill, work, full, transfers, pulls=self._settings.pulls)
-        if remotely:
+        if eligible.remote:
             found.append(_pairs(seen, sources, decode, route, transfers))
         if route.local_prefill != "never":
             found.append(_alone(seen, decode, work, full, route))
@@ -118,7 +112,8 @@ class PredictivePolicy:
 
 
 class _Sources:
-    """Who may compute the prompt for others: time and score of each row, decode side left out."""
+    """The workers that may compute the prompt for others: each row's time and score, without the
+    decode side."""
 
     def __init__(
         self,
@@ -281,7 +276,7 @@ def _choose(
 def _order(
     found: _Candidates, table: WorkerTable, work: Floats, places: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.intp]:
-    """Of equal ones first who was given the least."""
+    """Order equal ones: first the one that was given the least."""
     source, target = found.source[places], found.target[places]
     return np.lexsort(
         (

@@ -1,9 +1,9 @@
-"""Asks the prefix index who holds a prompt's blocks, and does without it while it is away.
+"""Asks the prefix index which workers hold a prompt's blocks; does without it while it is away.
 
     there ─a lookup fails, or takes too long→ away
-    away ─a lookup that nobody waits for is answered→ there
+    away ─a lookup in the background is answered→ there
 
-Whoever meets the first sign of it waits for ``DEADLINE_S`` at most; later requests do not wait.
+The request that meets the first sign of it waits for up to ``DEADLINE_S``; later ones do not wait.
 """
 
 from __future__ import annotations

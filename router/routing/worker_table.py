@@ -8,6 +8,7 @@ event loop.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,6 @@ from router.routing.cost_model import (
     prefill_model,
     step_model,
 )
-from router.routing.rendezvous import hash_of
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
@@ -37,6 +37,12 @@ a worker that hangs must not look idle."""
 _STEP_EVERY_MS = 200.0
 """Steps of one worker are learned from this often: snapshots come with every step."""
 _FIRST_CAPACITY = 8
+
+
+def hash_of(name: str) -> int:
+    """64 bits of a name, the same in every process."""
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Group:
 
 
 class _RowNumbers(dict[str, int]):
-    """Rows by name; who is unknown has the last one. ``get`` answers None for those."""
+    """Rows by name; unknown names have the last one. ``get`` answers None for those."""
 
     def __missing__(self, name: str) -> int:
         return -1
@@ -94,7 +100,7 @@ class _Worker:
 
 
 class WorkerTable:
-    """See the module's text. The columns are for reading; methods alone write them."""
+    """All workers of a router. The columns are for reading; methods alone write them."""
 
     def __init__(self, hash_block: int = 16) -> None:
         """``hash_block``: tokens in a block of the prefix index."""
@@ -111,7 +117,7 @@ class WorkerTable:
         self._allocate(_FIRST_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
-        # The last row is nobody's: what is said of unknown workers goes there.
+        # The last row belongs to no worker: what is said of unknown workers goes there.
         old = self._capacity
 
         def column(name: str, fill: float = 0.0) -> Floats:
@@ -120,7 +126,7 @@ class WorkerTable:
                 grown[: old - 1] = getattr(self, name)[: old - 1]
             return grown
 
-        # Nobody's costs are not zero: they are divided by.
+        # The costs of the last row are not zero: they are divided by.
         self.prefill_a, self.prefill_b = column("prefill_a", 1.0), column("prefill_b", 1.0)
         self.prefill_c = column("prefill_c")
         self.step_a, self.step_b, self.step_c = column("step_a"), column("step_b"), column("step_c")
@@ -149,7 +155,7 @@ class WorkerTable:
         self._capacity = capacity
         self._groups.clear()
 
-    # Who is there
+    # Which workers there are
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -162,7 +168,7 @@ class WorkerTable:
         return self._rows.get(name)
 
     def incarnations(self) -> list[str]:
-        """Everybody that is listed."""
+        """All workers that are listed."""
         return list(self._rows)
 
     def add(self, record: WorkerRecord) -> None:
@@ -249,7 +255,7 @@ class WorkerTable:
             self._groups.clear()
 
     def group(self, role: str, pools: PoolFilter = EVERY_POOL) -> Group:
-        """Who may be chosen. Kept until somebody comes, goes or changes."""
+        """The workers that may be chosen. Kept until a worker comes, goes or changes."""
         found = self._groups.get((role, pools))
         if found is None:
             rows = [
@@ -300,7 +306,7 @@ class WorkerTable:
     # What this router promises
 
     def promise_prompt(self, name: str, prefill_ms: float, now_ms: float) -> None:
-        """A prompt goes there, to be computed in so many milliseconds."""
+        """Note a prompt that goes there, to be computed in ``prefill_ms``."""
         row = self._rows.get(name)
         if row is None:
             return
@@ -330,7 +336,7 @@ class WorkerTable:
     def promise_sequence(
         self, name: str, prompt_tokens: int, blocks: int, choices: int = 1
     ) -> None:
-        """A sequence will run there, and needs so many blocks that are not held yet.
+        """Note a sequence that will run there; it needs ``blocks`` that are not held yet.
 
         Of several ``choices`` each runs as a sequence, over the whole prompt.
         """
@@ -408,7 +414,7 @@ class WorkerTable:
         column = np.zeros(self._capacity)
         if held:
             count = len(held)
-            # The last row is that of all who are unknown.
+            # The last row is that of all unknown workers.
             rows = np.fromiter(map(self._rows.__getitem__, held), np.intp, count)
             column[rows] = np.fromiter(held.values(), np.float64, count)
         if self._coarse:

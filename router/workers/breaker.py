@@ -18,7 +18,7 @@ HALF_LIFE_S = 10.0
 MAX_BREAKS = 2.5
 """So many breaks in all, by what they count now, open it: three in quick succession."""
 MIN_SHARE = 1 / 3
-"""And so many of the streams must have broken."""
+"""The share of the streams that must have broken, as well."""
 DOUBTFUL = 0.25
 """What a break counts that may be another worker's fault. Where one of two at random is to blame,
 and the other try ends well, an innocent one comes to ``DOUBTFUL`` / (1 + ``DOUBTFUL``), a fifth:
@@ -32,7 +32,7 @@ may take minutes."""
 
 
 class Breaker:
-    """See the module's text. It begins closed."""
+    """One worker's circuit breaker. It begins closed."""
 
     def __init__(self) -> None:
         self.openings = 0

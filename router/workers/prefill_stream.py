@@ -102,7 +102,7 @@ class PrefillStream:
             failure = error_from_rpc(error, self._incarnation)
         finally:
             # Nothing is awaited before the stream is seen as closed, and its writer is cancelled:
-            # whoever comes opens another, with commands of its own.
+            # the next request opens another, with commands of its own.
             self._life = None
             self.load = None
             self._commands.clear()

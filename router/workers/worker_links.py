@@ -1,16 +1,10 @@
-"""The router's connections to the workers of the registry.
+"""The router's connections to all workers, kept in step with the registry.
 
-A link's states:
-
-    connecting ─first message of the token stream→ up ─stream broken→ connecting (tries again)
     connecting ─not in the registry→ closed
-    up ─suspected of hanging→ suspected ─a message, SUSPECT_S→ up
-    up ─its engine stands still→ stalled ─a step ends→ up
     up ─all decode workers' streams break within a moment→ cut off ─back, RETURN_S→ up, connecting
-    up ─streams break again and again→ left out, and tried (``router.workers.breaker``) → up
 
-A prefill worker's link has no stream: it is up while its channel is connected. A worker that the
-registry has lost is kept while it is up: Redis may have forgotten what is alive. Owned by the event
+The other states of a link are those of ``router.workers.worker_link``. A worker that the registry
+has lost is kept while it is up: Redis may have forgotten what is alive. Owned by the router's event
 loop.
 """
 
@@ -21,23 +15,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
 
-from baton.errors import BatonError, ConfigError, WorkerFailed
+from baton.errors import BatonError, ConfigError
 from baton.host.background import end_tasks, spawn
 from baton.liveness.silence import SilenceWatch
-from baton.request import LoadSnapshot, TokenOutput
+from baton.request import TokenOutput
 from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import call_errors
-from baton.security.tls import Renewal, TlsFiles
-from baton.store.registry import DRAINING, WorkerRecord
-from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
-from router.workers.breaker import Breaker
-from router.workers.prefill_stream import PrefillStream
+from baton.security.tls import TlsFiles
+from baton.store.registry import WorkerRecord
+from baton.v1 import decode_pb2, decode_pb2_grpc
+from router.workers.worker_link import Abort, TokenStream, WorkerLink, error_from_gone
 
 log = logging.getLogger(__name__)
 
@@ -56,167 +49,34 @@ SILENCE_S = 5.0
 _SILENT_HEARTBEATS = 3
 ABORT_DEADLINE_S = 2.0
 """An abort that does not arrive in this time is left to the worker's own deadlines."""
-_COOL_DOWN_S = 1.0
-SUSPECT_S = 5.0
-"""A worker that is suspected of hanging, and of which nothing is heard, is tried again after this:
-one that has nothing to do has nothing to say."""
-_MAX_OWED = 4096
-"""Aborts that are kept for a worker that cannot be reached; those of sequences are bounded by its
-places, and by how often these can be filled meanwhile."""
 
 
-TokenStream = grpc.aio.UnaryStreamCall[
-    decode_pb2.StreamTokensRequest, decode_pb2.StreamTokensResponse
-]
+Unsubscribe = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    """What is to end at a decode worker."""
+class _Reader(NamedTuple):
+    """What takes the outputs of one attempt."""
 
-    request_id: str
-    attempt: int
-    stop: bool
-    choice: int | None
+    on_output: Callable[[TokenOutput], None]
+    on_lost: Callable[[Exception], None]
 
 
-def error_from_gone(incarnation: str) -> WorkerFailed:
-    """What a request is told whose worker is no longer there."""
-    return WorkerFailed(f"worker {incarnation} is gone", retry_after=1.0)
+class _Listener(NamedTuple):
+    """What is called when workers change."""
 
-
-class WorkerLink:
-    """A connection to one incarnation."""
-
-    def __init__(self, record: WorkerRecord, tls: TlsFiles | None = None) -> None:
-        """``tls``: what this router shows the worker. Raises ConfigError."""
-        self.record = record
-        self._renewal = None if tls is None else Renewal(tls)
-        self.channel = open_channel(record.address, tls, "worker")
-        self.prefills = PrefillStream(self.channel, record.incarnation)
-        self.load: LoadSnapshot = record.load
-        self.follower: asyncio.Task[None] | None = None
-        """Reads the token stream of a decode worker, watches the channel of a prefill worker."""
-        self.connected = False
-        self.missing_since: float | None = None
-        """Since when neither the registry, which can be read, nor the stream of its prefills knows
-        of a prefill worker. A decode worker's stream is always there."""
-        self._heard_missing = 0
-        self.token_stream: TokenStream | None = None
-        """The one that is read now."""
-        self.token_messages = 0
-        """That have come on the token stream, those that say nothing included."""
-        self.owed: deque[_Abort] = deque(maxlen=_MAX_OWED)
-        """Aborts that have not arrived: they are sent again when the worker is heard."""
-        self.breaker = Breaker()
-        self.broken_at = float("-inf")
-        """When its token stream last broke after it had been up."""
-        self._suspected_until = float("-inf")
-        self._suspected_at = 0
-        self._stalled_at: int | None = None
-        self._failed_at = float("-inf")
-
-    def shows_old_files(self) -> bool:
-        """Whether it has lost its connection, and others have what it showed replaced meanwhile.
-
-        Its channel would show the old ones for ever. True once.
-        """
-        return not self.connected and self._renewal is not None and self._renewal.came()
-
-    @property
-    def messages(self) -> int:
-        """How many messages have come of the worker."""
-        return self.token_messages + self.prefills.messages
-
-    def miss(self, now: float) -> None:
-        """The registry does not list it, maybe since nobody can write there: it is listened to."""
-        if self.missing_since is None or self.messages != self._heard_missing:
-            self.missing_since, self._heard_missing = now, self.messages
-        self.prefills.open()
-
-    def suspect(self, now: float) -> None:
-        """It is silent, and should not be: nothing more goes there until it is heard."""
-        self._suspected_until = now + SUSPECT_S
-        self._suspected_at = self.messages
-
-    def is_suspected(self, now: float) -> bool:
-        """Whether it is taken to hang."""
-        return now < self._suspected_until and self.messages == self._suspected_at
-
-    @property
-    def engine_load(self) -> LoadSnapshot | worker_pb2.LoadSnapshot:
-        """The latest that a stream has told, or the registry where there is none; both kinds have
-
-        what the engine does.
-        """
-        if self.record.role == "decode" or self.prefills.load is None:
-            return self.load
-        return self.prefills.load
-
-    def stall(self) -> None:
-        """Its engine ends no step: nothing more goes there until one has ended."""
-        self._stalled_at = self.engine_load.engine_steps
-
-    def is_stalled(self) -> bool:
-        """Whether it says that it lives, and still computes the step at which it was found."""
-        if self._stalled_at is None:
-            return False
-        load = self.engine_load
-        return load.steps_in_flight > 0 and load.engine_steps == self._stalled_at
-
-    def hangs(self, now: float) -> bool:
-        """Whether it is to be left."""
-        return self.is_suspected(now) or self.is_stalled()
-
-    def is_up(self, now: float, missing_s: float) -> bool:
-        """Whether new requests may go there; not to one that was missing for ``missing_s``."""
-        well = not self.hangs(now) and now - self._failed_at > _COOL_DOWN_S
-        return well and self.is_ready(now, missing_s)
-
-    def is_ready(self, now: float, missing_s: float) -> bool:
-        """Whether it is connected, and says that it takes requests."""
-        if self.missing_since is not None and now - self.missing_since > missing_s:
-            return False
-        return self.record.state == "ready" and self.connected
-
-    def lends(self, now: float) -> bool:
-        """Whether its cached blocks may be fetched: also while it is drained."""
-        known = self.record.state in ("ready", DRAINING)
-        return known and self.connected and not self.is_suspected(now)
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether what runs there is to go elsewhere."""
-        return self.record.state == DRAINING and self.connected
-
-    def failed(self, now: float) -> None:
-        """A call could not be made: leave the worker alone for a moment."""
-        self._failed_at = now
+    on_broken: Callable[[str, BatonError], None]
+    on_draining: Callable[[WorkerLink], None]
 
 
 class WorkerLinks:
-    """All links by incarnation, kept in step with the registry."""
+    """All links by incarnation."""
 
-    def __init__(
-        self,
-        router_id: str,
-        on_output: Callable[[TokenOutput], None],
-        on_broken: Callable[[str, BatonError], None],
-        on_unheard: Callable[[str, int, Exception], None],
-        *,
-        heartbeat_s: float,
-        tls: TlsFiles | None = None,
-    ) -> None:
-        """``on_output`` gets each output; ``on_broken`` an incarnation whose stream ended;
-
-        ``on_unheard`` a request and its attempt of which an output could not be taken in.
-        ``tls``: what this router shows workers.
-        """
+    def __init__(self, router_id: str, *, heartbeat_s: float, tls: TlsFiles | None = None) -> None:
+        """``tls`` has the certificates that this router shows workers."""
         self._tls = tls
         self._router_id = router_id
-        self._on_output = on_output
-        self._on_broken = on_broken
-        self._on_unheard = on_unheard
+        self._readers: dict[tuple[str, int], _Reader] = {}
+        self._listeners: list[_Listener] = []
         self._silence = SilenceWatch[TokenStream](max(SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s))
         # A worker that lives renews its entry in this time, also after Redis was flushed.
         self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
@@ -226,7 +86,42 @@ class WorkerLinks:
         self._cut_off_at = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def subscribe(
+        self,
+        *,
+        on_broken: Callable[[str, BatonError], None],
+        on_draining: Callable[[WorkerLink], None],
+    ) -> Unsubscribe:
+        """Call ``on_broken`` with the incarnation of each decode worker whose stream has ended.
+
+        Its error is no WorkerFailed where no worker is to blame. ``on_draining`` gets the link of
+        each draining worker whenever the registry was read.
+        """
+        listener = _Listener(on_broken, on_draining)
+        self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
+
+    def read(
+        self,
+        request_id: str,
+        attempt: int,
+        on_output: Callable[[TokenOutput], None],
+        on_lost: Callable[[Exception], None],
+    ) -> Unsubscribe:
+        """Call ``on_output`` with each output of an attempt; those of no reader are dropped.
+
+        ``on_lost`` gets the error where an output cannot be taken in.
+        """
+        name = request_id, attempt
+        self._readers[name] = _Reader(on_output, on_lost)
+
+        def unsubscribe() -> None:
+            self._readers.pop(name, None)
+
+        return unsubscribe
+
     def get(self, incarnation: str) -> WorkerLink | None:
+        """The link to a worker; None where there is none."""
         return self._links.get(incarnation)
 
     def is_up(self, link: WorkerLink) -> bool:
@@ -264,6 +159,7 @@ class WorkerLinks:
         return self.is_up(link) or link in self.usable(link.record.role)
 
     def all(self) -> list[WorkerLink]:
+        """Every link."""
         return list(self._links.values())
 
     def is_cut_off(self) -> bool:
@@ -274,6 +170,27 @@ class WorkerLinks:
         prefill = [link for link in self._links.values() if link.record.role == "prefill"]
         is_without_prefill = bool(prefill) and not any(link.connected for link in prefill)
         return is_without_prefill or any(not link.connected for link in away)
+
+    def health(self, *, local_prefill: bool) -> tuple[str, str]:
+        """``ok``, ``degraded`` or ``down``, and the reason in words.
+
+        With ``local_prefill`` decode workers compute prompts where no prefill worker is up.
+        """
+        for role in ("decode", "prefill"):
+            if not self.up(role):
+                status = "degraded" if role == "prefill" and local_prefill else "down"
+                return status, f"no {role} worker is ready"
+        return "ok", ""
+
+    def is_dead(self, incarnation: str) -> bool | None:
+        """Whether a lost worker has died. None: it is not known yet.
+
+        A death is known once the registry does not list the worker and it cannot be reached.
+        """
+        link = self._links.get(incarnation)
+        if link is None:
+            return True
+        return None if not link.connected or link.hangs(time.monotonic()) else False
 
     async def returned(self, deadline: float) -> None:
         """Wait while the workers are cut off, until ``deadline`` on the monotonic clock."""
@@ -298,7 +215,7 @@ class WorkerLinks:
         """Take over the registry's view."""
         for incarnation, record in records.items():
             link = self._links.get(incarnation)
-            owed: deque[_Abort] = deque()
+            owed: deque[Abort] = deque()
             if link is not None and (link.record.role != record.role or link.shows_old_files()):
                 # The same worker with other services, or this router with other certificates.
                 owed = link.owed
@@ -327,6 +244,10 @@ class WorkerLinks:
                 continue
             log.info("worker %s has left", incarnation)
             self._let_go(incarnation)
+        for link in self.all():
+            if link.is_draining:
+                for listener in list(self._listeners):
+                    listener.on_draining(link)
 
     def listen(self, now: float) -> None:
         """Break the token streams on which nothing comes; to be called several times a second."""
@@ -377,10 +298,11 @@ class WorkerLinks:
             self._tell_broken(incarnation, error_from_gone(incarnation))
 
     def _tell_broken(self, incarnation: str, error: BatonError) -> None:
-        try:
-            self._on_broken(incarnation, error)
-        except Exception:
-            log.exception("worker %s: the end of its stream could not be handled", incarnation)
+        for listener in list(self._listeners):
+            try:
+                listener.on_broken(incarnation, error)
+            except Exception:
+                log.exception("worker %s: the end of its stream could not be handled", incarnation)
 
     async def _read_stream(self, link: WorkerLink) -> BatonError:
         """Read a token stream to its end; returns why it has ended."""
@@ -409,12 +331,15 @@ class WorkerLinks:
             self._send_owed(link)
         link.load = convert.load_from_proto(message.load)
         for output in message.outputs:
+            reader = self._readers.get((output.request_id, output.attempt))
+            if reader is None:
+                continue
             try:
-                self._on_output(convert.output_from_proto(output))
+                reader.on_output(convert.output_from_proto(output))
             except Exception as error:
                 # Only this request fails.
                 log.exception("an output of request %s cannot be taken in", output.request_id)
-                self._on_unheard(output.request_id, output.attempt, error)
+                reader.on_lost(error)
 
     async def abort(
         self,
@@ -431,9 +356,9 @@ class WorkerLinks:
         """
         link = self._links.get(incarnation)
         if link is not None:
-            await self._abort(link, _Abort(request_id, attempt, stop, choice))
+            await self._abort(link, Abort(request_id, attempt, stop, choice))
 
-    async def _abort(self, link: WorkerLink, abort: _Abort) -> None:
+    async def _abort(self, link: WorkerLink, abort: Abort) -> None:
         reason = decode_pb2.ABORT_REASON_STOP if abort.stop else decode_pb2.ABORT_REASON_UNSPECIFIED
         request = decode_pb2.AbortRequest(
             request_id=abort.request_id,

@@ -179,6 +179,6 @@ async def test_prompts_are_computed_again_when_a_prefill_worker_ends(
 
 
 def in_flight(client: Client, role: Role) -> int:
-    attempts = client.dispatcher._attempts
+    placement = client.dispatcher._placement
     names = [link.record.incarnation for link in client.dispatcher.workers.up(role)]
-    return sum(len(attempts.computing_at(name)) for name in names)
+    return sum(len(placement.computing_at(name)) for name in names)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.workers.worker_links import WorkerLink
+from router.workers.worker_link import WorkerLink
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import GREEDY, LONG, STRICT, Asked, busiest_decode, moved
 from tests.support.mini_cluster import MiniCluster, mini_cluster

@@ -17,7 +17,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.offline import OfflineOutput, generate
 from router.core.request import GenerationRequest
-from router.dispatch.poison import PROGRESS_TOKENS
+from router.dispatch.retry_limits import PROGRESS_TOKENS
 from tests.integration.test_handoff import prompt_of, reference
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from tests.support.models import make_tiny_model
@@ -105,9 +105,9 @@ def slot_of(cluster: MiniCluster, incarnation: str) -> str:
 
 
 def busiest_decode(cluster: MiniCluster) -> str:
-    attempts = cluster.dispatcher._attempts
+    placement = cluster.dispatcher._placement
     names = [link.record.incarnation for link in cluster.dispatcher.workers.up("decode")]
-    return slot_of(cluster, max(names, key=lambda name: len(attempts.at(name))))
+    return slot_of(cluster, max(names, key=lambda name: len(placement.at(name))))
 
 
 async def test_a_decode_worker_stops_amid_answers(tiny_model: Path, redis_url: str) -> None:
@@ -219,7 +219,7 @@ async def test_without_a_prefill_worker_prompts_go_on_at_a_decode_worker(
         tiny_model, redis_url, kv_pool_mib=8, chunk_tokens=4, max_sequences=4, local_prefill="auto"
     ) as cluster:
         task = asyncio.create_task(asked.run(cluster))
-        await cluster.until(cluster.dispatcher._attempts.expected_to_speak)
+        await cluster.until(lambda: cluster.dispatcher._placement.attempts)
         await cluster.workers.pop("prefill-0").stop()
         await task
         await cluster.until_idle()
@@ -240,7 +240,7 @@ async def test_ten_times_more_than_fits(
         model, redis_url, prefill=2, decode_pool={"kv_pool_mib": 1}, kv_pool_mib=8
     ) as cluster:
         # Admission would let in no more than fit.
-        monkeypatch.setattr(cluster.dispatcher._waiting_room, "turn", at_once)
+        monkeypatch.setattr(cluster.dispatcher._queue, "acquire", at_once)
         sent = [(prompt_of(30, n), replace(OVERSUBSCRIBED, seed=n)) for n in range(40)]
         answers = await asyncio.gather(*(cluster.answer(*each) for each in sent))
         await cluster.until_idle()

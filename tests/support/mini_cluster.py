@@ -35,8 +35,8 @@ from baton.telemetry.metrics import RouterMetrics
 from baton.valkey_binary import valkey_binary
 from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole
+from router.core.accounting import RequestStats
 from router.core.request import GenerationRequest, OutputDelta
-from router.core.request_recorder import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.text.tokenizer import Tokenizer
 from worker.follower import FollowerWorker

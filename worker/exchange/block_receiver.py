@@ -250,9 +250,10 @@ class BlockReceiver(TicketReceiver):
             self._check_quarantine(ticket, was_quarantined=was_quarantined)
 
     def rank_gone(self, error: BatonError) -> None:
-        """A rank can be reached no longer: every ticket ends. Its blocks stay in quarantine, for
+        """A rank can be reached no longer: every ticket ends.
 
-        nobody can tell what is copied there: the worker ends with its rank.
+        Their blocks stay in quarantine, since copies may still run there: the worker ends with its
+        rank.
         """
         for ticket in self.book:
             self._release(ticket, "error", error)

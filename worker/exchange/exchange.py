@@ -70,7 +70,7 @@ class Exchange:
         self._sender = RankSender(identity, self._pairs)
         self._ranks = ranks
         self._recall = recall
-        self._given = 0
+        self._pulls_served = 0
         self._calls: dict[Outbound, HandoffCalls] = {}
 
     def _connect(self, address: str) -> grpc.aio.Channel:
@@ -113,7 +113,7 @@ class Exchange:
     def _end_calls(self, pair: Outbound, error: BatonError) -> None:
         self._calls.pop(pair).end(error)
 
-    async def give(
+    async def serve_pull(
         self, reader: Identity, peer: Peer, meant: str, ticket_id: str, hashes: Sequence[bytes]
     ) -> int:
         """Send another worker, for its own ticket, the leading blocks of ``hashes`` held here.
@@ -133,15 +133,15 @@ class Exchange:
         if not blocks:
             return 0
         self._pool.pin(blocks)
-        self._given += 1
+        self._pulls_served += 1
         try:
-            await self._give(peer, ticket_id, blocks)
+            await self._push_blocks(peer, ticket_id, blocks)
         finally:
-            self._given -= 1
+            self._pulls_served -= 1
             self._pool.release(blocks)
         return len(blocks)
 
-    async def _give(self, peer: Peer, ticket_id: str, blocks: Sequence[int]) -> None:
+    async def _push_blocks(self, peer: Peer, ticket_id: str, blocks: Sequence[int]) -> None:
         pair = await self.outbound(peer)
         push = self.push(pair, ticket_id)
         try:
@@ -155,10 +155,10 @@ class Exchange:
             await asyncio.wait([push.done])
             raise
 
-    async def ask(
+    async def pull(
         self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
     ) -> int:
-        """Have another worker send, for a ticket of this one, what it holds: see ``give``.
+        """Have another worker send, for a ticket of this one, what it holds: see ``serve_pull``.
 
         Returns how many of the leading blocks of ``hashes`` have landed. Raises BatonError.
         """
@@ -179,7 +179,7 @@ class Exchange:
 
     def is_idle(self) -> bool:
         """Whether no block is promised here, nor read for others."""
-        return not len(self.receiver.book) and not self._given
+        return not len(self.receiver.book) and not self._pulls_served
 
     def heartbeat(self) -> None:
         """Renew leases, give up silent peers, end what has expired."""

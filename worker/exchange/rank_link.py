@@ -39,7 +39,7 @@ Call = grpc.aio.StreamStreamCall[rank_pb2.JoinRequest, rank_pb2.JoinResponse]
 
 
 class RankListener(Protocol):
-    """Whoever is told what a rank says of tickets."""
+    """Receives what ranks report of tickets."""
 
     def rank_opened(self, ticket_id: str, rank: int) -> None:
         """Its writers may begin there."""
@@ -58,7 +58,7 @@ class RankListener(Protocol):
 
 
 class RankLink:
-    """See the module's text."""
+    """Rank 0's stream to one other rank: commands go out, events come in."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class RankLink:
         self._beats = 0
         self._tasks: list[asyncio.Task[None]] = []
 
-    # Its life
+    # From open to broken
 
     async def open(self, identity: Identity) -> None:
         """Have the rank begin a life as one of this worker. Raises BatonError."""
@@ -215,7 +215,7 @@ class RankLink:
             case "ticket_freed":
                 listener.rank_freed(event.ticket_freed.ticket_id, self.rank)
 
-    # What the rank is told
+    # Commands
 
     def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
         """Have it let in what the ranks of a writer bring for a ticket."""
@@ -384,7 +384,7 @@ class RankLinks:
         return [link.push(ticket_id, receiver) for link in self.links]
 
     def heartbeat(self, now: float) -> None:
-        """Give up who is silent."""
+        """Give up silent ranks."""
         for link in self.links:
             link.heartbeat(now)
 

@@ -26,7 +26,7 @@ Event = rank_pb2.RankEvent
 
 
 class RankReceiver(TicketReceiver):
-    """Implements ``kvtransfer.pairs.inbound.TicketKeeper``; see the module's text."""
+    """Implements ``kvtransfer.pairs.inbound.TicketKeeper`` at a rank other than rank 0."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ _BEATS = 4
 
 
 class RankServer:
-    """See the module's text."""
+    """The gRPC server of one rank, and the life that rank 0 has begun there."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class RankServer:
 
 
 class RankLife:
-    """What has an incarnation."""
+    """One incarnation of the worker, at this rank: its pairs, tickets and transports."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ _TURNS = 4
 """So many loads of others are waited for that bring blocks of the same prompt."""
 
 ComputeSeconds = Callable[[int, int], float]
-"""How long computing so many tokens behind so many others would take."""
+"""Seconds to compute a number of tokens after a number of others."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class _Load:
 
 
 class TierLoader:
-    """See the module's text."""
+    """Loads blocks from the tiers into the pool."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class TierLoader:
         return max(self.estimates.load_s({tier.name: size}) for tier in self._tiers.tiers)
 
     def returns_sooner(self, sequence: engine_sequence.Sequence) -> bool:
-        """Whether the blocks of one that is about to lose them come back from the tiers sooner than
+        """Whether a sequence that is about to lose its blocks gets them back from the tiers sooner.
 
-        another worker, as fast as this one, would compute them.
+        The alternative is another worker, as fast as this one, that computes them.
         """
         full = sequence.registered * self._scheduler.limits.block_size
         if not full:

@@ -30,7 +30,7 @@ _BATCH_BYTES = 4 << 20
 
 
 class TierSpiller:
-    """See the module's text."""
+    """Copies blocks of the pool to the first tier, and of each tier to the next one."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class _Prefills:
         self._is_over = False
 
     async def obey(self, messages: AsyncIterator[prefill_pb2.PrefillsRequest]) -> None:
-        """Take the router's commands, until it has no more."""
+        """Carry out the router's commands, until its stream ends."""
         async for message in messages:
             for command in message.commands:
                 if command.HasField("start"):
@@ -101,10 +101,7 @@ class _Prefills:
                     self._cancel((command.cancel.request_id, command.cancel.attempt))
 
     async def tell(self, context: PrefillContext) -> None:
-        """Pass on what happens: all that has gathered meanwhile in one message. Where nothing does,
-
-        one without events says that the worker lives.
-        """
+        """Send events, all that have gathered in one message; without any, send keepalives."""
         while not self._is_over or self._events:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._keepalive.next_s(busy=bool(self.running))):
@@ -116,7 +113,7 @@ class _Prefills:
                 await context.write(prefill_pb2.PrefillsResponse(events=some, load=load))
 
     def tell_no_more(self) -> None:
-        """``tell`` returns once all that has happened is told."""
+        """Let ``tell`` return once all events are sent."""
         self._is_over = True
         self._happened.set()
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from baton.request import SequenceSpec
 from planning.simulator.cluster.simulated_request import SimulatedRequest, SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
-from router.routing.planner import Promise
+from router.routing.ledger import Promise
 
 
-class Attempt:
+class SimulatedAttempt:
     """Mutable; owned by the simulation."""
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""One router without connections: the real admission, planner and policy in virtual time.
+"""One router without connections: the real admission, ledger and policy in virtual time.
 
 arrived ─no place, no hope→ refused
 arrived → waiting ─its turn→ placed ─first token→ begun ─last token→ done
@@ -16,23 +16,23 @@ from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.request import Geometry
 from baton.store.registry import WorkerRecord
-from planning.simulator.cluster.attempt import Attempt
+from planning.simulator.cluster.attempt import SimulatedAttempt
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_request import SimulatedRequest
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from planning.simulator.cluster.workers_side import WorkersSide
-from router.admission.admission import Admission, Applicant, slo_of
 from router.admission.capacity import Capacity
-from router.routing.planner import Planner
+from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
+from router.routing.ledger import Ledger
 from router.routing.policy import Policy, RouteRequest
 
 TICK_S = 0.05
 CAPACITY_AGE_S = 0.02
-"""How often the waiting room is looked at while nothing happens, and how old its view of the
-workers may be, as ``router.admission.waiting_room`` has them."""
+"""How often the queue is looked at while nothing happens, and how old its view of the
+workers may be, as ``router.admission.admission_queue`` has them."""
 REFRESH_S = 0.05
-"""How old the table of workers may be, as ``router.routing.roster`` has it."""
+"""How old the table of workers may be, as ``router.routing.route_finder`` has it."""
 GENERATED_EVERY_S = 0.25
 """How often admission hears, while requests wait, how many tokens were generated: a live router
 tells it with each of them."""
@@ -60,8 +60,8 @@ class SimulatedRouter:
         self._block_tokens = block_tokens
         self.traffic = TrafficMeter()
         """For the autoscaler."""
-        self._planner = Planner(policy, block_tokens, self.traffic.counts)
-        self._admission = Admission(
+        self._ledger = Ledger(policy, block_tokens, self.traffic.counts)
+        self._admission = AdmissionController(
             config.tenant_weights,
             config,
             self._refused,
@@ -70,7 +70,7 @@ class SimulatedRouter:
         """Under way."""
         self._begun: dict[str, SimulatedRequest] = {}
         self._deadlines: dict[str, float] = {}
-        self._attempts: dict[str, Attempt] = {}
+        self._attempts: dict[str, SimulatedAttempt] = {}
         self._capacity: Capacity | None = None
         self._capacity_at = -math.inf
         self._generated_at = -math.inf
@@ -84,7 +84,7 @@ class SimulatedRouter:
             self._join(worker)
 
     def _join(self, worker: SimulatedWorker) -> None:
-        table, record = self._planner.table, self.record(worker)
+        table, record = self._ledger.table, self.record(worker)
         table.add(record)
         table.set_load(worker.name, record.load, self._events.now * 1e3)
         table.set_up(worker.name, True)
@@ -112,7 +112,7 @@ class SimulatedRouter:
 
     def leave_out(self, worker: SimulatedWorker) -> None:
         """It takes nothing more."""
-        self._planner.table.set_up(worker.name, False)
+        self._ledger.table.set_up(worker.name, False)
         for workers in (self._prefill, self._decode):
             if worker in workers:
                 workers.remove(worker)
@@ -136,14 +136,14 @@ class SimulatedRouter:
         self.traffic.came(self._config.class_of(tokens), tokens, request.output_tokens)
         capacity = self._current_capacity(now)
         try:
-            self._admission.offer(self._applicant(request), capacity, now)
+            self._admission.offer(self._admission_request(request), capacity, now)
         except Overloaded as error:
             self._refused(request.name, error)
         self._pump()
 
-    def _applicant(self, request: SimulatedRequest) -> Applicant:
+    def _admission_request(self, request: SimulatedRequest) -> AdmissionRequest:
         config, tokens = self._config, request.traced.input_tokens
-        return Applicant(
+        return AdmissionRequest(
             request_id=request.name,
             tenant=DEFAULT_TENANT,
             priority=0,
@@ -161,7 +161,7 @@ class SimulatedRouter:
 
     def _pump(self) -> None:
         now = self._events.now
-        for name in self._admission.release(self._current_capacity(now), now):
+        for name in self._admission.admit(self._current_capacity(now), now):
             self._place(self._requests[name])
         if self._admission.waiting_requests and not self._ticks:
             self._ticks = True
@@ -193,7 +193,7 @@ class SimulatedRouter:
             max_sequences=sum(worker.profile.max_sequences for worker in decode),
             available_blocks=tuple(worker.pool.available for worker in decode),
             total_blocks=tuple(worker.pool.total for worker in decode),
-            prefill_cost=self._planner.table.prefill_cost("prefill" if self._prefill else "decode"),
+            prefill_cost=self._ledger.table.prefill_cost("prefill" if self._prefill else "decode"),
         )
 
     def _tell_generated(self, request: SimulatedRequest) -> None:
@@ -218,16 +218,16 @@ class SimulatedRouter:
         try:
             if left_s <= 0:
                 raise DeadlineExceeded("the request's deadline passed while it waited")
-            decision = self._planner.decide(asked, hashes, held, now)
+            decision = self._ledger.decide(asked, hashes, held, now)
         except BatonError as error:
             self._end(request, error.code or "unavailable")
             return
-        promise = self._planner.promise(decision, asked, hashes, now)
+        promise = self._ledger.promise(decision, asked, hashes, now)
         source, target = self._workers[decision.prefill], self._workers[decision.decode]
         request.prefill, request.decode = source.number, target.number
         request.is_local = decision.local
         spec = request.spec(left_s, context_class)
-        attempt = Attempt(request, spec, source, target, promise, now + left_s)
+        attempt = SimulatedAttempt(request, spec, source, target, promise, now + left_s)
         self._attempts[request.name] = attempt
         self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
 
@@ -236,7 +236,7 @@ class SimulatedRouter:
         if now - self._refreshed_at < REFRESH_S:
             return
         self._refreshed_at = now
-        table = self._planner.table
+        table = self._ledger.table
         for worker in self._workers.values():
             if not worker.is_idle or self._seen.get(worker.name) != worker.changes:
                 self._seen[worker.name] = worker.changes
@@ -244,7 +244,7 @@ class SimulatedRouter:
 
     # What workers tell
 
-    def computed(self, attempt: Attempt, computed_tokens: int, compute_s: float) -> None:
+    def computed(self, attempt: SimulatedAttempt, computed_tokens: int, compute_s: float) -> None:
         """See ``RouterSide``."""
         now, request = self._events.now, attempt.request
         if request.name not in self._requests:
@@ -258,23 +258,23 @@ class SimulatedRouter:
         if self._admission.first_token(request.name, now):
             self._pump()
 
-    def committed(self, attempt: Attempt, transfer_s: float) -> None:
+    def committed(self, attempt: SimulatedAttempt, transfer_s: float) -> None:
         """See ``RouterSide``."""
         attempt.promise.committed(pinned_blocks=len(attempt.pinned), transfer_ms=transfer_s * 1e3)
 
-    def finished(self, attempt: Attempt) -> None:
+    def finished(self, attempt: SimulatedAttempt) -> None:
         """See ``RouterSide``."""
         if attempt.request.name in self._requests:
             self._end(attempt.request, "")
             self._pump()
 
-    def handed_back(self, attempt: Attempt) -> None:
+    def handed_back(self, attempt: SimulatedAttempt) -> None:
         """See ``RouterSide``."""
         attempt.promise.ended(self._events.now)
         if attempt.request.name in self._requests:
             self._place(attempt.request)
 
-    def failed(self, attempt: Attempt, error: BatonError) -> None:
+    def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
         """See ``RouterSide``."""
         if attempt.request.name in self._requests:
             self._end(attempt.request, error.code or "unavailable")

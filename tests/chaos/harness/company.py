@@ -184,7 +184,7 @@ class Client:
 
     def busiest(self, role: Role) -> str:
         """The slot where most of what runs is: its decoding, or its prompts."""
-        attempts = self.dispatcher._attempts
-        count = attempts.at if role == "decode" else attempts.computing_at
+        placement = self.dispatcher._placement
+        count = placement.at if role == "decode" else placement.computing_at
         names = [link.record.incarnation for link in self.dispatcher.workers.up(role)]
         return self.slot_of(max(names, key=lambda name: len(count(name))))

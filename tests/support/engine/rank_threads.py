@@ -12,7 +12,7 @@ import torch
 from engine.build import build_engine, build_follower
 from engine.engine import Engine, EngineSettings
 from engine.kv.kv_cache import KvCache
-from engine.parallel.ranks import FollowingRank, LeadRank
+from engine.parallel.ranks import Follower, Leader
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -22,14 +22,14 @@ WAIT_S = 60.0
 @contextlib.contextmanager
 def engine_of_ranks(settings: EngineSettings, ranks: int) -> Iterator[tuple[Engine, list[KvCache]]]:
     """Rank 0's engine, and the caches of all ranks."""
-    lead = LeadRank(HOST, ranks)
+    lead = Leader(HOST, ranks)
     broken: list[str] = []
     caches: list[Future[KvCache]] = [Future() for _ in range(ranks)]
     ended: list[Future[None]] = [Future() for _ in range(1, ranks)]
 
     def follow(rank: int) -> None:
         try:
-            following = FollowingRank(lead.address, rank, ranks, WAIT_S)
+            following = Follower(lead.address, rank, ranks, WAIT_S)
             group = following.form(CPU, broken.append)
             model, cache = build_follower(settings, group)
             caches[rank].set_result(cache)

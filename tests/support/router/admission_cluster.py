@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from baton.config.cluster import Config
 from baton.errors import BatonError, Overloaded
-from router.admission.admission import Admission, Applicant
 from router.admission.capacity import Capacity
+from router.admission.controller import AdmissionController, AdmissionRequest
 
 BLOCK = 16
 WEIGHTS = {"default": 1.0, "other": 1.0}
@@ -51,11 +51,11 @@ class Cluster:
             max_queue_s=self.max_queue_s,
             slo_tpot_s=self.slo_tpot_s,
         )
-        self.admission = Admission(self.weights, config, self._refuse)
+        self.admission = AdmissionController(self.weights, config, self._refuse)
         self.free_at = [0.0] * self.workers
         self.events: list[tuple[float, int, str, str]] = []
         self.count = itertools.count()
-        self.wanted: dict[str, Applicant] = {}
+        self.wanted: dict[str, AdmissionRequest] = {}
         self.running: dict[str, int] = {}
         self.max_blocks = self.max_running = 0
 
@@ -93,7 +93,7 @@ class Cluster:
     ) -> None:
         """Raises Overloaded where it is refused at once; ``refused`` has later refusals."""
         own_deadline = deadline_s < math.inf
-        self.wanted[name] = applicant = Applicant(
+        self.wanted[name] = applicant = AdmissionRequest(
             name,
             tenant,
             priority,
@@ -114,7 +114,7 @@ class Cluster:
             self.pump()
 
     def pump(self) -> None:
-        for name in self.admission.release(self.capacity(), self.now):
+        for name in self.admission.admit(self.capacity(), self.now):
             self.order.append(name)
             worker = self.free_at.index(min(self.free_at))
             began = max(self.free_at[worker], self.now)
@@ -125,7 +125,7 @@ class Cluster:
         heapq.heappush(self.events, (when, next(self.count), what, name))
 
     def until(self, when: float, step_s: float = math.inf) -> None:
-        """Let the time pass; every ``step_s`` admission is asked, as the waiting room does."""
+        """Let the time pass; every ``step_s`` admission is asked, as the admission queue does."""
         while (moment := min(when, self.now + step_s)) > self.now:
             self._until(moment)
             if step_s < math.inf:

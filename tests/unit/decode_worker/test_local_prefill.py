@@ -66,7 +66,7 @@ class World(ManualWorker):
         self.core.start()
         self.role.sequences.outbox(ROUTER).open()
 
-    async def ask(
+    async def pull(
         self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
     ) -> int:
         self.asked.set()
@@ -185,7 +185,7 @@ async def test_a_prefix_that_is_held_here_is_not_computed(world: World) -> None:
 async def test_prompts_and_waiting_reserves_take_turns(world: World) -> None:
     world.reserve(spec_of("promised", length=60, first=1))
     world.reserve(spec_of("another", length=20, first=5))
-    large = world.role.ask(
+    large = world.role.request_reserve(
         Offer("model", GEOMETRY, INCARNATION, "writer", spec_of("large", length=60, first=2))
     )
     assert not large.done()

@@ -43,7 +43,7 @@ class Worker:
         return cast(Ticket, name)
 
     def ask(self, name: str, preemptions: int = 0) -> Asked:
-        return self.queue.ask(offer(name, preemptions))
+        return self.queue.add(offer(name, preemptions))
 
 
 async def test_preempted_sequences_come_first_and_each_in_its_order() -> None:

@@ -15,7 +15,7 @@ from baton.autoscaling.traffic import (
 )
 from baton.request import Geometry, LoadSnapshot
 from baton.store.registry import WorkerRecord
-from router.admission.decode_room import FIRST_ANSWER_TOKENS as ADMISSIONS_GUESS
+from router.admission.capacity import FIRST_ANSWER_TOKENS as ADMISSIONS_GUESS
 
 SLO_TPOT_S = 0.1
 

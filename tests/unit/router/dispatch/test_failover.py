@@ -1,10 +1,11 @@
-"""What becomes of attempts that end before their time. Workers and routes are fakes."""
+"""Where requests are placed, and what becomes of attempts that fail. Workers are fakes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from baton.errors import (
     Unavailable,
     WorkerFailed,
 )
+from baton.hashing import HashChain
 from baton.request import (
     LOWEST_PRIORITY,
     FinishReason,
@@ -36,15 +38,15 @@ from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import prefill_pb2
 from router.core.request import GenerationRequest
-from router.dispatch import failover as moves_module
-from router.dispatch.attempts import Attempts
-from router.dispatch.failover import MAX_FAILURES, Moves
-from router.dispatch.poison import Quarantine
-from router.dispatch.request_life import RequestLife
-from router.dispatch.retry_budget import RetryBudget
-from router.dispatch.running_request import Attempt, RunningRequest
+from router.dispatch import failover as failover_module
+from router.dispatch.failover import MAX_FAILURES, Failover
+from router.dispatch.hang_detector import HangDetector
+from router.dispatch.placement import Placement
+from router.dispatch.retry_limits import QUARANTINE_S, Quarantine, RetryBudget
+from router.dispatch.running_request import RunningRequest
+from router.routing.ledger import Ledger
 from router.routing.policy import Decision, RouteRequest
-from router.routing.routes import Route, Routes, Stage
+from router.routing.route_finder import RouteFinder
 from router.text.detokenizer import ByteDetokenizer
 from router.text.output_processor import OutputProcessor
 from router.workers import breaker as breaker_module
@@ -104,10 +106,22 @@ class Link:
         return self.suspected
 
 
+@dataclass
+class Asked:
+    """What was to be routed."""
+
+    request: RouteRequest
+    reads_cache: bool
+    source_worker: str
+    is_moved: bool
+
+
 class World:
     """Two workers of each role; routes go to the first that is not excluded."""
 
-    def __init__(self, *, max_moves: int | None = None, **changes: Any) -> None:
+    def __init__(
+        self, *, max_moves: int | None = None, quarantine_s: float = QUARANTINE_S, **changes: Any
+    ) -> None:
         self.links = {
             f"{role[0]}{n}": Link(f"{role[0]}{n}", role)
             for role in ("prefill", "decode")
@@ -115,23 +129,22 @@ class World:
         }
         self.aborted: list[tuple[str, int, int | None]] = []
         self.cut_off = False
-        self.stages: list[Stage] = []
+        self.asked: list[Asked] = []
+        self.hashed: list[tuple[tuple[int, ...], HashChain]] = []
+        self.listeners: list[tuple[Any, Any]] = []
+        self.readers: dict[tuple[str, int], Any] = {}
         self.metrics = RouterMetrics(CollectorRegistry())
-        planner = SimpleNamespace(promise=lambda *_: SimpleNamespace(ended=lambda now: None))
-        self.attempts = Attempts(cast(WorkerLinks, self), cast(Any, planner), self.prefill_failed)
-        self.moves = Moves(
-            "router",
-            Config(**changes),
-            cast(Routes, self),
-            self.attempts,
-            self.metrics,
-            cast(WorkerLinks, self),
+        ledger = SimpleNamespace(promise=lambda *_: SimpleNamespace(ended=lambda now: None))
+        config, links = Config(**changes), cast(WorkerLinks, self)
+        self.placement = Placement(
+            "router", config, links, cast(Ledger, ledger), cast(RouteFinder, self), self.metrics
         )
-        if max_moves is not None:
-            self.moves.budget = RetryBudget(0.0, max_moves, 0.0)
-
-    async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
-        await self.moves.prefill_failed(attempt, failure, broke)
+        self.budget = RetryBudget.of(config) if max_moves is None else RetryBudget(0, max_moves, 0)
+        self.quarantine = Quarantine(quarantine_s)
+        self.failover = Failover(
+            config, self.placement, links, self.budget, self.quarantine, self.metrics
+        )
+        self.detector = HangDetector(config, links, self.placement, self.failover)
 
     # As links
 
@@ -142,6 +155,20 @@ class World:
         self, name: str, request_id: str, attempt: int, *, stop: bool, choice: int | None
     ) -> None:
         self.aborted.append((name, attempt, choice))
+
+    def subscribe(self, *, on_broken: Any, on_draining: Any) -> Callable[[], None]:
+        self.listeners.append((on_broken, on_draining))
+        return self.listeners.clear
+
+    def read(
+        self, request_id: str, attempt: int, on_output: Any, on_lost: Any
+    ) -> Callable[[], None]:
+        name = request_id, attempt
+        self.readers[name] = on_output, on_lost
+        return lambda: self.readers.pop(name)
+
+    def is_dead(self, name: str) -> bool | None:
+        return WorkerLinks.is_dead(cast(WorkerLinks, SimpleNamespace(_links=self.links)), name)
 
     def is_up(self, link: Link) -> bool:
         return link.is_up
@@ -161,18 +188,27 @@ class World:
     def names_up(self) -> list[str]:
         return [name for name, link in self.links.items() if link.is_up]
 
-    async def find(self, stage: Stage, *excluded: frozenset[str]) -> Route:
-        self.stages.append(stage)
+    def hashes(self, token_ids: tuple[int, ...], salt: bytes, chain: HashChain) -> list[bytes]:
+        self.hashed.append((token_ids, chain))
+        return []
+
+    async def find(
+        self,
+        request: RouteRequest,
+        hashes: list[bytes],
+        avoid: Sequence[frozenset[str]],
+        **asked: Any,
+    ) -> Decision:
+        self.asked.append(Asked(request, **asked))
         await asyncio.sleep(0)
-        for names in excluded:
+        for names in avoid:
             chosen = [
                 next((n for n in self.names_up() if n[0] == role and n not in names), None)
                 for role in "pd"
             ]
             source, target = chosen
             if source and target:
-                decision = Decision(source, target, 0, "test")
-                return Route(decision, RouteRequest(len(stage.token_ids)), [])
+                return Decision(source, target, 0, "test")
         raise Unavailable("nobody", retry_after=2.0)
 
     # What a test does
@@ -181,13 +217,11 @@ class World:
         request = GenerationRequest(
             "r", PROMPT, SamplingParams(max_tokens=50), Principal(), 60.0, choices=choices, **fields
         )
-        assemblers = (
+        processors = [
             OutputProcessor(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(choices)
-        )
-        running = RunningRequest(
-            request, RequestLife("r", 0, *assemblers), time.monotonic() + request.deadline_s
-        )
-        await self.moves.begin(running)
+        ]
+        running = RunningRequest(request, processors, time.monotonic() + request.deadline_s)
+        await self.placement.place(running, range(choices))
         await self.settle()
         return running
 
@@ -204,7 +238,7 @@ class World:
         self, running: RunningRequest, tokens: int, *, choice: int = 0, ends: bool = False
     ) -> None:
         """So many more tokens of a choice, by its attempt."""
-        state = running.life.choices[choice]
+        state = running.choices[choice]
         output = TokenOutput(
             "r",
             state.attempt,
@@ -213,10 +247,8 @@ class World:
             FinishReason.LENGTH if ends else None,
             choice=choice,
         )
-        attempt = self.attempts.find(output)
-        assert attempt is not None
-        attempt.decode_began.set()
-        running.life.accept(output)
+        on_output, _ = self.readers["r", state.attempt]
+        on_output(output)
 
     def at(self, running: RunningRequest) -> list[tuple[int, str, str]]:
         return sorted(
@@ -232,8 +264,7 @@ class World:
 
     def close(self, *all_running: RunningRequest) -> None:
         for running in all_running:
-            for attempt in list(running.attempts):
-                self.attempts.end(attempt)
+            self.placement.release(running)
 
 
 GONE = WorkerFailed("it is gone")
@@ -243,14 +274,14 @@ async def test_an_answer_goes_on_behind_its_tokens() -> None:
     world = World()
     running = await world.run(priority=4)
     world.tell(running, 3)
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     await world.settle()
     assert world.at(running) == [(1, "p0", "d1")]
     (attempt,) = running.attempts
     spec = attempt.spec
     assert (spec.token_ids, spec.prompt_length) == ((*PROMPT, 65, 65, 65), 3)
     assert (spec.hand_back, spec.priority, spec.choices) == (True, 4, 1)
-    assert world.stages[-1].is_moved
+    assert world.asked[-1].is_moved
     assert world.aborted == [("d0", 0, None)]
     assert world.moved("decode_failed") == 1
     world.close(running)
@@ -261,7 +292,7 @@ async def test_choices_that_have_tokens_move_one_by_one() -> None:
     running = await world.run(choices=3, background=True)
     world.tell(running, 2, choice=0, ends=True)
     world.tell(running, 1, choice=2)
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     await world.settle()
     specs = {a.spec.choice: a.spec for a in running.attempts}
     assert sorted(specs) == [1, 2]
@@ -276,7 +307,7 @@ async def test_choices_that_have_tokens_move_one_by_one() -> None:
 async def test_choices_without_tokens_move_together() -> None:
     world = World()
     running = await world.run(choices=3)
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     await world.settle()
     (attempt,) = running.attempts
     assert (attempt.spec.choice, attempt.spec.choices, attempt.spec.attempt) == (0, 3, 1)
@@ -287,19 +318,19 @@ async def test_late_messages_of_an_old_attempt_find_nobody() -> None:
     world = World()
     running = await world.run()
     world.tell(running, 1)
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     late = TokenOutput("r", 0, 1, (66,))
-    assert world.attempts.find(late) is None
+    assert ("r", 0) not in world.readers
     await world.settle()
-    running.life.accept(late)
-    assert running.life.token_ids == [65]
+    running.accept(late)
+    assert running.choices[0].token_ids == [65]
     world.close(running)
 
 
 async def test_a_broken_prefill_stream_excludes_its_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(failover_module, "COMMIT_GRACE_S", 0.0)
     world = World()
     running = await world.run()
     stream = world.links["p0"].prefills
@@ -314,7 +345,7 @@ async def test_a_broken_prefill_stream_excludes_its_worker(
 
 async def test_a_failed_handoff_tries_two_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Either may be at fault; where one of them is known to be down, the other is not."""
-    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(failover_module, "COMMIT_GRACE_S", 0.0)
     world = World()
     running = await world.run()
     world.links["p0"].prefills.fail(HandoffError("a wire"))
@@ -330,26 +361,26 @@ async def test_a_failed_handoff_tries_two_others(monkeypatch: pytest.MonkeyPatch
         await world.until(lambda here=here: world.at(running) == here)  # type: ignore[misc]
     world.links["p0"].prefills.fail(HandoffError("a wire"))
     with pytest.raises(HandoffError):
-        await running.life.next_delta()
+        await running.next_delta()
     assert world.moved("handoff_failed") == MAX_FAILURES
 
 
 async def test_a_handoff_that_fails_for_want_of_a_worker_has_no_last_resort(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(failover_module, "COMMIT_GRACE_S", 0.0)
     world = World()
     running = await world.run()
     for name in ("p1", "d0", "d1"):
         world.links[name].is_up = False
     world.links["p0"].prefills.fail(HandoffError("a wire"))
     with pytest.raises(HandoffError):
-        await running.life.next_delta()
+        await running.next_delta()
     assert world.moved("handoff_failed") == 0
 
 
 async def test_a_committed_prefill_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 5.0)
+    monkeypatch.setattr(failover_module, "COMMIT_GRACE_S", 5.0)
     world = World()
     running = await world.run()
     world.links["p0"].prefills.fail(GONE)
@@ -365,7 +396,46 @@ async def test_what_is_no_workers_fault_is_told(monkeypatch: pytest.MonkeyPatch)
     running = await world.run()
     world.links["p0"].prefills.fail(GrammarFailed("too deep"))
     with pytest.raises(GrammarFailed):
-        await running.life.next_delta()
+        await running.next_delta()
+    world.close(running)
+
+
+async def test_an_output_that_is_lost_ends_its_request() -> None:
+    world = World()
+    running = await world.run()
+    _, on_lost = world.readers["r", 0]
+    on_lost(MemoryError())
+    with pytest.raises(BatonError, match="MemoryError"):
+        await running.next_delta()
+    world.close(running)
+
+
+async def test_outputs_reach_what_decides() -> None:
+    """An error and a hand-back, as the decode worker sends them."""
+    world = World()
+    running = await world.run()
+    on_output, _ = world.readers["r", 0]
+    on_output(TokenOutput("r", 0, 0, (), handed_back=True))
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d0")]
+    assert world.moved("preempted") == 1
+    on_output, _ = world.readers["r", 1]
+    on_output(TokenOutput("r", 1, 0, (), error="it failed", error_code="worker_failed"))
+    await world.settle()
+    assert world.at(running) == [(2, "p0", "d1")]
+    assert world.aborted == [], "nothing is left at either worker"
+    world.close(running)
+
+
+async def test_nothing_is_decided_after_the_end() -> None:
+    world = World()
+    running = await world.run()
+    world.failover.close()
+    on_output, _ = world.readers["r", 0]
+    on_output(TokenOutput("r", 0, 0, (), error="it failed", error_code="worker_failed"))
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    assert world.listeners == []
     world.close(running)
 
 
@@ -373,10 +443,9 @@ async def test_a_deadline_at_a_decode_worker_is_told() -> None:
     world = World()
     running = await world.run()
     (attempt,) = running.attempts
-    output = TokenOutput("r", 0, 0, (), error="late", error_code="deadline_exceeded")
-    world.moves.worker_reported(attempt, output, DeadlineExceeded("late"))
+    world.failover.decode_failed(attempt, DeadlineExceeded("late"))
     with pytest.raises(DeadlineExceeded):
-        await running.life.next_delta()
+        await running.next_delta()
     world.close(running)
     assert world.aborted == [], "it has ended there"
 
@@ -385,9 +454,9 @@ async def test_with_nobody_else_the_failure_says_when_to_come_back() -> None:
     world = World()
     world.links["d1"].is_up = False
     running = await world.run()
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     with pytest.raises(WorkerFailed) as caught:
-        await running.life.next_delta()
+        await running.next_delta()
     assert caught.value.retry_after
     assert not running.attempts
 
@@ -399,7 +468,7 @@ async def lost_twice(world: World, what_becomes: Callable[[str], object]) -> Run
     world.links["d2"] = Link("d2", "decode")
     for name in ("d0", "d1"):
         world.links[name].connected = False
-        world.moves.worker_broken(name, GONE)
+        world.failover.worker_broken(name, GONE)
         await world.settle()
         what_becomes(name)
         if name == "d0":
@@ -410,13 +479,13 @@ async def lost_twice(world: World, what_becomes: Callable[[str], object]) -> Run
 
 
 async def test_two_deaths_at_one_place_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(failover_module, "LOOK_S", 0.001)
     world = World()
     running = await lost_twice(world, world.links.pop)
-    await running.life.next_delta()
+    await running.next_delta()
     with pytest.raises(PoisonRequest):
-        await running.life.next_delta()
-    assert world.moves.quarantine
+        await running.next_delta()
+    assert world.quarantine
     world.close(running)
 
 
@@ -425,16 +494,16 @@ async def test_lost_streams_are_no_deaths(
     speak_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router stood still: the workers are there, or it is not known in time."""
-    monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(failover_module, "LOOK_S", 0.001)
     world = World(advanced=AdvancedConfig(registry_ttl_s=4.0, heartbeat_s=1.0))
-    world.moves._verdict_s = 0.02
+    world.failover._verdict_s = 0.02
 
     def what_becomes(name: str) -> None:
         world.links[name].connected = speak_again
 
     running = await lost_twice(world, what_becomes)
     assert running.attempts, "it goes on"
-    assert not world.moves.quarantine
+    assert not world.quarantine
     world.close(running)
 
 
@@ -444,8 +513,7 @@ async def failed_steps(world: World, error: type[WorkerFailed]) -> RunningReques
     world.tell(running, 2)
     for _ in range(2):
         (attempt,) = running.attempts
-        output = TokenOutput("r", 0, 2, (), error="it failed", error_code=error.code or "")
-        world.moves.worker_reported(attempt, output, error("it failed"))
+        world.failover.decode_failed(attempt, error("it failed"))
         await world.settle()
     return running
 
@@ -453,10 +521,10 @@ async def failed_steps(world: World, error: type[WorkerFailed]) -> RunningReques
 async def test_failed_steps_on_two_workers_are_poison() -> None:
     world = World()
     running = await failed_steps(world, StepFailed)
-    await running.life.next_delta()
+    await running.next_delta()
     with pytest.raises(PoisonRequest):
-        await running.life.next_delta()
-    assert world.moves.quarantine
+        await running.next_delta()
+    assert world.quarantine
     world.close(running)
 
 
@@ -465,14 +533,14 @@ async def test_workers_that_end_a_request_for_another_reason_are_no_evidence() -
     world = World()
     running = await failed_steps(world, WorkerFailed)
     assert running.attempts
-    assert not world.moves.quarantine
+    assert not world.quarantine
     world.close(running)
 
 
 async def test_failed_steps_on_two_prefill_workers_are_poison(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(failover_module, "COMMIT_GRACE_S", 0.0)
     world = World()
     running = await world.run()
     for name in ("p0", "p1"):
@@ -481,7 +549,7 @@ async def test_failed_steps_on_two_prefill_workers_are_poison(
         stream.fail(StepFailed("it failed"))
         await asyncio.sleep(0.01)
     with pytest.raises(PoisonRequest):
-        await running.life.next_delta()
+        await running.next_delta()
     world.close(running)
 
 
@@ -490,10 +558,9 @@ async def test_a_failed_step_is_a_failed_worker_to_clients() -> None:
     world.links["d1"].is_up = False
     running = await world.run()
     (attempt,) = running.attempts
-    output = TokenOutput("r", 0, 0, (), error="it failed", error_code=StepFailed.code)
-    world.moves.worker_reported(attempt, output, StepFailed("it failed"))
+    world.failover.decode_failed(attempt, StepFailed("it failed"))
     with pytest.raises(WorkerFailed, match="it failed") as caught:
-        await running.life.next_delta()
+        await running.next_delta()
     assert caught.value.code == WorkerFailed.code
     assert caught.value.retry_after
     world.close(running)
@@ -504,10 +571,10 @@ async def test_one_that_waited_elsewhere_has_killed_nobody() -> None:
     world = World()
     running = await world.run()
     for name in ("d0", "d1", "d0", "d1"):
-        world.moves.worker_broken(name, GONE)
+        world.failover.worker_broken(name, GONE)
         await world.settle()
         assert running.attempts
-    assert not world.moves.quarantine
+    assert not world.quarantine
     world.close(running)
 
 
@@ -516,20 +583,21 @@ async def test_prefill_workers_that_died_before_they_had_a_prompt_died_of_someth
     have_begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool dies at once: what was placed at its dead workers meanwhile is no poison."""
-    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
-    monkeypatch.setattr(moves_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(failover_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(failover_module, "LOOK_S", 0.001)
     world = World()
     running = await world.run()
-    for name in ("p0", "p1"):
+    for name, then in (("p0", ["p1"]), ("p1", [])):
         stream = world.links[name].prefills
         stream.messages += have_begun
         stream.breaks += 1
         world.links[name].connected = False
         stream.fail(GONE)
-        await asyncio.sleep(0.01)
+        await world.until(lambda: [at for _, at, _ in world.at(running)] == then)  # noqa: B023
         del world.links[name]
-    await asyncio.sleep(0.05)
-    assert bool(world.moves.quarantine) == have_begun
+    with pytest.raises(PoisonRequest if have_begun else WorkerFailed):
+        await running.next_delta()
+    assert bool(world.quarantine) == have_begun
     world.close(running)
 
 
@@ -537,18 +605,18 @@ async def test_moves_are_bounded_for_each_request_and_for_all() -> None:
     world = World(max_moves=3)
     running = await world.run()
     for n in range(4):
-        world.moves.worker_broken(f"d{n % 2}", GONE)
+        world.failover.worker_broken(f"d{n % 2}", GONE)
         await world.settle()
     with pytest.raises(WorkerFailed) as caught:
-        await running.life.next_delta()
+        await running.next_delta()
     assert caught.value.retry_after
     world = World()
     running = await world.run()
     for n in range(MAX_FAILURES + 1):
-        world.moves.worker_broken(f"d{n % 2}", GONE)
+        world.failover.worker_broken(f"d{n % 2}", GONE)
         await world.settle()
     with pytest.raises(WorkerFailed):
-        await running.life.next_delta()
+        await running.next_delta()
 
 
 async def test_what_is_handed_back_goes_on_without_any_budget() -> None:
@@ -558,7 +626,7 @@ async def test_what_is_handed_back_goes_on_without_any_budget() -> None:
     world.tell(running, 3, choice=1)
     for times in range(1, 4):
         attempt = next(a for a in running.attempts if 1 in a.choices)
-        world.moves.handed_back(attempt, 1)
+        world.failover.handed_back(attempt, 1)
         await world.settle()
         assert world.moved("preempted") == times
     specs = {a.spec.choice: a.spec for a in running.attempts}
@@ -576,11 +644,11 @@ async def test_a_worker_that_has_done_all_may_go() -> None:
     world.tell(running, 2, choice=0, ends=True)
     world.tell(running, 1, choice=1)
     (attempt,) = running.attempts
-    world.moves.handed_back(attempt, 1)
-    world.moves.worker_broken("d0", GONE)
+    world.failover.handed_back(attempt, 1)
+    world.failover.worker_broken("d0", GONE)
     await world.settle()
     assert [a.spec.choice for a in running.attempts] == [1]
-    delta = await running.life.next_delta()
+    delta = await running.next_delta()
     assert (delta.choice, delta.token_ids) == (0, (65, 65))
     world.close(running)
 
@@ -590,7 +658,7 @@ async def test_a_silent_worker_keeps_what_nobody_else_can_take() -> None:
     world.links["d1"].is_up = False
     running = await world.run()
     world.tell(running, 1)
-    world.moves.worker_silent(cast(Any, world.links["d0"]))
+    world.failover.worker_silent(cast(Any, world.links["d0"]))
     await world.settle()
     assert world.at(running) == [(0, "p0", "d0")]
     assert not running.moves
@@ -600,7 +668,7 @@ async def test_a_silent_worker_keeps_what_nobody_else_can_take() -> None:
 def short_contexts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody that is left could take what the request has become."""
 
-    async def find(stage: Stage, *excluded: frozenset[str]) -> Route:
+    async def find(*_: Any, **__: Any) -> Decision:
         await asyncio.sleep(0)
         raise ContextLengthExceeded("too long for all that are left")
 
@@ -615,12 +683,12 @@ async def test_what_is_too_long_for_the_others_ends_where_it_is(
     running = await world.run()
     world.tell(running, 5)
     short_contexts(world, monkeypatch)
-    getattr(world.moves, way)(world.links["d0"])
+    getattr(world.failover, way)(world.links["d0"])
     await world.settle()
     assert world.at(running) == [(0, "p0", "d0")]
     assert not running.moves
     world.tell(running, 1, ends=True)
-    assert (await running.life.next_delta()).finish_reason is FinishReason.LENGTH
+    assert (await running.next_delta()).finish_reason is FinishReason.LENGTH
     world.close(running)
 
 
@@ -631,18 +699,18 @@ async def test_what_is_too_long_for_the_others_may_be_tried_again(
     world = World()
     running = await world.run()
     short_contexts(world, monkeypatch)
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     with pytest.raises(WorkerFailed) as caught:
-        await running.life.next_delta()
+        await running.next_delta()
     assert caught.value.retry_after
 
 
 async def test_a_silent_worker_keeps_what_no_budget_is_left_for() -> None:
     world = World(max_moves=1)
-    assert world.moves.budget.take(0.0)
+    assert world.budget.take(0.0)
     running = await world.run()
     world.tell(running, 1)
-    world.moves.worker_silent(cast(Any, world.links["d0"]))
+    world.failover.worker_silent(cast(Any, world.links["d0"]))
     await world.settle()
     assert world.at(running) == [(0, "p0", "d0")]
     world.close(running)
@@ -653,11 +721,11 @@ async def test_a_silent_worker_that_speaks_again_keeps_all() -> None:
     running = await world.run()
     world.tell(running, 1)
     silent = world.links["d0"]
-    world.moves.worker_silent(cast(Any, silent))
+    world.failover.worker_silent(cast(Any, silent))
     silent.suspected = False
     await world.settle()
     assert world.at(running) == [(0, "p0", "d0")]
-    world.moves.worker_silent(cast(Any, silent))
+    world.failover.worker_silent(cast(Any, silent))
     await world.settle()
     assert world.at(running) == [(1, "p0", "d1")]
     assert world.moved("decode_silent") == 1
@@ -668,7 +736,7 @@ async def test_a_silent_worker_that_speaks_again_keeps_all() -> None:
 async def test_prompts_of_a_silent_prefill_worker_move() -> None:
     world = World()
     running = await world.run()
-    world.moves.worker_silent(cast(Any, world.links["p0"]))
+    world.failover.worker_silent(cast(Any, world.links["p0"]))
     await world.settle()
     assert world.at(running) == [(1, "p1", "d0")]
     assert world.moved("prefill_silent") == 1
@@ -679,14 +747,14 @@ async def test_what_a_worker_has_whose_engine_stands_still_moves() -> None:
     world = World()
     running = await world.run()
     world.tell(running, 1)
-    world.moves.worker_stalled(cast(Any, world.links["d0"]))
+    world.failover.worker_stalled(cast(Any, world.links["d0"]))
     await world.settle()
     assert world.at(running) == [(1, "p0", "d1")]
     assert world.moved("decode_stalled") == 1
     world.close(running)
     world = World()
     running = await world.run()
-    world.moves.worker_stalled(cast(Any, world.links["p0"]))
+    world.failover.worker_stalled(cast(Any, world.links["p0"]))
     await world.settle()
     assert world.at(running) == [(1, "p1", "d0")]
     assert world.moved("prefill_stalled") == 1
@@ -698,7 +766,7 @@ async def test_a_worker_is_expected_to_speak_from_when_a_prompt_is_handed_to_it(
     running = await world.run()
     (attempt,) = running.attempts
     attempt.is_computed = True
-    assert world.attempts.expected_to_speak() == {"p0": 0, "d0": 0}
+    assert world.detector.expected_messages() == {"p0": 0, "d0": 0}
     world.close(running)
 
 
@@ -706,13 +774,13 @@ async def test_an_engine_is_expected_to_step_while_it_has_something_to_compute()
     world = World()
     running = await world.run()
     source = world.links["p0"]
-    assert world.attempts.expected_to_step() == {}, "it waits for blocks, say"
+    assert world.detector.expected_steps() == {}, "it waits for blocks, say"
     source.engine_load = LoadSnapshot("p0", engine_steps=7, steps_in_flight=1)
-    assert world.attempts.expected_to_step() == {"p0": 7}
+    assert world.detector.expected_steps() == {"p0": 7}
     world.tell(running, 1)
-    assert world.attempts.expected_to_step() == {}
+    assert world.detector.expected_steps() == {}
     world.links["d0"].engine_load = LoadSnapshot("d0", engine_steps=2, steps_in_flight=2)
-    assert world.attempts.expected_to_step() == {"d0": 2}
+    assert world.detector.expected_steps() == {"d0": 2}
     world.close(running)
 
 
@@ -721,13 +789,12 @@ async def test_a_worker_whose_streams_break_again_and_again_is_left_out(
 ) -> None:
     """Each of them after it had begun well."""
     monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
-    world = World()
-    world.moves.quarantine = Quarantine(0.0)
+    world = World(quarantine_s=0.0)
     for n in range(3):
         running = await world.run()
         world.tell(running, 1 + 9 * n)
         assert world.links["d0"].breaker.openings == 0
-        world.moves.worker_broken("d0", GONE)
+        world.failover.worker_broken("d0", GONE)
         await world.settle()
         world.tell(running, 1, ends=True)
         world.close(running)
@@ -744,7 +811,7 @@ async def test_streams_that_were_only_to_come_to_a_worker_do_not_break_there(
     world = World()
     running = await world.run()
     for _ in range(3):
-        world.moves.worker_broken("d0", GONE)
+        world.failover.worker_broken("d0", GONE)
         await world.settle()
         await asyncio.sleep(0.002)
     assert world.links["d0"].breaker.openings == 0
@@ -752,7 +819,7 @@ async def test_streams_that_were_only_to_come_to_a_worker_do_not_break_there(
 
 
 async def test_what_is_no_workers_fault_leaves_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(failover_module, "COMMIT_GRACE_S", 0.0)
     monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
     world = World()
     for _ in range(4):
@@ -770,23 +837,23 @@ async def test_an_error_of_the_router_blames_no_worker(monkeypatch: pytest.Monke
         running = await world.run()
         for name in ("d0", "d1"):
             world.tell(running, 1)
-            world.moves.worker_broken(name, BatonError("internal error: ValueError"))
+            world.failover.worker_broken(name, BatonError("internal error: ValueError"))
             await world.settle()
             assert running.attempts, "it goes on"
         world.close(running)
         await asyncio.sleep(0.002)
     assert all(link.breaker.openings == 0 for link in world.links.values())
-    assert not world.moves.quarantine
+    assert not world.quarantine
 
 
 async def test_workers_are_expected_to_speak_while_they_have_something_to_do() -> None:
     world = World()
     running = await world.run()
-    assert world.attempts.expected_to_speak() == {"p0": 0}
+    assert world.detector.expected_messages() == {"p0": 0}
     world.tell(running, 1)
-    assert world.attempts.expected_to_speak() == {"d0": 0}
+    assert world.detector.expected_messages() == {"d0": 0}
     world.close(running)
-    assert world.attempts.expected_to_speak() == {}
+    assert world.detector.expected_messages() == {}
 
 
 async def test_requests_wait_for_workers_that_were_cut_off_together() -> None:
@@ -798,7 +865,7 @@ async def test_requests_wait_for_workers_that_were_cut_off_together() -> None:
         world.cut_off = True
         for link in world.links.values():
             link.is_up = False
-        world.moves.worker_broken(name, GONE)
+        world.failover.worker_broken(name, GONE)
         await world.settle()
         assert running.attempts == set()
         world.cut_off = False
@@ -809,7 +876,7 @@ async def test_requests_wait_for_workers_that_were_cut_off_together() -> None:
     assert world.at(running) == [(3, "p0", "d1")]
     assert all(link.breaker.openings == 0 for link in world.links.values())
     assert not running.excluded
-    assert not world.moves.quarantine
+    assert not world.quarantine
     world.close(running)
 
 
@@ -819,7 +886,7 @@ async def test_the_only_worker_is_good_enough_once_it_is_back() -> None:
     running = await world.run()
     world.tell(running, 2)
     world.cut_off = True
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     world.cut_off = False
     await world.settle()
     assert world.at(running) == [(1, "p0", "d0")]
@@ -832,12 +899,12 @@ async def test_workers_that_go_away_again_and_again_end_a_request() -> None:
     running = await world.run()
     for _ in range(MAX_FAILURES + 1):
         world.cut_off = True
-        world.moves.worker_broken("d0", GONE)
+        world.failover.worker_broken("d0", GONE)
         world.cut_off = False
         await world.settle()
     assert not running.attempts
     with pytest.raises(WorkerFailed):
-        await running.life.next_delta()
+        await running.next_delta()
 
 
 async def test_waiting_for_workers_ends_with_the_deadline() -> None:
@@ -845,15 +912,15 @@ async def test_waiting_for_workers_ends_with_the_deadline() -> None:
     running = await world.run()
     running.deadline = time.monotonic() + 0.05
     world.cut_off = True
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     with pytest.raises(DeadlineExceeded):
-        await running.life.next_delta()
+        await running.next_delta()
 
 
 async def test_a_prefill_stream_that_broke_with_all_others_blames_no_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(moves_module, "COMMIT_GRACE_S", 0.0)
+    monkeypatch.setattr(failover_module, "COMMIT_GRACE_S", 0.0)
     world = World()
     del world.links["p1"]
     running = await world.run()
@@ -872,12 +939,12 @@ async def test_a_prefill_stream_that_broke_with_all_others_blames_no_worker(
 async def test_an_answer_whose_prompts_part_is_lost_fails() -> None:
     world = World()
     running = await world.run()
-    running.life.awaits_prompt = True
+    running.awaits_prompt = True
     world.tell(running, 1, ends=True)
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     with pytest.raises(WorkerFailed):
         async with asyncio.timeout(60):
-            await running.life.next_delta()
+            await running.next_delta()
 
 
 @pytest.mark.parametrize("way", ["worker_silent", "worker_stalled", "worker_drains"])
@@ -887,16 +954,16 @@ async def test_a_worker_without_another_costs_nothing_for_each_request(way: str)
     world.links["d1"].is_up = False
     running = await world.run()
     world.tell(running, 5)
-    asked = len(world.stages)
+    asked = len(world.asked)
     for _ in range(3):
-        getattr(world.moves, way)(world.links["d0"])
+        getattr(world.failover, way)(world.links["d0"])
         await world.settle()
-    assert len(world.stages) == asked
+    assert len(world.asked) == asked
     assert world.at(running) == [(0, "p0", "d0")]
     world.links["d1"].is_up = True
-    getattr(world.moves, way)(world.links["d0"])
+    getattr(world.failover, way)(world.links["d0"])
     await world.settle()
-    assert len(world.stages) == asked + 1
+    assert len(world.asked) == asked + 1
     world.close(running)
 
 
@@ -905,10 +972,10 @@ async def test_prompts_of_the_only_prefill_worker_can_go_to_decode_workers(local
     world = World(local_prefill=local)
     world.links["p1"].is_up = False
     running = await world.run()
-    asked = len(world.stages)
-    world.moves.worker_silent(cast(Any, world.links["p0"]))
+    asked = len(world.asked)
+    world.failover.worker_silent(cast(Any, world.links["p0"]))
     await world.settle()
-    assert len(world.stages) == asked + (local == "auto")
+    assert len(world.asked) == asked + (local == "auto")
     world.close(running)
 
 
@@ -917,12 +984,13 @@ async def test_a_sequence_is_hashed_once_however_often_it_is_placed(
 ) -> None:
     world = World()
     running = await world.run()
-    chain = world.stages[-1].chain
+    _, chain = world.hashed[-1]
     before = chain.of(PROMPT, 1, b"key")
     world.tell(running, 2)
-    world.moves.worker_broken("d0", GONE)
+    world.failover.worker_broken("d0", GONE)
     await world.settle()
-    assert world.stages[-1].chain is chain
+    token_ids, again = world.hashed[-1]
+    assert again is chain
     hashed: list[int] = []
 
     def block_hashes(tokens: Any, size: int, key: bytes, known: list[bytes]) -> list[bytes]:
@@ -931,9 +999,9 @@ async def test_a_sequence_is_hashed_once_however_often_it_is_placed(
 
     real = hashing.block_hashes
     monkeypatch.setattr(hashing, "block_hashes", block_hashes)
-    after = chain.of(world.stages[-1].token_ids, 1, b"key")
+    after = chain.of(token_ids, 1, b"key")
     assert hashed == [2]
-    assert after == real(world.stages[-1].token_ids, 1, b"key")
+    assert after == real(token_ids, 1, b"key")
     assert after[:3] == before
     assert chain.of(PROMPT, 1, b"another") == real(PROMPT, 1, b"another")
     world.close(running)

@@ -13,9 +13,9 @@ from baton.config.cluster import Config
 from baton.config.pools import ContextClass, PoolConfig
 from baton.errors import Unavailable
 from baton.request import LoadSnapshot
+from router.routing.cost_model import TransferCosts
 from router.routing.policies import make_policy
 from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings, route_settings
-from router.routing.transfer_costs import TransferCosts
 from router.routing.worker_table import PoolFilter, WorkerTable
 from tests.support.router.workers import list_worker, record, table_of
 

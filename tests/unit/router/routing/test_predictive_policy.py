@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from baton.config.choices import LocalPrefill
 from baton.request import LoadSnapshot
-from router.routing.planner import Planner
+from router.routing.cost_model import TransferCosts
+from router.routing.ledger import Ledger
 from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings
 from router.routing.predictive_policy import (
     ANSWER_TOKENS,
@@ -28,7 +29,6 @@ from router.routing.predictive_policy import (
     TIE,
     PredictivePolicy,
 )
-from router.routing.transfer_costs import TransferCosts
 from router.routing.worker_table import WorkerTable
 from tests.support.router.workers import BLOCK, PREFILL_COST, list_worker, record, table_of
 
@@ -306,9 +306,9 @@ def replay(
 
     ``instant``: every prompt is computed before the next one comes.
     """
-    planner = Planner(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
+    ledger = Ledger(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
     for slot in table_slots:
-        list_worker(planner.table, record(slot))
+        list_worker(ledger.table, record(slot))
     caches: dict[str, set[bytes]] = {}
     counts: Counter[str] = Counter()
     for now, tokens, hashes in prompts:
@@ -317,8 +317,8 @@ def replay(
             for name, cache in caches.items()
         }
         request = RouteRequest(tokens)
-        decision = planner.decide(request, hashes, held, now)
-        promise = planner.promise(decision, request, hashes, now)
+        decision = ledger.decide(request, hashes, held, now)
+        promise = ledger.promise(decision, request, hashes, now)
         if instant:
             promise.ended(now)
         caches.setdefault(decision.prefill, set()).update(hashes)
@@ -347,29 +347,29 @@ def test_a_first_block_that_all_share_does_not_herd(every_s: float, *, instant: 
 
 def test_a_burst_with_one_prefix_lands_together() -> None:
     """No event has come yet: the blocks are expected where the first one went."""
-    planner = Planner(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
+    ledger = Ledger(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
     for slot in ("p-0", "p-1", "p-2", "d-0"):
-        list_worker(planner.table, record(slot))
+        list_worker(ledger.table, record(slot))
     hashes = [bytes([n]) * 16 for n in range(1, 61)]
     chosen = set()
     for _ in range(5):
         request = RouteRequest(60 * BLOCK + 5)
-        decision = planner.decide(request, hashes, {}, 0.0)
-        planner.promise(decision, request, hashes, 0.0)
+        decision = ledger.decide(request, hashes, {}, 0.0)
+        ledger.promise(decision, request, hashes, 0.0)
         chosen.add(decision.prefill)
     assert len(chosen) == 1
 
 
 def test_equal_workers_are_used_equally() -> None:
-    planner = Planner(PredictivePolicy(RouteSettings()), BLOCK)
+    ledger = Ledger(PredictivePolicy(RouteSettings()), BLOCK)
     for slot in ("p-0", "p-1", "p-2", "d-0", "d-1"):
-        list_worker(planner.table, record(slot))
+        list_worker(ledger.table, record(slot))
     prefill: Counter[str] = Counter()
     decode: Counter[str] = Counter()
     for number in range(60):
         request = RouteRequest(100)
-        decision = planner.decide(request, (), {}, float(number))
-        planner.promise(decision, request, (), float(number)).ended(float(number))
+        decision = ledger.decide(request, (), {}, float(number))
+        ledger.promise(decision, request, (), float(number)).ended(float(number))
         prefill[decision.prefill] += 1
         decode[decision.decode] += 1
     assert set(prefill.values()) == {20}

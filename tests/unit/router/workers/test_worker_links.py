@@ -20,7 +20,8 @@ from baton.rpc.grpc_channel import listen, make_server, open_channel
 from baton.security.tls import TlsFiles
 from baton.store.registry import WorkerRecord
 from baton.v1 import decode_pb2, decode_pb2_grpc
-from router.workers import worker_links
+from router.workers import worker_link, worker_links
+from router.workers.worker_link import Abort, WorkerLink
 from router.workers.worker_links import WorkerLinks
 from tests.support.certificates import Authority
 
@@ -86,20 +87,24 @@ class World:
         )
         self.heard: list[TokenOutput] = []
         self.broken: list[tuple[str, BatonError]] = []
-        self.unheard: list[tuple[str, int, str]] = []
+        self.lost: list[str] = []
+        self.draining: list[WorkerLink] = []
         self.bugs: list[Exception] = []
         """What is raised instead of hearing outputs, or of a broken stream."""
-        self.links = WorkerLinks(
-            "router", self.hear, self.on_broken, self.on_unheard, heartbeat_s=0.01, tls=tls
-        )
+        self.links = self.subscribed(WorkerLinks("router", heartbeat_s=0.01, tls=tls))
+
+    def subscribed(self, links: WorkerLinks) -> WorkerLinks:
+        links.subscribe(on_broken=self.on_broken, on_draining=self.draining.append)
+        links.read("r", 0, self.hear, self.on_lost)
+        return links
 
     def hear(self, output: TokenOutput) -> None:
         if self.bugs:
             raise self.bugs.pop()
         self.heard.append(output)
 
-    def on_unheard(self, request_id: str, attempt: int, error: Exception) -> None:
-        self.unheard.append((request_id, attempt, type(error).__name__))
+    def on_lost(self, error: Exception) -> None:
+        self.lost.append(type(error).__name__)
 
     def on_broken(self, incarnation: str, error: BatonError) -> None:
         self.broken.append((incarnation, error))
@@ -139,7 +144,7 @@ async def open_world(
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_links, "RECONNECT_S", 0.01)
     monkeypatch.setattr(worker_links, "MOMENT_S", 0.01)
-    monkeypatch.setattr(worker_links, "_COOL_DOWN_S", 0.0)
+    monkeypatch.setattr(worker_link, "_COOL_DOWN_S", 0.0)
 
 
 async def test_a_link_is_up_once_its_stream_has_spoken() -> None:
@@ -218,9 +223,7 @@ async def test_slow_heartbeats_are_no_silence(monkeypatch: pytest.MonkeyPatch) -
     """A cluster whose heartbeats are configured to be far apart."""
     monkeypatch.setattr(worker_links, "SILENCE_S", 5.0)
     async with open_world() as world:
-        world.links = WorkerLinks(
-            "router", world.heard.append, world.on_broken, world.on_unheard, heartbeat_s=10.0
-        )
+        world.links = world.subscribed(WorkerLinks("router", heartbeat_s=10.0))
         world.links.update({"d": world.record})
         await world.until(world.is_up)
         for now in range(30):
@@ -263,6 +266,37 @@ async def test_a_draining_worker_takes_no_requests() -> None:
         assert world.links.get("d") is link
         world.links.update({"d": world.record})
         assert world.is_up()
+
+
+async def test_outputs_of_no_reader_and_ends_without_listener_are_dropped() -> None:
+    async with open_world() as world:
+        stop_listening = world.links.subscribe(
+            on_broken=lambda *_: pytest.fail("it has unsubscribed"), on_draining=lambda _: None
+        )
+        stop_reading = world.links.read("s", 0, lambda _: pytest.fail("it has left"), world.on_lost)
+        stop_listening()
+        stop_reading()
+        stop_reading()
+        world.links.update({"d": world.record})
+        world.decode.says.put_nowait(TokenOutput("s", 0, 0, (1,)))
+        world.decode.says.put_nowait(TokenOutput("r", 1, 0, (1,)))
+        world.decode.says.put_nowait(OUTPUTS[0])
+        await world.until(lambda: world.heard)
+        world.decode.says.put_nowait(None)
+        await world.until(lambda: world.broken)
+        assert world.heard == OUTPUTS[:1]
+        assert world.lost == []
+
+
+async def test_draining_workers_are_reported_whenever_the_registry_is_read() -> None:
+    async with open_world() as world:
+        draining = replace(world.record, state="draining")
+        world.links.update({"d": world.record})
+        await world.until(world.is_up)
+        assert world.draining == []
+        for _ in range(2):
+            world.links.update({"d": draining})
+        assert world.draining == [world.links.get("d")] * 2
 
 
 async def test_a_connected_prefill_worker_that_the_registry_lost_is_left_alone() -> None:
@@ -380,7 +414,7 @@ async def test_links_are_closed_amid_an_abort_that_was_owed() -> None:
         world.decode.answers.clear()
         link = world.links.get("d")
         assert link is not None
-        link.owed.append(worker_links._Abort("r", 2, False, None))
+        link.owed.append(Abort("r", 2, False, None))
         world.decode.says.put_nowait(OUTPUTS[0])
         await world.until(lambda: world.decode.aborted)
         await world.links.close()
@@ -425,7 +459,7 @@ async def test_a_suspect_takes_no_requests_until_it_is_heard(
         assert not world.is_up()
         world.decode.says.put_nowait(OUTPUTS[0])
         await world.until(world.is_up)
-        link.suspect(time.monotonic() - worker_links.SUSPECT_S - 1.0)
+        link.suspect(time.monotonic() - worker_link.SUSPECT_S - 1.0)
         assert world.is_up(), "it is tried again, should it have nothing to say"
 
 
@@ -527,7 +561,7 @@ async def test_an_output_that_cannot_be_taken_in_costs_its_request_alone(
         for output in OUTPUTS:
             world.decode.says.put_nowait(output)
         await world.until(lambda: len(world.heard) == 2)
-        assert world.unheard == [("r", 0, "MemoryError")]
+        assert world.lost == ["MemoryError"]
         assert "an output of request r cannot be taken in" in caplog.text
         assert world.broken == []
         assert world.decode.streams == 1
@@ -545,7 +579,7 @@ async def test_a_stream_that_cannot_be_read_is_opened_again(
             world.bugs.append(RuntimeError("a bug of what moves requests"))
             world.decode.says.put_nowait(OUTPUTS[0])
             await world.until(lambda: world.broken)
-            # No worker is blamed for it (``Moves.worker_broken``).
+            # No worker is blamed for it (``Failover.worker_broken``).
             assert not isinstance(world.broken[0][1], WorkerFailed)
         await world.until(world.is_up)
         world.decode.says.put_nowait(OUTPUTS[1])

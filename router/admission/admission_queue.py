@@ -1,0 +1,182 @@
+"""The queue in which requests wait until the admission controller admits them.
+
+    new ─acquire→ waiting → admitted ─release→ gone
+                  waiting → refused ─release→ gone
+
+Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from baton.config.cluster import Config
+from baton.errors import BatonError
+from baton.telemetry.metrics import RouterMetrics
+from baton.telemetry.tracing import begin_span, fail_span
+from router.admission.capacity import Capacity
+from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
+from router.core.request import GenerationRequest
+from router.routing.cost_model import Coefficients
+from router.workers.worker_link import WorkerLink
+
+TICK_S = 0.05
+"""How often the controller is asked while requests wait and none begins or ends."""
+CAPACITY_AGE_S = 0.02
+"""For how long a view of the workers is used: our own requests are counted beside it."""
+
+
+class AdmissionQueue:
+    """Makes requests wait for the decisions of the admission controller."""
+
+    def __init__(
+        self,
+        config: Config,
+        metrics: RouterMetrics,
+        capacity: Callable[[], Capacity | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``capacity`` returns what the workers have; None while a role has none."""
+        self._config = config
+        self._metrics = metrics
+        self._read_capacity = capacity
+        self._clock = clock
+        self._tenants = config.tenant_weights
+        self._controller = AdmissionController(
+            self._tenants,
+            config,
+            self._refuse,
+        )
+        self._turns: dict[str, asyncio.Future[None]] = {}
+        self._capacity: Capacity | None = None
+        self._capacity_at = -math.inf
+        self._tick: asyncio.TimerHandle | None = None
+        for tenant in self._tenants:
+            metrics.waiting_requests.labels(tenant=tenant).set(0)
+
+    async def acquire(self, request: GenerationRequest) -> None:
+        """Wait until the request may go to the workers. ``release`` must follow, in any case.
+
+        Raises Overloaded where it may not go there.
+        """
+        now = self._clock()
+        turn = asyncio.get_running_loop().create_future()
+        span = begin_span("admission", request.trace)
+        try:
+            capacity = self._current_capacity(now)
+            if capacity is None:
+                return
+            self._controller.offer(self._admission_request(request), capacity, now)
+            self._turns[request.request_id] = turn
+            self._pump()
+            await turn
+        except BaseException as error:
+            fail_span(span, error)
+            raise
+        finally:
+            span.end()
+            if self._turns.pop(request.request_id, None) is not None:
+                if turn.done() and not turn.cancelled():
+                    turn.exception()  # looked at, so that asyncio does not log it
+                if not request.background:
+                    self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
+                self._show(request.principal.tenant)
+
+    def first_token(self, request_id: str) -> None:
+        """Note the request's first token; idempotent."""
+        if self._controller.first_token(request_id, self._clock()):
+            self._pump()
+
+    def generated(self, request_id: str, tokens: int) -> None:
+        """Count ``tokens`` more of its answer; of several answers, of the first."""
+        self._controller.generated(request_id, tokens)
+
+    def release(self, request_id: str, *, finished: bool = False, held_s: float = 0.0) -> None:
+        """Note that the request has gone; idempotent. ``finished``: with its whole answer.
+
+        Its client held the answer up for ``held_s`` seconds.
+        """
+        self._controller.left(request_id, self._clock(), finished=finished, held_s=held_s)
+        self._pump()
+
+    def close(self) -> None:
+        """Stop looking for requests to admit."""
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+
+    def _admission_request(self, request: GenerationRequest) -> AdmissionRequest:
+        tenant = request.principal.tenant
+        self._tenants.setdefault(tenant, 1.0)
+        prompt_tokens = len(request.prompt_ids)
+        return AdmissionRequest(
+            request_id=request.request_id,
+            tenant=tenant,
+            priority=request.priority,
+            prompt_tokens=prompt_tokens,
+            max_tokens=request.sampling.max_tokens,
+            slo_s=slo_of(self._config, prompt_tokens),
+            deadline_s=request.deadline_s,
+            own_deadline=request.own_deadline,
+            choices=request.choices,
+            background=request.background,
+        )
+
+    def _pump(self) -> None:
+        now = self._clock()
+        for request_id in self._controller.admit(self._current_capacity(now), now):
+            turn = self._turns[request_id]
+            if not turn.done():
+                turn.set_result(None)
+        self._metrics.prefill_speed.set(self._controller.speed or 0.0)
+        if self._controller.waiting_requests and self._tick is None:
+            self._tick = asyncio.get_running_loop().call_later(TICK_S, self._on_tick)
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        for tenant in self._tenants:
+            self._show(tenant)
+        self._pump()
+
+    def _refuse(self, request_id: str, error: BatonError) -> None:
+        turn = self._turns[request_id]
+        if not turn.done():
+            turn.set_exception(error)
+
+    def _show(self, tenant: str) -> None:
+        waiting = self._controller.waiting(tenant)
+        self._metrics.waiting_requests.labels(tenant=tenant).set(waiting)
+
+    def _current_capacity(self, now: float) -> Capacity | None:
+        if self._capacity is None or now - self._capacity_at > CAPACITY_AGE_S:
+            self._capacity, self._capacity_at = self._read_capacity(), now
+        return self._capacity
+
+
+def capacity_of(
+    hash_block: int,
+    prefill: Sequence[WorkerLink],
+    decode: Sequence[WorkerLink],
+    prefill_cost: Coefficients,
+) -> Capacity:
+    """What the workers' snapshots show, in blocks of the prefix index of ``hash_block`` tokens."""
+    sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
+    loads = [link.load for link in decode]
+    return Capacity(
+        block_size=hash_block,
+        prefill_workers=len(prefill),
+        decode_sequences=sum(load.running + load.waiting for load in loads),
+        max_sequences=sum(link.record.max_sequences for link in decode),
+        available_blocks=tuple(
+            (load.free_blocks + load.cached_blocks) * size
+            for load, size in zip(loads, sizes, strict=True)
+        ),
+        total_blocks=tuple(
+            link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
+        ),
+        step_s=max(load.step_ms for load in loads) / 1e3,
+        prefill_cost=prefill_cost,
+    )

@@ -1,0 +1,382 @@
+"""Which requests are accepted, in what order, and when they are sent to the workers.
+
+    offered ─a bound, no place→ refused
+    offered → waiting ─its turn, and room→ sent ─first token→ begun → gone
+              waiting ─too late, pushed out→ refused
+
+A request without a deadline of its own waits for its turn. It is refused where
+``max_waiting_requests`` wait already or the predicted wait is over ``max_queue_s``. One with a
+deadline is refused where its answer is predicted to end later. Where the request has an SLO
+(``admission = "slo"``), it is also refused where waiting would make its first token late, while
+more work arrives than the cluster can do: at a lower load the queue shortens by itself, and a late
+answer is better than none.
+
+While requests of a length (by power of two) are refused for time, one is accepted as a probe every
+1 to 10 s: a refused request corrects no prediction.
+
+Background requests stand in a queue of their own, behind all others: they are sent while no other
+request waits and ``router.admission.background`` finds slack.
+
+Only so much work lies at the prefill workers as keeps them busy; the rest waits here, where its
+order can still be chosen. Plain Python; ``now`` is passed in. Owned by one event loop.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from baton.config.cluster import Config
+from baton.errors import BatonError, DeadlineUnreachable, Overloaded
+from router.admission.background import BackgroundSlack
+from router.admission.capacity import Capacity, DecodeReservations, ExpectedAnswer
+from router.admission.fair_queue import Entry, FairQueue
+from router.admission.inflight_prefills import InflightPrefills
+from router.admission.overload import Overload
+from router.admission.prefill_pacer import PrefillPacer
+
+MAX_LEAD_S = 30.0
+"""No priority, however low its number, is worth more than this many seconds of waiting."""
+PRIORITY_STEP_S = 1.0
+"""Waiting time that makes up for one level of priority."""
+MIN_PACED_TOKENS = 8
+"""The time per token of a shorter answer is that of its handoff more than that of decoding."""
+MIN_RETRY_S = 0.1
+"""The minimum ``Retry-After``."""
+CAUTION = 1.25
+"""Factor of a predicted wait against an SLO: the longer the wait, the less certain it is."""
+LOOK_S = 0.04
+"""How often all that wait are looked through for those that are too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRequest:
+    """What admission has to know of a request."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    """Lower comes earlier."""
+    prompt_tokens: int
+    max_tokens: int
+    """Most tokens of the answer."""
+    slo_s: float = math.inf
+    """Its first token should come within this many seconds; infinite where it may wait."""
+    deadline_s: float = math.inf
+    """Seconds from now by which the answer must have ended."""
+    own_deadline: bool = False
+    """Its client set the deadline: predictions are compared with it."""
+    choices: int = 1
+    """Answers that are drawn, each as long; how much was generated is told of the first."""
+    background: bool = False
+    """It waits for as long as it takes, and is sent in the slack that others leave."""
+
+
+def slo_of(config: Config, prompt_tokens: int) -> float:
+    """``AdmissionRequest.slo_s`` of a request without a deadline of its own."""
+    if config.admission == "queue":
+        return math.inf
+    return config.slo_ttft_of(config.class_of(prompt_tokens))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting(Entry):
+    """A request in a queue of the controller."""
+
+    request: AdmissionRequest
+    offered_at: float
+    answer: ExpectedAnswer
+    work_s: float
+    """Seconds of a prefill worker, by the cost model."""
+
+
+class AdmissionController:
+    """Queues requests and admits them; see the module's text for its rules."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        config: Config,
+        refuse: Callable[[str, BatonError], None],
+    ) -> None:
+        """``weights`` are those of the tenants.
+
+        ``refuse`` gets the id of each waiting request that gets no turn, and the reason. In ``slo``
+        mode prompts are sent only as fast as the times per token allow.
+        """
+        self._queue: FairQueue[_Waiting] = FairQueue(weights, config.max_waiting_requests)
+        # Not bounded here: the source of background requests bounds their number.
+        self._background: FairQueue[_Waiting] = FairQueue(weights, sys.maxsize)
+        self._entries: dict[str, _Waiting] = {}
+        self._max_queue_s = config.max_queue_s
+        self._slo_tpot_s = config.slo_tpot_s
+        self._paces = config.admission == "slo"
+        self._refuse = refuse
+        self._prefill = InflightPrefills()
+        self._decode = DecodeReservations()
+        self._slack = BackgroundSlack(
+            self._prefill, self._decode, config.slo_tpot_s, config.max_batch_in_flight
+        )
+        self._overload = Overload()
+        self._pacer = PrefillPacer()
+        self._looked_at = -math.inf
+
+    # What is known
+
+    @property
+    def speed(self) -> float | None:
+        """Work per second of all prefill workers, seen while requests waited; None: not known."""
+        return self._prefill.learned_speed
+
+    @property
+    def tpot_s(self) -> float:
+        """The mean time of a further token in seconds; 0 where it is not known."""
+        return self._decode.tpot_s
+
+    def waiting(self, tenant: str) -> int:
+        """How many of a tenant's requests wait here, without those in the background."""
+        return self._queue.waiting(tenant)
+
+    @property
+    def waiting_requests(self) -> int:
+        """All that wait, those in the background too."""
+        return len(self._queue) + len(self._background)
+
+    def _see(self, capacity: Capacity, now: float) -> None:
+        """What there is now, and what is no longer true of what was learned."""
+        self._prefill.look(capacity, now)
+        self._pacer.served_by(capacity.prefill_workers)
+        self._pacer.look(now)
+        if self._decode.look(capacity, now):
+            self._pacer.forget()
+
+    # A request's way
+
+    def offer(self, request: AdmissionRequest, capacity: Capacity, now: float) -> None:
+        """Let a request wait until ``admit`` returns its id.
+
+        Raises DeadlineUnreachable where it would be late, Overloaded where there is no place or the
+        wait is too long, with the time that the work ahead takes.
+        """
+        self._see(capacity, now)
+        expected = self._decode.expected_tokens(request.max_tokens)
+        answer = ExpectedAnswer(request.prompt_tokens, expected, request.choices)
+        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, request.priority * PRIORITY_STEP_S))
+        cost = max(1, request.prompt_tokens + expected * request.choices)
+        work_s = capacity.work_s(request.prompt_tokens)
+        entry = _Waiting(request.tenant, now + lead, cost, request, now, answer, work_s)
+        if request.background:
+            self._entries[request.request_id] = entry
+            self._background.push(entry)
+            return
+        self._overload.came(entry.work_s, request.choices, now)
+        turn_s = self._turn_s(entry, capacity, now)
+        self._check_time(entry, turn_s, now)
+        self._overload.let_in(request.prompt_tokens)
+        victim = self._queue.push(entry)
+        if victim is not None:
+            full = Overloaded(
+                f"{len(self._queue)} requests wait already; try again later",
+                retry_after=max(MIN_RETRY_S, turn_s),
+            )
+            if victim is entry:
+                raise full
+            self._forget(victim)
+            self._refuse(victim.request.request_id, full)
+        self._entries[request.request_id] = entry
+
+    def admit(self, capacity: Capacity | None, now: float) -> list[str]:
+        """Admit the requests whose turn it is; return their ids. Refuse those that are too late.
+
+        With ``capacity`` None there are no workers: all are admitted, and fail at their placement.
+        """
+        released: list[str] = []
+        if capacity is not None:
+            self._see(capacity, now)
+        self._drop_late(now)
+        while (entry := self._queue.peek()) is not None:
+            if self._is_late(entry, self._prefill.free_after_s((), now), now):
+                self._drop(entry, now)
+                continue
+            if capacity is not None and not self._fits(entry, capacity, now):
+                break
+            released.append(self._send(self._queue, capacity, now))
+        released += self._release_background(capacity, now)
+        # While requests wait for decode workers, nothing is learned about prefill workers.
+        waits = len(self._queue) > 0 and capacity is not None and self._prefill.is_full(capacity)
+        self._prefill.saturated(now, waiting=waits)
+        return released
+
+    def _send(self, queue: FairQueue[_Waiting], capacity: Capacity | None, now: float) -> str:
+        """Take out whose turn it is, and count it as sent."""
+        entry = queue.pop()
+        self._forget(entry)
+        request = entry.request
+        request_id = request.request_id
+        self._decode.sent(request_id, entry.answer, capacity)
+        self._prefill.sent(request_id, request.prompt_tokens, entry.work_s, now)
+        self._pacer.sent(self._prefill.own_s(entry.work_s), now)
+        if request.background:
+            self._slack.sent(request_id)
+        return request_id
+
+    def _release_background(self, capacity: Capacity | None, now: float) -> list[str]:
+        released: list[str] = []
+        others_wait = len(self._queue) > 0
+        if capacity is not None:
+            self._slack.look(capacity, now, others_wait=others_wait)
+        while (entry := self._background.peek()) is not None:
+            if capacity is not None and (
+                others_wait or not self._slack.takes(entry.answer, entry.work_s, capacity, now)
+            ):
+                break
+            released.append(self._send(self._background, capacity, now))
+        return released
+
+    def first_token(self, request_id: str, now: float) -> bool:
+        """A request has its first token; idempotent. Whether this was it."""
+        if not self._decode.begin(request_id, now):
+            return False
+        self._overload.begun(request_id)
+        self._prefill.finished(request_id, now)
+        return True
+
+    def generated(self, request_id: str, tokens: int) -> None:
+        """So many more tokens of its answer came."""
+        self._decode.generated(request_id, tokens)
+
+    def left(
+        self, request_id: str, now: float, *, finished: bool = False, held_s: float = 0.0
+    ) -> None:
+        """A request has gone, wherever it stood; idempotent. ``finished``: with all its tokens.
+
+        ``held_s`` of the seconds since its first token its client held it up.
+        """
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            queue = self._background if entry.request.background else self._queue
+            queue.remove(entry)
+            self._forget(entry)
+        self._overload.begun(request_id)
+        self._prefill.left(request_id, now)
+        answer = self._decode.left(request_id, now)
+        if self._slack.left(request_id, now, finished=finished):
+            # What is learned is how the others fare.
+            return
+        if answer is not None and answer.begun_at is not None and finished:
+            self._learn(answer, max(0.0, now - answer.begun_at - held_s), now)
+
+    def _forget(self, entry: _Waiting) -> None:
+        """What is no longer in the queue."""
+        del self._entries[entry.request.request_id]
+
+    def _learn(self, answer: ExpectedAnswer, stayed_s: float, now: float) -> None:
+        tpot_s = self._decode.learn(answer, stayed_s)
+        if self._paces and tpot_s is not None and answer.generated >= MIN_PACED_TOKENS:
+            self._pacer.heard(in_time=tpot_s <= self._slo_tpot_s, took_s=stayed_s, now=now)
+
+    # Time
+
+    def _turn_s(self, entry: _Waiting, capacity: Capacity, now: float) -> float:
+        """Seconds until a worker takes its prompt up: after the prompts that go before it, and once
+
+        there is a place at a decode worker.
+        """
+        ahead_s = [one.work_s for one in self._queue.ahead(entry)]
+        return max(
+            self._prefill.free_after_s(ahead_s, now),
+            self._decode.place_s(len(ahead_s), capacity),
+            self._pacer.wait_s(map(self._prefill.own_s, ahead_s), now),
+        )
+
+    def _check_time(self, entry: _Waiting, turn_s: float, now: float) -> None:
+        """Refuse what would be late, except for probes. Raises DeadlineUnreachable, Overloaded."""
+        request = entry.request
+        own_s = self._prefill.own_s(entry.work_s)
+        error = self._refusal(entry, turn_s, own_s, now)
+        if error is not None and not self._overload.probes(
+            request.request_id, request.prompt_tokens, own_s, now
+        ):
+            raise error
+
+    def _refusal(
+        self, entry: _Waiting, turn_s: float, own_s: float, now: float
+    ) -> Overloaded | None:
+        request = entry.request
+        retry_after = max(MIN_RETRY_S, turn_s)
+        if request.own_deadline:
+            end_s = turn_s + own_s + self.tpot_s * max(0, entry.answer.expected_tokens - 1)
+            if end_s <= request.deadline_s:
+                return None
+            return DeadlineUnreachable(
+                f"the request would take about {end_s:.1f} s, and its deadline leaves"
+                f" {request.deadline_s:.1f} s",
+                retry_after=retry_after,
+            )
+        if turn_s > self._max_queue_s:
+            return Overloaded(
+                f"the request would wait about {turn_s:.0f} s for its turn, and max_queue_s is"
+                f" {self._max_queue_s:g}; try again later",
+                retry_after=retry_after,
+            )
+        first_s = CAUTION * turn_s + own_s
+        # Where nothing is before it, refusing it serves no other request.
+        if first_s <= request.slo_s or turn_s <= 0 or not self._is_overloaded(now):
+            return None
+        return DeadlineUnreachable(
+            f"the first token would come after about {first_s:.1f} s, and the SLO is"
+            f" {request.slo_s:.1f} s",
+            retry_after=retry_after,
+        )
+
+    def _is_overloaded(self, now: float) -> bool:
+        speed = self._prefill.speed * self._pacer.share
+        return self._overload.lasts(speed, self._decode.answers_per_s, now)
+
+    def _drop_late(self, now: float) -> None:
+        """Of all that wait, at times."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        free_s = self._prefill.free_after_s((), now)
+        for entry in [one for one in self._queue if self._is_late(one, free_s, now)]:
+            self._drop(entry, now)
+
+    def _is_late(self, entry: _Waiting, free_s: float, now: float) -> bool:
+        """Whether it is too late to send it; a worker is free for it after ``free_s`` seconds."""
+        request = entry.request
+        waited_s = now - entry.offered_at
+        if waited_s >= request.deadline_s:
+            return True
+        allowed_s = request.deadline_s if request.own_deadline else request.slo_s
+        if waited_s + free_s + self._prefill.own_s(entry.work_s) <= allowed_s:
+            return False
+        if self._overload.is_probe(request.request_id):
+            return False
+        if request.own_deadline:
+            return True
+        # The only waiting request takes no other request's time.
+        return len(self._queue) > 1 and self._is_overloaded(now)
+
+    def _drop(self, entry: _Waiting, now: float) -> None:
+        self._queue.remove(entry)
+        self._forget(entry)
+        error = DeadlineUnreachable(
+            "the request waited for its turn until it was too late",
+            retry_after=max(MIN_RETRY_S, self._prefill.free_after_s((), now)),
+        )
+        self._refuse(entry.request.request_id, error)
+
+    # Room
+
+    def _fits(self, entry: _Waiting, capacity: Capacity, now: float) -> bool:
+        if self._decode.is_empty:
+            # Whatever it takes: nothing of ours would ever make more room.
+            return True
+        if self._pacer.wait_s((), now) > 0:
+            return False
+        if self._prefill.is_full(capacity) or self._decode.free_places(capacity) < 1:
+            return False
+        return self._decode.has_blocks(entry.answer, capacity)

@@ -1,0 +1,191 @@
+"""The routing ledger: decides where requests go, and counts what workers were promised.
+
+    decided ─promise→ computing ─first token→ running ─end→ ended
+
+Each router has one; the simulator and ``loadtest`` replay traces through the same class. Plain
+Python, ``now`` in seconds of any one clock; owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from baton.autoscaling.traffic import TrafficCounts
+from router.routing.cost_model import TransferCosts, mean_context
+from router.routing.policy import Decision, Policy, RouteRequest
+from router.routing.worker_table import WorkerTable
+
+log = logging.getLogger(__name__)
+
+EXPECTED_MS = 2000.0
+"""How long after their computing blocks are expected: the event takes a heartbeat at most."""
+MAX_BLOCKS = 1_000_000
+"""Expected at a time; more are not noted."""
+
+
+class Ledger:
+    """The policy's memory: workers, their costs, and the blocks that decisions will create."""
+
+    def __init__(
+        self, policy: Policy, hash_block: int, traffic: TrafficCounts | None = None
+    ) -> None:
+        """``hash_block`` is the number of tokens in a block of the prefix index.
+
+        ``traffic`` counts the prompt tokens and seconds of prefill workers.
+        """
+        self.traffic = traffic or TrafficCounts()
+        self.table = WorkerTable(hash_block)
+        self.transfers = TransferCosts()
+        self.expected = ExpectedBlocks()
+        self._policy = policy
+
+    def decide(
+        self,
+        request: RouteRequest,
+        hashes: Sequence[bytes],
+        held: Mapping[str, int],
+        now: float,
+    ) -> Decision:
+        """Choose workers for a prompt with these block hashes; nothing is promised yet.
+
+        ``held`` is the prefix index's answer: leading blocks by incarnation. Raises Unavailable.
+        """
+        now_ms = now * 1e3
+        known = self.expected.joined(held, hashes, now_ms)
+        decision = self._policy.decide(request, self.table, self.transfers, known, now_ms)
+        log.debug("%d tokens: %s", request.prompt_tokens, decision)
+        return decision
+
+    def promise(
+        self, decision: Decision, request: RouteRequest, hashes: Sequence[bytes], now: float
+    ) -> Promise:
+        """Count a decision against its workers, and expect the blocks that it will create."""
+        now_ms = now * 1e3
+        self.table.promise_prompt(decision.prefill, decision.prefill_ms, now_ms)
+        self.table.promise_sequence(
+            decision.decode, request.prompt_tokens, decision.missing_blocks, request.choices
+        )
+        self.expected.expect(hashes, decision.prefill, now_ms, decision.ttft_ms)
+        if not decision.local:
+            self.expected.expect(hashes, decision.decode, now_ms, decision.ttft_ms)
+        return Promise(self, decision, request.prompt_tokens, request.choices)
+
+    def remove(self, worker: str) -> None:
+        """Forget a worker that has left."""
+        self.table.remove(worker)
+        self.transfers.forget(worker)
+
+
+class Promise:
+    """What one request was promised. Each method has an effect once."""
+
+    def __init__(
+        self, ledger: Ledger, decision: Decision, prompt_tokens: int, choices: int
+    ) -> None:
+        self.decision = decision
+        self._choices = choices
+        self._ledger = ledger
+        self._prompt_tokens = prompt_tokens
+        self._computing = True
+        self._running = True
+
+    def computed(self, now: float, *, computed_tokens: int = 0, compute_ms: float = 0.0) -> None:
+        """Note the first token, with what the worker reports: 0 where it reports nothing."""
+        if not self._computing:
+            return
+        self._computing = False
+        decision, table = self.decision, self._ledger.table
+        context = mean_context(self._prompt_tokens, self._prompt_tokens - computed_tokens)
+        table.learn_prefill(decision.prefill, computed_tokens, context, compute_ms)
+        if computed_tokens and not decision.local:
+            self._ledger.traffic.prefilled_tokens += self._prompt_tokens
+            self._ledger.traffic.prefill_s += compute_ms / 1e3
+        table.prompt_computed(decision.prefill, decision.prefill_ms, now * 1e3)
+        table.sequence_settled(decision.decode, decision.missing_blocks)
+
+    def committed(self, *, pinned_blocks: int, transfer_ms: float) -> None:
+        """Note the end of the handoff; the receiver held ``pinned_blocks`` already."""
+        blocks = -(-self._prompt_tokens // self._ledger.table.hash_block) - pinned_blocks
+        self._ledger.transfers.observe(
+            self.decision.prefill, self.decision.decode, max(0, blocks), transfer_ms
+        )
+
+    def ended(self, now: float) -> None:
+        """Note the end of the request, whether it succeeded or not."""
+        self.computed(now)
+        if self._running:
+            self._running = False
+            self._ledger.table.sequence_ended(
+                self.decision.decode, self._prompt_tokens, self._choices
+            )
+
+
+class ExpectedBlocks:
+    """Blocks that decisions will create: counted as held until the prefix index lists them.
+
+    Without this, a burst of requests with one new prefix would be spread over workers that all
+    compute it. Hashes are chained: where a block is expected, all before it are. ``now`` is in
+    milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[bytes, dict[str, float]] = {}
+        self._notes: list[tuple[float, int, str, Sequence[bytes]]] = []
+        self._count = 0
+        self._blocks = 0
+
+    def __len__(self) -> int:
+        """Pairs of a block and a worker that are noted, those noted again counted again."""
+        return self._blocks
+
+    def expect(self, hashes: Sequence[bytes], worker: str, now: float, wait: float = 0.0) -> None:
+        """``worker`` will hold ``hashes``, a prompt's from its first block on, after ``wait``."""
+        self._forget(now)
+        if not hashes or self._blocks + len(hashes) > MAX_BLOCKS:
+            return
+        until = now + wait + EXPECTED_MS
+        for block in hashes:
+            workers = self._workers.setdefault(block, {})
+            workers[worker] = max(until, workers.get(worker, 0.0))
+        self._count += 1
+        heapq.heappush(self._notes, (until, self._count, worker, hashes))
+        self._blocks += len(hashes)
+
+    def joined(
+        self, held: Mapping[str, int], hashes: Sequence[bytes], now: float
+    ) -> dict[str, int]:
+        """``held``, the leading blocks of each worker, with what is expected of it."""
+        self._forget(now)
+        found = dict(held)
+        alive: dict[str, float] = {}
+        depth = 0
+        for block in hashes:
+            workers = self._workers.get(block, {})
+            if depth and len(workers) < len(alive):
+                _raise(found, alive.keys() - workers.keys(), depth)
+            alive = workers
+            if not workers:
+                break
+            depth += 1
+        _raise(found, alive.keys(), depth)
+        return found
+
+    def _forget(self, now: float) -> None:
+        while self._notes and self._notes[0][0] <= now:
+            until, _, worker, hashes = heapq.heappop(self._notes)
+            self._blocks -= len(hashes)
+            for block in hashes:
+                # Another note of the same moment may have struck it off.
+                workers = self._workers.get(block, {})
+                if workers.get(worker, until + 1.0) <= until:
+                    del workers[worker]
+                    if not workers:
+                        del self._workers[block]
+
+
+def _raise(found: dict[str, int], workers: Iterable[str], depth: int) -> None:
+    for worker in workers:
+        if found.get(worker, 0) < depth:
+            found[worker] = depth

@@ -1,0 +1,179 @@
+"""Where a request goes: the prompt's hashes, the workers that hold them, the policy's answer.
+
+Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.config.cluster import Config
+from baton.errors import ContextLengthExceeded, Overloaded, Unavailable
+from baton.hashing import HashChain, hash_key
+from baton.request import LoadSnapshot
+from baton.store.registry import WorkerRecord
+from baton.telemetry.metrics import RouterMetrics
+from router.routing.ledger import Ledger
+from router.routing.policy import Decision, RouteRequest
+from router.routing.prefix_lookup import PrefixLookup
+from router.workers.worker_link import WorkerLink
+from router.workers.worker_links import WorkerLinks
+
+REFRESH_S = 0.05
+"""How old the table may be: with a thousand workers reading all links takes about a millisecond.
+What this router itself has promised counts at once."""
+NO_PREFILL_WORKER = "no_prefill_worker"
+"""Why a prompt is computed by a decode worker, whatever the policy: as the metric calls it."""
+
+
+class RouteFinder:
+    """Chooses workers by the prefix index's answer and the policy."""
+
+    def __init__(
+        self,
+        config: Config,
+        links: WorkerLinks,
+        ledger: Ledger,
+        prefixes: PrefixLookup,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._block_size = config.block_size
+        self._links = links
+        self._ledger = ledger
+        self._sync = TableSync(ledger, links)
+        self._prefixes = prefixes
+        self._metrics = metrics
+        self._found = metrics.prefix_blocks.labels("found")
+        self._missing = metrics.prefix_blocks.labels("missing")
+
+    def hashes(
+        self, token_ids: Sequence[int], cache_salt: bytes, chain: HashChain
+    ) -> Sequence[bytes]:
+        """The block hashes of a sequence, as the workers that are up compute them; none without.
+
+        ``chain`` keeps them while the sequence grows. Raises ContextLengthExceeded.
+        """
+        self._sync.refresh(time.monotonic())
+        longest = self._sync.context_length
+        if longest is None:
+            return ()
+        if len(token_ids) >= longest:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(token_ids)} tokens, and the workers' context is {longest}"
+            )
+        return chain.of(token_ids, self._block_size, hash_key(self._sync.fingerprint, cache_salt))
+
+    async def find(
+        self,
+        request: RouteRequest,
+        hashes: Sequence[bytes],
+        avoid: Sequence[frozenset[str]] = (frozenset(),),
+        *,
+        reads_cache: bool = True,
+        source_worker: str = "",
+        is_moved: bool = False,
+    ) -> Decision:
+        """Choose workers, to none of the first set of ``avoid``; where that leaves none, of the
+
+        second, and so on. ``reads_cache``: cached blocks may be used. ``source_worker`` has all
+        blocks, including those that the index does not list yet. With ``is_moved`` a request is not
+        refused because it will be late.
+
+        Raises Unavailable, Overloaded.
+        """
+        asked_at = time.monotonic()
+        held: dict[str, int] = {}
+        if hashes and reads_cache:
+            held = await self._prefixes.ask(hashes)
+            found = max(held.values(), default=0)
+            self._found.inc(found)
+            self._missing.inc(len(hashes) - found)
+            if source_worker:
+                held = {**held, source_worker: len(hashes)}
+        now = time.monotonic()
+        left_ms = request.deadline_ms - (now - asked_at) * 1e3
+        *others, last = (replace(request, deadline_ms=left_ms, excluded=names) for names in avoid)
+        for asked in others:
+            try:
+                decision = self._decide(asked, hashes, held, now)
+                break
+            except Unavailable:
+                continue
+        else:
+            decision = self._decide(last, hashes, held, now)
+        if decision.shed and not is_moved:
+            raise Overloaded(
+                f"the first token would come after {decision.ttft_ms / 1e3:.1f} s, beyond the"
+                " request's deadline",
+                retry_after=max(1.0, decision.queue_ms / 1e3),
+            )
+        is_forced = decision.local and not len(self._ledger.table.group("prefill"))
+        self._metrics.route_decisions.labels(
+            decision="local" if decision.local else "remote",
+            reason=NO_PREFILL_WORKER if is_forced else decision.reason,
+        ).inc()
+        return decision
+
+    def _decide(
+        self, asked: RouteRequest, hashes: Sequence[bytes], held: dict[str, int], now: float
+    ) -> Decision:
+        """Decide among the workers that are up at this moment: the table may be a little older."""
+        if asked.excluded:
+            # Nor is anything fetched from an excluded worker.
+            held = {name: count for name, count in held.items() if name not in asked.excluded}
+        try:
+            decision = self._ledger.decide(asked, hashes, held, now)
+            chosen = {decision.prefill, decision.decode}
+            links = [link for name in chosen if (link := self._links.get(name)) is not None]
+            if len(links) == len(chosen) and all(map(self._links.is_usable, links)):
+                return decision
+        except Unavailable:
+            pass
+        self._sync.refresh(now, at_once=True)
+        return self._ledger.decide(asked, hashes, held, now)
+
+
+class TableSync:
+    """Keeps the ledger's table of workers in step with the links to them."""
+
+    def __init__(self, ledger: Ledger, links: WorkerLinks) -> None:
+        self._ledger = ledger
+        self._links = links
+        self._seen: dict[str, tuple[WorkerRecord, LoadSnapshot]] = {}
+        self._refreshed_at = float("-inf")
+        self.context_length: int | None = None
+        """The shortest context of the workers that are up; None while none is up."""
+        self.fingerprint = ""
+        """The fingerprint of these workers; empty while none is up."""
+
+    def refresh(self, now: float, *, at_once: bool = False) -> None:
+        """Read the links again if the table is old, or ``at_once``. ``now`` in seconds."""
+        if not at_once and now - self._refreshed_at < REFRESH_S:
+            return
+        self._refreshed_at = now
+        self.context_length, self.fingerprint = None, ""
+        links = self._links.all()
+        for link in links:
+            self._take(link, now)
+        for gone in self._seen.keys() - {link.record.incarnation for link in links}:
+            del self._seen[gone]
+            self._ledger.remove(gone)
+
+    def _take(self, link: WorkerLink, now: float) -> None:
+        record, table = link.record, self._ledger.table
+        name = record.incarnation
+        known, load = self._seen.get(name, (None, None))
+        if known is not record:
+            table.add(record)
+        if load is not link.load:
+            table.set_load(name, link.load, now * 1e3)
+        self._seen[name] = (record, link.load)
+        up = self._links.is_usable(link)
+        table.set_up(name, up, lends=link.lends(now))
+        if up:
+            self.fingerprint = record.fingerprint
+            longest = self.context_length
+            if longest is None or record.context_length < longest:
+                self.context_length = record.context_length

@@ -1,0 +1,114 @@
+"""Follows the registry: which workers there are, and which have died.
+
+    listed → a link ─listed as dead for COLLECT_AFTER_S→ forgotten by registry and prefix index
+
+While the registry cannot be read, serving goes on with the last view; broken streams tell of dead
+workers. Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import redis
+
+from baton.config.cluster import Config
+from baton.liveness.silence import SilenceWatch
+from baton.store.prefix_index import PrefixIndex
+from baton.store.registry import Registry
+from baton.telemetry.logs import ErrorRow
+from baton.telemetry.metrics import RouterMetrics
+from router.workers.model_commit import CommitCheck
+from router.workers.worker_links import WorkerLinks
+
+log = logging.getLogger(__name__)
+
+REGISTRY_POLL_S = 0.25
+"""How often the registry is read."""
+COLLECT_AFTER_S = 10.0
+"""How long a worker must be listed as dead before the index forgets it: after Redis was away, all
+are until their next heartbeat. Nothing is routed to a dead one in that time."""
+
+
+class WorkerDiscovery:
+    """Keeps the links to workers in step with the registry."""
+
+    def __init__(
+        self,
+        config: Config,
+        registry: Registry,
+        index: PrefixIndex,
+        links: WorkerLinks,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._local_prefill = config.local_prefill != "never"
+        self._registry = registry
+        self._index = index
+        self._links = links
+        self._metrics = metrics
+        self._registry_calls = metrics.redis_calls("registry_read")
+        self._commit_check = CommitCheck(config.revision)
+        self._logged_health = ("down", "")
+        self._dead = SilenceWatch[str](COLLECT_AFTER_S)
+        """Workers that the registry lists as dead."""
+        self._read_at = time.monotonic()
+        """When the registry was read last, or this was made."""
+        self._has_view = False
+        self._can_read = True
+        """Whether the last read succeeded."""
+
+    @property
+    def has_view(self) -> bool:
+        """Whether the registry was read."""
+        return self._has_view
+
+    async def run(self) -> None:
+        """Read the registry again and again, until cancelled."""
+        # A router that follows its workers no longer would be worse than any error.
+        errors = ErrorRow(log, "the registry could not be followed")
+        while True:
+            with errors.caught():
+                try:
+                    await self.read()
+                except (redis.RedisError, OSError) as error:
+                    if self._can_read:
+                        log.warning("the registry cannot be read: %s", error)
+                    self._can_read = False
+                    # Perhaps no worker could renew its record: each dead one's time begins anew.
+                    self._dead.tick({}, time.monotonic())
+            self._metrics.registry_age_seconds.set(time.monotonic() - self._read_at)
+            for role in ("prefill", "decode"):
+                self._metrics.routable_workers.labels(role=role).set(len(self._links.up(role)))
+            self._log_health()
+            await asyncio.sleep(REGISTRY_POLL_S)
+
+    async def read(self) -> None:
+        """Read the registry once. Raises redis.RedisError, OSError."""
+        with self._registry_calls.one():
+            listed, dead = await self._registry.read()
+        records = self._commit_check.alike(listed)
+        self._read_at = time.monotonic()
+        if not self._can_read:
+            log.info("the registry can be read again")
+        self._can_read = True
+        self._links.update(records)
+        self._has_view = True
+        for incarnation in self._dead.tick(dict.fromkeys(dead), time.monotonic()):
+            await self._index.collect(incarnation)
+            await self._registry.forget(incarnation)
+
+    def _log_health(self) -> None:
+        """Log the health where it has changed."""
+        health = self._links.health(local_prefill=self._local_prefill)
+        if health == self._logged_health:
+            return
+        self._logged_health = health
+        status, reason = health
+        if status == "ok":
+            log.info("prefill and decode workers are ready: the cluster is healthy")
+        elif status == "degraded":
+            log.warning("%s: decode workers compute the prompts", reason)
+        else:
+            log.warning("no request can be served: %s", reason)

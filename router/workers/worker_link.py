@@ -1,0 +1,164 @@
+"""A connection to one worker, and whether requests may go there.
+
+    connecting ─first message of the token stream→ up ─stream broken→ connecting (tries again)
+    up ─suspected of hanging→ suspected ─a message, SUSPECT_S→ up
+    up ─its engine stands still→ stalled ─a step ends→ up
+    up ─streams break again and again→ left out, and tried (``router.workers.breaker``) → up
+
+A prefill worker's link has no token stream: it is up while its channel is connected. Owned by the
+router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+import grpc.aio
+
+from baton.errors import WorkerFailed
+from baton.request import LoadSnapshot
+from baton.rpc.grpc_channel import open_channel
+from baton.security.tls import Renewal, TlsFiles
+from baton.store.registry import DRAINING, WorkerRecord
+from baton.v1 import decode_pb2, worker_pb2
+from router.workers.breaker import Breaker
+from router.workers.prefill_stream import PrefillStream
+
+_COOL_DOWN_S = 1.0
+"""For how long nothing goes to a worker to which a call could not be made."""
+SUSPECT_S = 5.0
+"""A worker that is suspected of hanging, and of which nothing is heard, is tried again after this:
+one that has nothing to do has nothing to say."""
+_MAX_OWED = 4096
+"""Aborts that are kept for a worker that cannot be reached; those of sequences are bounded by its
+places, and by how often these can be filled meanwhile."""
+
+TokenStream = grpc.aio.UnaryStreamCall[
+    decode_pb2.StreamTokensRequest, decode_pb2.StreamTokensResponse
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """What is to end at a decode worker."""
+
+    request_id: str
+    attempt: int
+    stop: bool
+    choice: int | None
+
+
+def error_from_gone(incarnation: str) -> WorkerFailed:
+    """What a request is told whose worker is no longer there."""
+    return WorkerFailed(f"worker {incarnation} is gone", retry_after=1.0)
+
+
+class WorkerLink:
+    """A connection to one incarnation."""
+
+    def __init__(self, record: WorkerRecord, tls: TlsFiles | None = None) -> None:
+        """``tls``: what this router shows the worker. Raises ConfigError."""
+        self.record = record
+        self._renewal = None if tls is None else Renewal(tls)
+        self.channel = open_channel(record.address, tls, "worker")
+        self.prefills = PrefillStream(self.channel, record.incarnation)
+        self.load: LoadSnapshot = record.load
+        self.follower: asyncio.Task[None] | None = None
+        """Reads the token stream of a decode worker, watches the channel of a prefill worker."""
+        self.connected = False
+        self.missing_since: float | None = None
+        """Since when neither the registry, which can be read, nor the stream of its prefills knows
+        of a prefill worker. A decode worker's stream is always there."""
+        self._heard_missing = 0
+        self.token_stream: TokenStream | None = None
+        """The one that is read now."""
+        self.token_messages = 0
+        """That have come on the token stream, those that say nothing included."""
+        self.owed: deque[Abort] = deque(maxlen=_MAX_OWED)
+        """Aborts that have not arrived: they are sent again when the worker is heard."""
+        self.breaker = Breaker()
+        self.broken_at = float("-inf")
+        """When its token stream last broke after it had been up."""
+        self._suspected_until = float("-inf")
+        self._suspected_at = 0
+        self._stalled_at: int | None = None
+        self._failed_at = float("-inf")
+
+    def shows_old_files(self) -> bool:
+        """Whether it has lost its connection, and others have what it showed replaced meanwhile.
+
+        Its channel would show the old ones for ever. True once.
+        """
+        return not self.connected and self._renewal is not None and self._renewal.came()
+
+    @property
+    def messages(self) -> int:
+        """How many messages have come of the worker."""
+        return self.token_messages + self.prefills.messages
+
+    def miss(self, now: float) -> None:
+        """Note that the registry does not list it, maybe since Redis is read-only; listen to it."""
+        if self.missing_since is None or self.messages != self._heard_missing:
+            self.missing_since, self._heard_missing = now, self.messages
+        self.prefills.open()
+
+    def suspect(self, now: float) -> None:
+        """It is silent, and should not be: nothing more goes there until it is heard."""
+        self._suspected_until = now + SUSPECT_S
+        self._suspected_at = self.messages
+
+    def is_suspected(self, now: float) -> bool:
+        """Whether it is taken to hang."""
+        return now < self._suspected_until and self.messages == self._suspected_at
+
+    @property
+    def engine_load(self) -> LoadSnapshot | worker_pb2.LoadSnapshot:
+        """The latest that a stream has told, or the registry where there is none; both kinds have
+
+        what the engine does.
+        """
+        if self.record.role == "decode" or self.prefills.load is None:
+            return self.load
+        return self.prefills.load
+
+    def stall(self) -> None:
+        """Its engine ends no step: nothing more goes there until one has ended."""
+        self._stalled_at = self.engine_load.engine_steps
+
+    def is_stalled(self) -> bool:
+        """Whether it says that it lives, and still computes the step at which it was found."""
+        if self._stalled_at is None:
+            return False
+        load = self.engine_load
+        return load.steps_in_flight > 0 and load.engine_steps == self._stalled_at
+
+    def hangs(self, now: float) -> bool:
+        """Whether it is to be left."""
+        return self.is_suspected(now) or self.is_stalled()
+
+    def is_up(self, now: float, missing_s: float) -> bool:
+        """Whether new requests may go there; not to one that was missing for ``missing_s``."""
+        well = not self.hangs(now) and now - self._failed_at > _COOL_DOWN_S
+        return well and self.is_ready(now, missing_s)
+
+    def is_ready(self, now: float, missing_s: float) -> bool:
+        """Whether it is connected, and says that it takes requests."""
+        if self.missing_since is not None and now - self.missing_since > missing_s:
+            return False
+        return self.record.state == "ready" and self.connected
+
+    def lends(self, now: float) -> bool:
+        """Whether its cached blocks may be fetched: also while it is drained."""
+        known = self.record.state in ("ready", DRAINING)
+        return known and self.connected and not self.is_suspected(now)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether what runs there is to go elsewhere."""
+        return self.record.state == DRAINING and self.connected
+
+    def failed(self, now: float) -> None:
+        """A call could not be made: leave the worker alone for a moment."""
+        self._failed_at = now

@@ -1,0 +1,127 @@
+"""The registry is followed, whatever goes wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.config.cluster import Config
+from baton.host.background import end_tasks
+from baton.store.prefix_index import PrefixIndex
+from baton.store.registry import Registry, WorkerRecord
+from baton.telemetry.metrics import RouterMetrics
+from router.workers import worker_discovery
+from router.workers.worker_discovery import WorkerDiscovery
+from router.workers.worker_links import WorkerLinks
+from tests.support.router.workers import record
+
+Answer = tuple[dict[str, WorkerRecord], set[str]]
+NOTHING: Answer = ({}, set())
+
+
+class Store:
+    """Registry and prefix index: answers one thing after the other, and then waits."""
+
+    def __init__(self, answers: Sequence[Answer | Exception]) -> None:
+        self.answers = iter(answers)
+        self.is_read = asyncio.Event()
+        self.forgotten: list[str] = []
+
+    async def read(self) -> Answer:
+        for answer in self.answers:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        self.is_read.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def forget(self, incarnation: str) -> None:
+        self.forgotten.append(incarnation)
+
+    collect = forget
+
+
+@asynccontextmanager
+async def followed(
+    answers: Sequence[Answer | Exception], config: Config | None = None
+) -> AsyncIterator[tuple[Store, WorkerLinks, WorkerDiscovery]]:
+    """What is there once all answers were read."""
+    store, links = Store(answers), WorkerLinks("router", heartbeat_s=1.0)
+    discovery = WorkerDiscovery(
+        config or Config(),
+        cast(Registry, store),
+        cast(PrefixIndex, store),
+        links,
+        RouterMetrics(CollectorRegistry()),
+    )
+    following = asyncio.create_task(discovery.run())
+    try:
+        async with asyncio.timeout(60):
+            await store.is_read.wait()
+        yield store, links, discovery
+    finally:
+        await end_tasks([following])
+        await links.close()
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_discovery, "REGISTRY_POLL_S", 0.0)
+
+
+async def test_workers_of_another_commit_get_no_requests() -> None:
+    records = {
+        slot: replace(record(slot), revision=commit)
+        for slot, commit in (("p-0", "a" * 40), ("d-0", "b" * 40))
+    }
+    async with followed([(records, set())], Config(revision="a" * 40)) as (_, links, discovery):
+        assert [link.record.role for link in links.all()] == ["prefill"]
+        assert discovery.has_view
+
+
+async def test_whatever_goes_wrong_the_registry_is_followed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A router that has lost sight of its workers, and does not say so, would serve ever less."""
+    failures: list[Answer | Exception] = [
+        ValueError("a bug"),
+        OSError("reset"),
+        TimeoutError("late"),
+    ]
+    async with followed([*failures, NOTHING, NOTHING]):
+        assert "could not be followed" in caplog.text
+        said = [one for one in caplog.records if "no request can be served" in one.message]
+        assert len(said) == 1, "a change is logged, and no more"
+
+
+async def test_five_minutes_without_redis_leave_a_router_as_it_was() -> None:
+    prefill = record("p-0")
+    before: Answer = ({"p-0": prefill}, set())
+    async with followed([before]) as (_, links, _):
+        (link,), tasks = links.all(), len(asyncio.all_tasks())
+        assert link.record is prefill
+    away = [ConnectionError("away") for _ in range(int(300 / 0.25))]
+    async with followed([before, *away]) as (store, links, _):
+        (link,) = links.all()
+        assert (link.record, link.missing_since) == (prefill, None)
+        assert len(asyncio.all_tasks()) <= tasks
+        assert store.forgotten == []
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_the_time_of_a_dead_worker_begins_anew_after_redis_was_away(
+    monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    """After it was away all are listed as dead, until their next heartbeats."""
+    monkeypatch.setattr(worker_discovery, "COLLECT_AFTER_S", 0.0)
+    dead: Answer = ({}, {"d"})
+    answers = [dead, dead, ConnectionError("away") if away else dead, dead, dead]
+    async with followed(answers) as (store, _, _):
+        assert ("d" in store.forgotten) is not away
