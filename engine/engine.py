@@ -199,7 +199,7 @@ def _build(
         (settings.model_path / "tokenizer.json").read_text, config.vocab_size, config.eos_ids
     )
     speculation = _speculation(settings, model, cache, draft)
-    lead = None if ranks is None else ranks.lead
+    lead = None if ranks is None else ranks.leader
     runner = _runner(model, weights, cache, settings, name, config.vocab_size, speculation, lead)
     scheduler = Scheduler(pool, limits)
     arithmetic = _arithmetic(device) if settings.deterministic else ""
