@@ -11,7 +11,7 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest
 from baton.host.background import off_loop
 from baton.sampling_params import SCALAR_FIELDS
-from router.http.body import validate
+from router.http.client import validate
 from router.inference.builder import Arrival, Prompt
 from router.inference.endpoint import Answer, Endpoint
 from router.inference.sampling_input import SamplingInput, banned_runs
