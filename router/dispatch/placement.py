@@ -230,7 +230,7 @@ class Placement:
             decode_incarnation=target.record.incarnation,
             source=self._prefix_source(decision),
         )
-        attempt.prefill = spawn(self._prefill(attempt, message), f"prefill {spec.request_id}")
+        attempt.follow(self._prefill(attempt, message))
         if moved:
             self._moved.labels(reason=moved).inc()
 
