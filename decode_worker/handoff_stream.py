@@ -4,7 +4,7 @@
 
 A commit waits for bytes and for its grammar. A reserve waits for room and for the other ranks of
 this worker. Other calls go on meanwhile. What waits when the stream ends is given up: it has done
-nothing yet. Owned by the control loop.
+nothing yet. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from baton.errors import BatonError, DeadlineExceeded, HandoffError, Unavailable
+from baton.errors import BatonError, DeadlineExceeded, HandoffError
 from baton.host.background import end_tasks
 from baton.rpc import convert
 from baton.rpc.grpc_errors import as_baton_error
@@ -32,7 +32,7 @@ Context = grpc.aio.ServicerContext[Request, Response]
 
 
 class HandoffStream:
-    """See the module's text."""
+    """The calls of one writer, answered in any order."""
 
     def __init__(self, role: DecodeRole, context: Context) -> None:
         self._role = role
@@ -75,12 +75,13 @@ class HandoffStream:
     async def _reserve(self, request: Request) -> None:
         response = Response(call=request.call)
         try:
-            asked = self._ask(request.reserve)
+            asked = self._request(request.reserve)
         except Exception as failure:
             _refuse(response, failure)
             await self._write(response)
             return
-        if asked.done() and self._role.opened(asked.result().ticket_id) is None:
+        opened = self._role.receiver.blocks.opened
+        if asked.done() and opened(asked.result().ticket_id) is None:
             self._promise(asked.result(), response.reserve)
             await self._write(response)
             return
@@ -94,7 +95,7 @@ class HandoffStream:
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
                 ticket = await asked
-                opened = self._role.opened(ticket.ticket_id)
+                opened = self._role.receiver.blocks.opened(ticket.ticket_id)
                 if opened is not None:
                     # Another call may wait for the same ticket.
                     await asyncio.shield(opened)
@@ -115,12 +116,9 @@ class HandoffStream:
             match request.WhichOneof("call_kind"):
                 case "commit":
                     commit = request.commit
+                    firsts = convert.first_tokens_from_proto(commit)
                     response.commit.bytes = self._role.commit(
-                        commit.ticket_id,
-                        commit.writer,
-                        commit.first_token,
-                        logprobs=convert.commit_logprobs_from_proto(commit),
-                        others=convert.other_tokens_from_proto(commit),
+                        commit.ticket_id, commit.writer, firsts
                     )
                 case "abort":
                     self._role.abort_handoff((request.abort.request_id, request.abort.attempt))
@@ -135,12 +133,9 @@ class HandoffStream:
         response, commit = Response(call=request.call), request.commit
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
+                firsts = convert.first_tokens_from_proto(commit)
                 response.commit.bytes = await self._role.commit_when_complete(
-                    commit.ticket_id,
-                    commit.writer,
-                    commit.first_token,
-                    logprobs=convert.commit_logprobs_from_proto(commit),
-                    others=convert.other_tokens_from_proto(commit),
+                    commit.ticket_id, commit.writer, firsts
                 )
         except TimeoutError:
             _refuse(response, DeadlineExceeded("the blocks or the grammar were not ready in time"))
@@ -148,10 +143,8 @@ class HandoffStream:
             _refuse(response, failure)
         await self._write(response)
 
-    def _ask(self, request: decode_pb2.ReserveRequest) -> asyncio.Future[Ticket]:
-        if self._role.closing:
-            raise Unavailable("this decode worker is stopping")
-        return self._role.reserves.ask(
+    def _request(self, request: decode_pb2.ReserveRequest) -> asyncio.Future[Ticket]:
+        return self._role.request_reserve(
             Offer(
                 fingerprint=request.fingerprint,
                 geometry=convert.geometry_from_proto(request.geometry),

@@ -1,6 +1,6 @@
 """The receiving end of handoffs: judges offers, reserves blocks, commits sequences.
 
-The states are those of ``kvtransfer.tickets.ticket``. Owned by the control loop; ``now`` is
+The states are those of ``kvtransfer.tickets.ticket``. Owned by the event loop; ``now`` is
 passed in.
 """
 
@@ -88,8 +88,11 @@ class HandoffReceiver:
         self._spare = 0
         """Blocks, and as many places, promised to siblings."""
         self._room = Room(scheduler)
-        self.close = blocks.subscribe(self._released)
-        """Ends its subscription to tickets that end; idempotent."""
+        self._unsubscribe = blocks.subscribe(self._released)
+
+    def close(self) -> None:
+        """Take no notice of tickets any more; idempotent."""
+        self._unsubscribe()
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
         """Promise blocks. Raises HandoffError, NoRoom or ContextLengthExceeded.

@@ -3,17 +3,17 @@
     waiting ─at the head of the queue, and there is room→ served
     waiting ─its caller leaves, its attempt ends, the worker takes nothing more→ gone
 
-Sequences that have lost their blocks before come first. Only the head of the queue is looked at. So
-a queue of any length costs no more than one entry, and small prompts cannot always overtake a large
-one. Plain Python, owned by the control loop.
+Sequences that have lost their blocks before come first. Only the head of the queue is checked. So a
+queue of any length costs no more than one entry, and small prompts cannot always overtake a large
+one. Owned by the worker's event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.errors import BatonError, NoRoom
 from decode_worker.receiver import Offer
@@ -25,49 +25,55 @@ FULL_RETRY_S = 1.0
 """Seconds after which a writer that finds the queue full may ask again."""
 
 
-class Answer(Protocol):
-    """The part of a future that is used here. One that is done needs no answer any more."""
-
-    def done(self) -> bool: ...
-
-    def set_result(self, result: Ticket, /) -> None: ...
-
-    def set_exception(self, exception: Exception, /) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     offer: Offer
-    answer: Answer
+    answer: asyncio.Future[Ticket]
+    """Done: the caller has left, or the offer was answered out of its turn."""
 
 
 class ReserveQueue:
-    """See the module's text."""
+    """Offers that are answered at once where there is room, else in their turn."""
 
-    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, reserve: Callable[[Offer], Ticket], max_waiting: int = MAX_WAITING) -> None:
+        """``reserve`` promises blocks; it raises NoRoom where there is none."""
+        self._reserve = reserve
         self._max_waiting = max_waiting
         self._preempted: deque[_Waiting] = deque()
         self._others: deque[_Waiting] = deque()
+        self._serves_soon = False
         self.answered = 0
         """Reserves that were answered in their turn; read only."""
 
     def __len__(self) -> int:
+        """The number of waiting reserves."""
         return len(self._preempted) + len(self._others)
 
-    def add(self, offer: Offer, answer: Answer) -> None:
-        """Queue an offer. Raises NoRoom where the queue is full."""
+    def add(self, offer: Offer) -> asyncio.Future[Ticket]:
+        """Promise blocks as soon as there is room, and it is the offer's turn.
+
+        A caller that cancels the future waits no more. Raises what ``reserve`` raises where the
+        offer need not wait, and NoRoom where the queue is full.
+        """
         if len(self) >= self._max_waiting:
             raise NoRoom(f"{self._max_waiting} others wait for room here", retry_after=FULL_RETRY_S)
+        answer: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
         queue = self._preempted if offer.spec.preemptions else self._others
         queue.append(_Waiting(offer, answer))
+        answer.add_done_callback(lambda _: self._keep(lambda waiting: waiting.answer is not answer))
+        self.serve()
+        if answer.done():
+            answer.result()
+        return answer
 
-    def serve(self, reserve: Callable[[Offer], Ticket]) -> None:
-        """Answer as many as there is room for. ``reserve`` raises NoRoom where there is none."""
+    def serve(self) -> None:
+        """Answer as many as there is room for."""
+        self._serves_soon = False
         while queue := self._preempted or self._others:
             waiting = queue[0]
             if not waiting.answer.done():
                 try:
-                    waiting.answer.set_result(reserve(waiting.offer))
+                    waiting.answer.set_result(self._reserve(waiting.offer))
                 except NoRoom:
                     return
                 except Exception as error:
@@ -75,14 +81,18 @@ class ReserveQueue:
                 self.answered += 1
             queue.popleft()
 
-    def head(self) -> Offer | None:
-        """The offer that is served next; None where the queue is empty."""
-        queue = self._preempted or self._others
-        return queue[0].offer if queue else None
+    def serve_soon(self) -> None:
+        """Serve waiting reserves: blocks or places may have come back."""
+        if len(self) and not self._serves_soon:
+            self._serves_soon = True
+            asyncio.get_running_loop().call_soon(self.serve)
 
-    def leave(self, answer: Answer) -> None:
-        """Remove the entry whose caller waits no more; idempotent."""
-        self._keep(lambda waiting: waiting.answer is not answer)
+    def check_again(self) -> None:
+        """Serve even where counts show no room: blocks that others read come back unnoticed."""
+        queue = self._preempted or self._others
+        if queue:
+            queue[0].offer.min_blocks = 0
+            self.serve_soon()
 
     def end(self, attempt: Attempt, error: BatonError) -> None:
         """Answer the reserve of an attempt that is over with an error, if it waits."""

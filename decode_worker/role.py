@@ -1,4 +1,9 @@
-"""The decode role: takes handoffs in, batches continuously, streams tokens to the routers."""
+"""The decode role: takes handoffs in, batches continuously, streams tokens to the routers.
+
+    reserve ─room, a ticket→ bytes arrive ─commit→ running ─a message a step→ ended
+
+Prompts that are computed here take the way of ``decode_worker.local_prefill``.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +25,22 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.grammar import TokenMatcher
-from baton.logprobs import TokenLogprobs
-from baton.request import FinishReason, FirstToken, TokenOutput
+from baton.request import FirstToken
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from decode_worker.handoff_stream import Context as HandoffsContext
 from decode_worker.handoff_stream import HandoffStream
 from decode_worker.local_prefill import LocalPrefill
-from decode_worker.outbox import Outbox
 from decode_worker.receiver import HandoffReceiver, Offer
-from decode_worker.reserves import Reserves
-from decode_worker.sequence_spans import SequenceSpans
+from decode_worker.reserve_queue import ReserveQueue
+from decode_worker.sequences import RunningSequences
 from decode_worker.service import DecodeServicer
 from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.tickets.ticket import Attempt, Ticket
-from worker.fetch.fetch import Fetcher
-from worker.fetch.fetch_estimates import FetchEstimates
+from worker.prefill.fetch_estimates import FetchEstimates
+from worker.prefill.flow import PrefillFlow, attempt_of
+from worker.prefill.service import PrefillServicer
 from worker.role import WorkerContext
-from worker.services.beats import Beats
-from worker.services.prefill_service import PrefillServicer
+from worker.services import Keepalive
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +49,17 @@ ROUTER_GRACE_S = 5.0
 
 
 class DecodeRole:
-    """Implements ``worker.role.Role``. Owned by the control loop."""
+    """Implements ``worker.role.Role``. Owned by the worker's event loop."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
-        """``estimates`` say when cached blocks of a prompt that is computed here are fetched; new
-
-        ones are made if it is absent.
-        """
+        """``estimates`` say when cached blocks of local prompts are fetched; None: new ones."""
         self.context = context
+        self.closing = False
+        self.clock = context.exchange.receiver.clock
+        """The clock of peers' silence; deadlines are on the monotonic clock."""
+        self.sequences = RunningSequences(context.settings.slot, self.clock)
+        self._deadlines: dict[Attempt, float] = {}
+        """Of requests that have tickets. A sequence has its own, which the scheduler keeps."""
         self.receiver = HandoffReceiver(
             context.engine.scheduler,
             context.exchange.receiver,
@@ -61,53 +67,36 @@ class DecodeRole:
             geometry=context.engine.cache.geometry(),
             incarnation=context.incarnation,
         )
-        self.clock = context.exchange.receiver.clock
-        """The clock of peers' silence; deadlines are on the monotonic clock."""
-        self.closing = False
-        self.local = LocalPrefill(
-            context,
-            self.receiver,
-            Fetcher(context, estimates or FetchEstimates()),
-            keep=self._keep,
-            end=self._end_local,
-            # Prompts that are computed here, and reserves that wait, take turns.
-            turn=lambda: self.reserves.answered if self.reserves else None,
-        )
-        self._outboxes: dict[str, Outbox] = {}
-        self._spans = SequenceSpans(context.settings.slot)
-        self._sequences: dict[Attempt, dict[int, Sequence]] = {}
-        """Of each request its choices, by number, those that have not begun yet included."""
-        self._deadlines: dict[Attempt, float] = {}
-        """Of requests that have tickets. A sequence has its own, which the control loop keeps."""
-        self.beats = Beats.of(context.settings.config)
-        self._prefills = PrefillServicer(self.local.run, context.core.load, self.beats)
-        self._streams: set[HandoffStream] = set()
-        self.reserves = Reserves(self.receiver, context.intake, self.reserve)
+        self.reserves = ReserveQueue(self.reserve)
         # Blocks of tickets that end may be what a reserve waits for.
         self._unsubscribe = context.exchange.receiver.subscribe(
             lambda _ticket, _error: self.reserves.serve_soon()
         )
+        self._streams: set[HandoffStream] = set()
+        prompts = LocalPrefill(
+            context,
+            self.receiver,
+            keep=self.sequences.keep,
+            end=self._end_local,
+            turn=lambda: self.reserves.answered if self.reserves else None,
+        )
+        self.flow = PrefillFlow(context, prompts.open, prefill_only=False, estimates=estimates)
+        self.keepalive = Keepalive.of(context.settings.config)
+        self._prefills = PrefillServicer(self.flow.run, context.core.load, self.keepalive)
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add DecodeService, and PrefillService for prompts that are computed here."""
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self), server)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._prefills, server)
 
-    def outbox(self, router_id: str) -> Outbox:
-        """A router's outbox, made when it is first needed."""
-        if router_id not in self._outboxes:
-            self._outboxes[router_id] = Outbox(self.clock())
-        return self._outboxes[router_id]
-
     def has_work_of(self, router_id: str, but: str = "") -> bool:
         """Whether a sequence of this router runs here, waits, or is being handed over.
 
         The ticket ``but`` does not count.
         """
-        if self.receiver.promises(router_id, but):
-            return True
-        every = (choice for choices in self._sequences.values() for choice in choices.values())
-        return any(sequence.spec.router_id == router_id for sequence in every)
+        return self.receiver.promises(router_id, but) or bool(self.sequences.attempts(router_id))
+
+    # Handoffs
 
     async def answer_handoffs(
         self, requests: AsyncIterator[decode_pb2.HandoffsRequest], context: HandoffsContext
@@ -121,6 +110,24 @@ class DecodeRole:
             await stream.run(requests)
         finally:
             self._streams.discard(stream)
+
+    def request_reserve(self, offer: Offer) -> asyncio.Future[Ticket]:
+        """``reserve`` as soon as there is room, and it is the offer's turn.
+
+        A caller that cancels the future waits no more. Raises Unavailable where the worker takes
+        nothing more, and what ``ReserveQueue.add`` raises.
+        """
+        if self.closing:
+            raise _stopping()
+        if self.receiver.blocks.book.find(offer.attempt) is not None:
+            # The reserve was answered before, and the answer was lost.
+            asked: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+            asked.set_result(self.reserve(offer))
+            return asked
+        self.context.intake.check()
+        self.receiver.check_offer(offer)
+        offer.deadline = time.monotonic() + offer.spec.deadline_s
+        return self.reserves.add(offer)
 
     def reserve(self, offer: Offer) -> Ticket:
         """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive.
@@ -136,47 +143,29 @@ class DecodeRole:
             with contextlib.suppress(Overloaded):
                 self.context.grammars.begin(offer.spec.sampling.grammar)
         if not self.has_work_of(offer.spec.router_id, but=ticket.ticket_id):
-            # From now on it is to say more often that it lives.
-            self.outbox(offer.spec.router_id).hurry()
+            # From now on its stream has keepalives more often.
+            self.sequences.outbox(offer.spec.router_id).hurry()
         self._deadlines[ticket.attempt] = offer.deadline
         self.context.core.schedule_soon()
         return ticket
 
-    def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
-        """See ``BlockReceiver.opened``."""
-        return self.receiver.blocks.opened(ticket_id)
-
-    def awaits_bytes(self, ticket_id: str) -> bool:
-        """Whether some of a ticket's are still to come."""
-        try:
-            ticket = self.receiver.blocks.book.get(ticket_id)
-        except TicketEnded:
-            return False
-        return ticket.is_open and not ticket.is_complete
-
     def must_wait(self, ticket_id: str) -> bool:
         """Whether a commit has to wait: for bytes, or for its sequence's grammar."""
         spec = self.receiver.promised(ticket_id)
-        return (spec is not None and spec.sampling.grammar is not None) or self.awaits_bytes(
-            ticket_id
-        )
+        if spec is not None and spec.sampling.grammar is not None:
+            return True
+        ticket = self.receiver.blocks.book.find_id(ticket_id)
+        return ticket is not None and ticket.is_open and not ticket.is_complete
 
     async def commit_when_complete(
-        self,
-        ticket_id: str,
-        writer: str,
-        first_token: int,
-        *,
-        logprobs: TokenLogprobs | None = None,
-        others: tuple[FirstToken, ...] = (),
+        self, ticket_id: str, writer: str, firsts: list[FirstToken]
     ) -> int:
         """``commit``, as soon as every byte is in place and its grammar is compiled.
 
         Raises what has ended the ticket, or InvalidGrammar.
         """
-        if self.awaits_bytes(ticket_id):
-            whole = self.receiver.blocks.whole(ticket_id)
-            assert whole is not None, "bytes are still to come"
+        whole = self.receiver.blocks.whole(ticket_id)
+        if whole is not None:
             # Another commit may wait for the same ticket.
             await asyncio.shield(whole)
         spec, matcher = self.receiver.promised(ticket_id), None
@@ -185,24 +174,19 @@ class DecodeRole:
             # Compiling has no bound of its own: the caller's deadline bounds it.
             with self.receiver.blocks.holding(ticket_id, writer):
                 matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
-        return self.commit(
-            ticket_id, writer, first_token, logprobs=logprobs, others=others, matcher=matcher
-        )
+        return self.commit(ticket_id, writer, firsts, matcher)
 
     def commit(
         self,
         ticket_id: str,
         writer: str,
-        first_token: int,
-        *,
-        logprobs: TokenLogprobs | None = None,
-        others: tuple[FirstToken, ...] = (),
+        firsts: list[FirstToken],
         matcher: TokenMatcher | None = None,
     ) -> int:
         """Join a handed-off sequence and its siblings to the batch.
 
-        ``logprobs`` are those of its first token, ``others`` the siblings' first tokens,
-        ``matcher`` is that of its grammar. Returns the bytes that crossed the wire.
+        ``firsts`` are their first tokens, ``matcher`` is that of its grammar. Returns the bytes
+        that crossed the wire. Raises HandoffError, TicketEnded.
         """
         now = time.monotonic()
         receipt = self.receiver.commit(ticket_id, writer, self.clock())
@@ -211,22 +195,25 @@ class DecodeRole:
         sequence = self.context.make_sequence(spec, arrived=now, deadline=deadline)
         sequence.follow(matcher)
         sequence.hashes = receipt.hashes
-        sequence.token_ids.append(first_token)
+        sequence.token_ids.append(firsts[0].token_id)
         sequence.spare = receipt.spare
-        if len(others) != len(sequence.siblings):
+        if len(firsts) != 1 + len(sequence.siblings):
             self.context.engine.pool.release(receipt.blocks + receipt.spare)
-            raise HandoffError(f"{1 + len(others)} first tokens for {spec.choices} choices")
-        self._keep(sequence)
+            raise HandoffError(f"{len(firsts)} first tokens for {spec.choices} choices")
+        self.sequences.keep(sequence)
         self.context.core.add_computed(sequence, receipt.blocks, len(spec.token_ids))
-        forks = self._fork(sequence, others)
-        # Told again: a prefill worker that dies before its answer loses nothing.
-        firsts = (FirstToken(first_token, logprobs=logprobs), *others)
+        forks = self._fork(sequence, firsts[1:])
+        # Sent again: a prefill worker that dies before its answer loses nothing.
         for choice, first in zip((sequence, *forks), firsts, strict=True):
-            self._tell_first(choice, first)
-        self.outbox(spec.router_id).flush()
+            self.sequences.send(
+                choice, (first.token_id,), () if first.logprobs is None else (first.logprobs,)
+            )
+            if choice.finish_reason:
+                self._forget(attempt_of(choice), choice.choice)
+        self.sequences.outbox(spec.router_id).flush()
         return receipt.bytes
 
-    def _fork(self, sequence: Sequence, others: tuple[FirstToken, ...]) -> list[Sequence]:
+    def _fork(self, sequence: Sequence, others: list[FirstToken]) -> list[Sequence]:
         """Let a sequence's siblings run, where there are any; then each of them may have ended."""
         if not others:
             return []
@@ -237,29 +224,17 @@ class DecodeRole:
             self.context.core.remove(sequence)
         return forks
 
-    def _tell_first(self, sequence: Sequence, first: FirstToken) -> None:
-        told = () if first.logprobs is None else (first.logprobs,)
-        self._tell(sequence, (first.token_id,), sequence.finish_reason, told)
-        if sequence.finish_reason:
-            self._forget(_attempt(sequence), sequence.choice)
-
-    def _keep(self, sequence: Sequence) -> None:
-        choices = (sequence, *sequence.siblings)
-        self._sequences[_attempt(sequence)] = {choice.choice: choice for choice in choices}
-        for choice in choices:
-            self._spans.begin(choice)
-
     def _end_local(self, sequence: Sequence) -> None:
-        """Nobody waits for a prompt's first token any more."""
-        if sequence in self._sequences.get(_attempt(sequence), {}).values():
-            self.abort(_attempt(sequence))
+        """End a prompt that was given up before its first token, if it is still here."""
+        if sequence in self.sequences:
+            self.abort(attempt_of(sequence))
 
     def abort(self, attempt: Attempt, choice: int | None = None) -> None:
         """End a request in whatever state it is, or one of its choices that runs; idempotent."""
         if choice is None:
             self.receiver.blocks.abort(attempt, self.clock())
             self.reserves.end(attempt, _aborted())
-            self.local.ended(attempt, _aborted())
+            self.flow.end(attempt, _aborted())
         for sequence in self._forget(attempt, choice):
             self.context.core.remove(sequence)
         self.context.core.schedule_steps()
@@ -276,104 +251,52 @@ class DecodeRole:
         self.context.core.schedule_steps()
 
     def _forget(self, attempt: Attempt, choice: int | None = None) -> list[Sequence]:
-        """A request, or one of its choices, is over. Returns what was kept of it."""
-        choices = self._sequences.get(attempt, {})
-        if choice is None:
-            gone = list(choices.values())
-            choices.clear()
-        else:
-            gone = [choices.pop(choice)] if choice in choices else []
-        for sequence in gone:
-            self._spans.end(sequence)
-        self.reserves.serve_soon()
-        if not choices:
+        """Remove a request, or one of its choices. Returns the sequences that were kept of it."""
+        gone = self.sequences.forget(attempt, choice)
+        if not self.sequences.has(attempt):
             self._deadlines.pop(attempt, None)
-            self._sequences.pop(attempt, None)
+        self.reserves.serve_soon()
         return gone
 
+    # Steps
+
     def on_emit(self, updates: list[SequenceUpdate]) -> None:
-        """Pass a step's tokens on."""
+        """Send a step's tokens to the routers."""
         for update in updates:
             if update.token_ids:
                 sequence = update.sequence
-                self._tell(sequence, update.token_ids, sequence.finish_reason, update.logprobs)
-                self.local.sampled(_attempt(sequence), update)
+                self.sequences.send(sequence, update.token_ids, update.logprobs)
                 if sequence.finish_reason:
-                    self._forget(_attempt(sequence), sequence.choice)
+                    self._forget(attempt_of(sequence), sequence.choice)
+        self.flow.on_emit(updates)
         self._hand_back()
-        self._flush()
+        self.sequences.flush()
         self.reserves.serve_soon()
 
     def _hand_back(self) -> None:
-        """Tell of the sequences that have lost their blocks: behind all their tokens."""
+        """Report the sequences that have lost their blocks, after all their tokens."""
         for sequence in self.context.engine.scheduler.take_handed_back():
-            kept = self._sequences.get(_attempt(sequence), {})
-            if sequence not in kept.values():
-                continue
-            self._forget(_attempt(sequence), sequence.choice)
-            spec = sequence.spec
-            output = TokenOutput(
-                spec.request_id,
-                spec.attempt,
-                sequence.output_length,
-                (),
-                choice=sequence.choice,
-                handed_back=True,
-            )
-            self.outbox(spec.router_id).put(output)
+            if sequence in self.sequences:
+                self._forget(attempt_of(sequence), sequence.choice)
+                self.sequences.send_end(sequence)
 
     def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         """The step of these sequences failed: they end with an error."""
         for sequence in sequences:
             self._fail(sequence, error)
-        self._flush()
+        self.sequences.flush()
 
     def on_expire(self, sequences: list[Sequence]) -> None:
         """These sequences end with an error."""
-        for sequence in sequences:
-            self._fail(sequence, DeadlineExceeded("the request's deadline has passed"))
-        self._flush()
+        self.on_fail(sequences, DeadlineExceeded("the request's deadline has passed"))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
-        spec = sequence.spec
-        self._spans.end(sequence, error)
-        for other in self._forget(_attempt(sequence)):
+        """End a sequence that has left the scheduler, and its siblings, with an error."""
+        self.sequences.send_end(sequence, error)
+        for other in self._forget(attempt_of(sequence)):
             if other is not sequence:
                 self.context.engine.scheduler.remove(other)
-        self.local.ended(_attempt(sequence), error)
-        output = TokenOutput(
-            spec.request_id,
-            spec.attempt,
-            sequence.output_length,
-            (),
-            error=error.message,
-            error_code=error.code or "",
-            choice=sequence.choice,
-        )
-        self.outbox(spec.router_id).put(output)
-
-    def _tell(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        finish: FinishReason | None,
-        logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> None:
-        spec = sequence.spec
-        output = TokenOutput(
-            spec.request_id,
-            spec.attempt,
-            sequence.output_length - len(token_ids),
-            token_ids,
-            finish,
-            choice=sequence.choice,
-            logprobs=logprobs,
-        )
-        self.outbox(spec.router_id).put(output)
-
-    def _flush(self) -> None:
-        for outbox in self._outboxes.values():
-            outbox.flush()
+        self.flow.end(attempt_of(sequence), error)
 
     async def heartbeat(self) -> None:
         """End what has expired. Raises WorkerFailed where the engine hangs."""
@@ -381,21 +304,19 @@ class DecodeRole:
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 self.abort(attempt)
-        self._drop_lost_routers(self.clock())
-        self._hand_back()
-        self._flush()
-        self.context.core.beat(now)
-        self.reserves.heartbeat()
-
-    def _drop_lost_routers(self, now: float) -> None:
-        for router_id, outbox in list(self._outboxes.items()):
-            if outbox.unread_for(now) < ROUTER_GRACE_S:
-                continue
+        for router_id in self.sequences.lost_routers(ROUTER_GRACE_S):
             log.info("router %s has gone: its sequences end", router_id)
-            for attempt, choices in list(self._sequences.items()):
-                if any(choice.spec.router_id == router_id for choice in choices.values()):
-                    self.abort(attempt)
-            del self._outboxes[router_id]
+            for attempt in self.sequences.attempts(router_id):
+                self.abort(attempt)
+        self._hand_back()
+        self.sequences.flush()
+        self.context.core.beat(now)
+        try:
+            self.context.intake.check()
+        except Unavailable as draining:
+            self.reserves.close(draining)
+        else:
+            self.reserves.check_again()
 
     async def close(self) -> None:
         """End every sequence and ticket."""
@@ -405,19 +326,14 @@ class DecodeRole:
         self.reserves.close(_stopping())
         self.receiver.blocks.close()
         stopping = WorkerFailed("the decode worker is stopping")
-        for choices in list(self._sequences.values()):
-            for sequence in list(choices.values()):
-                self._fail(sequence, stopping)
-                self.context.core.remove(sequence)
-        self.local.close(stopping)
+        for sequence in self.sequences.each():
+            self._fail(sequence, stopping)
+            self.context.core.remove(sequence)
+        self.flow.close(stopping)
         self._prefills.close()
-        self._flush()
+        self.sequences.flush()
         self._unsubscribe()
         self.receiver.close()
-
-
-def _attempt(sequence: Sequence) -> Attempt:
-    return sequence.spec.request_id, sequence.spec.attempt
 
 
 def _aborted() -> TicketEnded:

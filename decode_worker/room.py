@@ -1,24 +1,50 @@
 """Whether a decode worker has room for one more sequence.
 
 One rule for tickets and for prompts that the worker computes itself. Plain Python, ``now`` in
-seconds of any one clock; owned by the control loop.
+seconds of any one clock; owned by the event loop.
 """
 
 from __future__ import annotations
 
 from baton.errors import HandoffError, NoRoom
 from baton.request import SequenceSpec
-from decode_worker.claims import Claims
 from engine.scheduling.scheduler import Scheduler
+from kvtransfer.tickets.ticket import Attempt
 
 RETRY_AFTER_S = 0.05
 """How soon a writer that found no room may ask again: about one decode step."""
 _SHARE_OF_PLACES = 0.25
-"""Of a worker's places: so many must be free for a request of as many choices."""
+"""Share of a worker's places that a request of many choices needs at a time."""
+CLAIM_S = 0.5
+"""Seconds after which a claim that is not renewed has lapsed: its request has gone elsewhere."""
+
+
+class Claims:
+    """Preempted sequences that wait for room, in their order; they come before new ones.
+
+    A claim lasts as long as its request asks again and again.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[Attempt, float] = {}
+
+    def may_go(self, attempt: Attempt, now: float) -> bool:
+        """Whether no other attempt comes before this one."""
+        self._until = {one: until for one, until in self._until.items() if until > now}
+        first = next(iter(self._until), attempt)
+        return first == attempt
+
+    def make(self, attempt: Attempt, now: float) -> None:
+        """Add an attempt that has found no room; one that has a claim keeps its place."""
+        self._until[attempt] = now + CLAIM_S
+
+    def drop(self, attempt: Attempt) -> None:
+        """Remove an attempt that has its room; idempotent."""
+        self._until.pop(attempt, None)
 
 
 class Room:
-    """See the module's text."""
+    """The rule for tickets and for prompts that the worker computes itself."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -27,12 +53,10 @@ class Room:
     def check(
         self, count: int, pinned: list[int], spec: SequenceSpec, *, promised: int, now: float
     ) -> None:
-        """For one more sequence, of the cached blocks ``pinned`` and ``count`` more, beside
+        """Check the room for one more sequence next to ``promised`` places.
 
-        ``promised`` places.
-
-        Those that have lost their blocks before come first, in the order in which they ask. Raises
-        NoRoom, and HandoffError where there will never be any.
+        It needs the cached blocks ``pinned`` and ``count`` more. Preempted sequences come first, in
+        the order in which they ask. Raises NoRoom, and HandoffError where there will never be any.
         """
         self.check_ever(count + len(pinned))
         self.check_count(
@@ -62,10 +86,11 @@ class Room:
             raise
 
     def _check(self, count: int, choices: int, promised: int) -> None:
-        """A sequence that becomes ``choices`` sequences need not have a place for all at once, or a
+        """Check blocks and places. Raises NoRoom.
 
+        A sequence that becomes ``choices`` sequences need not have a place for all at once, or a
         request for many would wait until nothing else runs: beyond a share of the places they take
-        turns. Raises NoRoom.
+        turns.
         """
         scheduler = self._scheduler
         sequences = len(scheduler.running) + len(scheduler.waiting)

@@ -3,7 +3,7 @@
     (no ticket) ─reserve→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED
     RESERVED, RECEIVING ─abort→ RELEASED
 
-Owned by the prefill worker's control loop.
+Owned by the worker's event loop.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from baton.errors import BatonError, DeadlineExceeded, NoRoom
-from baton.logprobs import TokenLogprobs
 from baton.request import FirstToken, SequenceSpec
 from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
@@ -54,10 +54,12 @@ class Handoff:
         staging: Staging,
         *,
         deadline: float,
+        on_broken: Callable[[Exception], None],
     ) -> None:
-        """``staging`` is for blocks that must be converted; ``deadline`` is the request's, on this
+        """``staging`` is for blocks that must be converted.
 
-        worker's monotonic clock.
+        ``deadline`` is the request's, in seconds of this worker's monotonic clock. ``on_broken``
+        gets the error of a transfer that fails.
         """
         self.peer = peer
         self.ticket_id = ""
@@ -67,6 +69,7 @@ class Handoff:
         self._context = context
         self._spec = spec
         self._deadline = deadline
+        self._on_broken = on_broken
         self._span: Span = INVALID_SPAN
         """From ``reserve`` to the commit, or to the end without one."""
         self._puts: PutPlan
@@ -110,6 +113,7 @@ class Handoff:
         self.without_drafter = response.without_drafter
         self._puts = PutPlan(self._pair.geometry.layers, response.missing_blocks)
         self._push = self._context.exchange.push(self._pair, self.ticket_id, self._converted)
+        self._push.done.add_done_callback(self._pushed)
         self._span.add_event("reserved")
         self._span.set_attributes(
             {
@@ -182,34 +186,23 @@ class Handoff:
             source = block_table[block] if self._converted is None else block
             self._push.put_layers(target, source, first, last)
 
-    def check(self) -> None:
-        """Raise what has broken the transfer, if anything has."""
-        if self._push is not None and self._push.done.done():
-            self._push.done.result()
+    def _pushed(self, done: asyncio.Future[int]) -> None:
+        error = done.exception()
+        if isinstance(error, Exception):
+            self._on_broken(error)
 
-    @property
-    def sending(self) -> asyncio.Future[int] | None:
-        """The transfer under way; done early only when it has failed."""
-        return None if self._push is None else self._push.done
-
-    async def commit(
-        self,
-        first_token: int,
-        *,
-        logprobs: TokenLogprobs | None = None,
-        others: tuple[FirstToken, ...] = (),
-    ) -> int:
+    async def commit(self, firsts: Sequence[FirstToken]) -> int:
         """Let the sequence run there, as soon as the last byte has landed.
 
-        ``logprobs`` are those of its first token, ``others`` the first tokens of its siblings.
-        Returns the bytes pushed. Raises BatonError.
+        ``firsts`` are the first tokens of the sequence and its siblings. Returns the bytes pushed.
+        Raises BatonError.
         """
         assert self._push is not None, "no ticket"
         self._push.end()
         request = decode_pb2.HandoffsRequest()
         request.commit.ticket_id = self.ticket_id
         request.commit.writer = self._context.incarnation
-        convert.write_first_tokens(request.commit, first_token, logprobs, others)
+        convert.write_first_tokens(request.commit, firsts)
         # The receiver waits for the bytes: that spares a round trip after the last of them.
         answer = self._calls.call(request, self._left())
         self._push.done.add_done_callback(lambda pushed: _fail_with(answer, pushed))

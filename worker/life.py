@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import grpc.aio
 import redis.asyncio
 
 from baton.config.choices import MIB
@@ -40,10 +41,13 @@ from worker.exchange.transports import make_transports
 from worker.offload.kv_tiers import KvTiers
 from worker.registry.index_publisher import IndexPublisher
 from worker.role import Intake, Role, RoleFactory, WorkerContext
-from worker.services.cache_service import CacheServicer
-from worker.services.control_service import ControlServicer, Drainable
-from worker.services.mounting import Mounting
-from worker.services.transfer_service import TransferServicer
+from worker.services import (
+    CacheServicer,
+    ControlServicer,
+    Drainable,
+    DynamicServices,
+    TransferServicer,
+)
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -70,12 +74,14 @@ class Lasting:
 class Life:
     """See the module's text; ``begin`` makes one."""
 
-    def __init__(self, context: WorkerContext, roles: Mapping[str, RoleFactory]) -> None:
+    def __init__(
+        self, context: WorkerContext, roles: Mapping[str, RoleFactory], server: grpc.aio.Server
+    ) -> None:
+        """``server`` has a port and no services yet."""
         self.context = context
-        self._tls = context.settings.config.tls.of("worker")
-        self.server = make_server(gates=() if self._tls is None else (PeerRoles(),))
+        self.server = server
         self._roles = roles
-        self._mounting = Mounting()
+        self._mounting = DynamicServices()
         self.role = self._mount()
         self.record: WorkerRecord
         self.publisher: IndexPublisher
@@ -95,7 +101,10 @@ class Life:
         """
         incarnation = f"{settings.slot}:{secrets.token_hex(6)}"
         core, tiers = lasting.core, lasting.tiers
-        exchange = await _exchange(settings, lasting, incarnation)
+        tls = settings.config.tls.of("worker")
+        server = make_server(gates=() if tls is None else (PeerRoles(),))
+        address = f"{settings.host}:{listen(server, f'{settings.host}:0', tls)}"
+        exchange = await _exchange(settings, lasting, incarnation, address)
         context = WorkerContext(
             settings=settings,
             engine=core.engine,
@@ -106,12 +115,11 @@ class Life:
             incarnation=incarnation,
             tiers=tiers,
         )
-        life = cls(context, roles)
-        port = life._serve(process)
-        exchange.address = f"{settings.host}:{port}"
+        life = cls(context, roles, server)
+        life._add_services(process)
         core.begin(incarnation)
-        await life.server.start()
-        life.record = _record(settings, lasting, incarnation, port)
+        await server.start()
+        life.record = _record(settings, lasting, incarnation, address)
         index = PrefixIndex(
             client, settings.cluster_id, memory_bytes=settings.config.advanced.index_mib * MIB
         )
@@ -120,8 +128,7 @@ class Life:
         log.info("%s serves on %s", incarnation, life.record.address)
         return life
 
-    def _serve(self, process: Drainable) -> int:
-        """Add all services; returns the port."""
+    def _add_services(self, process: Drainable) -> None:
         context, server = self.context, self.server
         server.add_generic_rpc_handlers((self._mounting,))
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(process), server)
@@ -130,7 +137,6 @@ class Life:
         books = None if context.tiers is None else context.tiers.tiers
         caches = CacheServicer(context.engine.pool, books)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(caches, server)
-        return listen(server, f"{context.settings.host}:0", self._tls)
 
     def _mount(self) -> Role:
         role = self._roles[self.context.settings.pool.role](self.context)
@@ -175,7 +181,9 @@ class Life:
         return idle and counts.used == counts.quarantined == 0
 
 
-async def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str) -> Exchange:
+async def _exchange(
+    settings: WorkerSettings, lasting: Lasting, incarnation: str, address: str
+) -> Exchange:
     config, memory = settings.config, lasting.memory
     engine: Engine = lasting.core.engine
     limits = PairLimits(
@@ -197,21 +205,28 @@ async def _exchange(settings: WorkerSettings, lasting: Lasting, incarnation: str
         clock=lasting.clock,
     )
     transports = make_transports(config, memory, incarnation, settings.host, lasting.transfers)
-    exchange = Exchange(identity, transports, receiver, limits, lasting.transfers, ranks, tls)
-    if lasting.tiers is not None:
-        exchange.behind = lasting.tiers.loader
-    return exchange
+    return Exchange(
+        identity,
+        transports,
+        receiver,
+        limits,
+        lasting.transfers,
+        address=address,
+        ranks=ranks,
+        tls=tls,
+        recall=None if lasting.tiers is None else lasting.tiers.loader.recall,
+    )
 
 
 def _record(
-    settings: WorkerSettings, lasting: Lasting, incarnation: str, port: int
+    settings: WorkerSettings, lasting: Lasting, incarnation: str, address: str
 ) -> WorkerRecord:
     engine, pool = lasting.core.engine, settings.pool
     return WorkerRecord(
         incarnation=incarnation,
         slot=settings.slot,
         role=pool.role,
-        address=f"{settings.host}:{port}",
+        address=address,
         metrics_address=f"{settings.host}:{lasting.metrics_port}",
         model=settings.model_name,
         fingerprint=engine.fingerprint,

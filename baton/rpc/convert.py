@@ -184,35 +184,26 @@ def logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, tuple(top))
 
 
-def write_first_tokens(
-    message: decode_pb2.CommitRequest,
-    first_token: int,
-    logprobs: TokenLogprobs | None,
-    others: Sequence[FirstToken],
-) -> None:
-    """The first token of a sequence, its log probabilities, and those of its siblings.
+def write_first_tokens(message: decode_pb2.CommitRequest, firsts: Sequence[FirstToken]) -> None:
+    """Write the first tokens of a sequence and its siblings, with their log probabilities.
 
-    Which of them end with it is not said: both workers find that by the same rule.
+    The message does not say which sequences end with it: both workers find that by the same rule.
     """
-    message.first_token = first_token
-    if logprobs is not None:
-        message.logprobs.CopyFrom(logprobs_to_proto(logprobs))
+    first, *others = firsts
+    message.first_token = first.token_id
+    if first.logprobs is not None:
+        message.logprobs.CopyFrom(logprobs_to_proto(first.logprobs))
     for other in others:
         entry = message.others.add(token_id=other.token_id)
         if other.logprobs is not None:
             entry.logprobs.CopyFrom(logprobs_to_proto(other.logprobs))
 
 
-def other_tokens_from_proto(message: decode_pb2.CommitRequest) -> tuple[FirstToken, ...]:
-    """The first tokens of the siblings."""
-    return tuple(
-        FirstToken(other.token_id, logprobs=_logprobs_of(other)) for other in message.others
-    )
-
-
-def commit_logprobs_from_proto(message: decode_pb2.CommitRequest) -> TokenLogprobs | None:
-    """Those of the first token, None where they are not wanted."""
-    return _logprobs_of(message)
+def first_tokens_from_proto(message: decode_pb2.CommitRequest) -> list[FirstToken]:
+    """The first tokens of a sequence and its siblings; see ``write_first_tokens``."""
+    first = FirstToken(message.first_token, logprobs=_logprobs_of(message))
+    others = (FirstToken(each.token_id, logprobs=_logprobs_of(each)) for each in message.others)
+    return [first, *others]
 
 
 def _logprobs_of(

@@ -99,13 +99,16 @@ class Inbound:
         transports: Sequence[Transport],
         keeper: TicketKeeper,
         limits: PairLimits,
+        rank_addresses: Sequence[str] = (),
     ) -> None:
-        """``transports`` are registered."""
+        """``transports`` are registered.
+
+        ``rank_addresses``: host:port of the gRPC server of each rank, of a worker that has several.
+        """
         self.identity = identity
         self.limits = limits
         self.keeper = keeper
-        self.rank_addresses: Sequence[str] = ()
-        """host:port of the gRPC server of each rank of this worker, where it has several."""
+        self._rank_addresses = rank_addresses
         self._transports = {transport.name: transport for transport in transports}
         self._warned: set[tuple[str, str]] = set()
         """A transport that was wanted and the one taken: a warning for each, not for each pair."""
@@ -169,7 +172,7 @@ class Inbound:
                 answer=answer,
                 window_bytes=self._window(self._transports[name]),
                 geometry=convert.geometry_to_proto(self.identity.geometry),
-                rank_addresses=self.rank_addresses,
+                rank_addresses=self._rank_addresses,
             )
             log.info("%s sends blocks to %s by %s", writer.name, self.identity.name, name)
             for wanted, reason in refusals.items():

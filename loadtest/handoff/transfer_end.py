@@ -37,13 +37,15 @@ async def transfer_end(
     transport: TransportName,
     rank_addresses: Sequence[str] = (),
     *,
+    address: str = "",
     certs: str = "",
 ) -> AsyncIterator[Exchange]:
-    """An end that can use ``transport`` alone; its limits are the defaults. ``certs``: a folder of
+    """An end that can use ``transport`` alone; its limits are the defaults.
 
-    `baton certs init`, for mutual TLS. ``rank_addresses`` are those of its other ranks, where it
-    has any. Raises ConfigError where the transport does not work here, WorkerFailed where a rank
-    does not answer.
+    ``address``: host:port of its gRPC server; empty for an end that receives nothing. ``certs``: a
+    folder of `baton certs init`, for mutual TLS. ``rank_addresses`` are those of its other ranks,
+    where it has any. Raises ConfigError where the transport does not work here, WorkerFailed where
+    a rank does not answer.
     """
     tls = TlsConfig(folder=certs)
     config = Config.model_construct(transport=transport, tls=tls)
@@ -67,7 +69,9 @@ async def transfer_end(
             ranks=ranks,
         )
         own = tls.of("worker")
-        exchange = Exchange(identity, transports, receiver, limits, threads, ranks, own)
+        exchange = Exchange(
+            identity, transports, receiver, limits, threads, address=address, ranks=ranks, tls=own
+        )
         beat = asyncio.create_task(_beat(exchange, advanced.heartbeat_s), name="heartbeat")
         try:
             yield exchange

@@ -19,7 +19,7 @@ from loadtest.common.line_service import Asker, Fields, run_helper
 from loadtest.handoff.transfer_end import LOOPBACK, transfer_end
 from loadtest.handoff.transfer_limits import grpc_sink, socket_sink
 from worker.exchange.exchange import Exchange
-from worker.services.transfer_service import TransferServicer
+from worker.services import TransferServicer
 
 RECEIVER = "receiver"
 """Its incarnation."""

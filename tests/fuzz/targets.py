@@ -101,7 +101,7 @@ def _protobuf() -> Callable[[bytes], None]:
         (transfer_pb2.Geometry, [convert.geometry_from_proto]),
         (
             decode_pb2.CommitRequest,
-            [convert.other_tokens_from_proto, convert.commit_logprobs_from_proto],
+            [convert.first_tokens_from_proto],
         ),
         (sampling_pb2.SamplingParameters, [convert.sampling_from_proto, grpc_sampling]),
         (

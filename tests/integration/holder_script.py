@@ -26,7 +26,7 @@ def die_in_the_middle(context: WorkerContext, number: signal.Signals) -> None:
     """Have the worker's first pull end so."""
     exchange = context.exchange
 
-    async def give(peer: Peer, ticket_id: str, blocks: list[int]) -> None:
+    async def push_blocks(peer: Peer, ticket_id: str, blocks: list[int]) -> None:
         pair = await exchange.outbound(peer)
         push = pair.push(ticket_id)
         push.put(0, blocks[0], 0, context.memory.block_bytes)
@@ -36,7 +36,7 @@ def die_in_the_middle(context: WorkerContext, number: signal.Signals) -> None:
             push.put(target, block, 0, context.memory.block_bytes)
         os.kill(os.getpid(), number)
 
-    exchange._give = give  # type: ignore[method-assign,assignment]
+    exchange._push_blocks = push_blocks  # type: ignore[method-assign,assignment]
 
 
 async def main() -> None:

@@ -208,7 +208,7 @@ async def test_blocks_are_not_pulled_from_a_worker_with_others(
         identity = Identity(reader.incarnation, reader.engine.fingerprint, geometry)
         hashes = block_hashes(prompt, HASH_BLOCK, hash_key(reader.engine.fingerprint))
         with pytest.raises(GeometryMismatch, match=r"prefill-0.*=16.*decode-0.*=32"):
-            await holder.exchange.give(
+            await holder.exchange.serve_pull(
                 identity, peer_of(cluster, "prefill-0"), holder.incarnation, "ticket", hashes
             )
         await cluster.until_idle()

@@ -15,9 +15,9 @@ from router.admin.cache import CacheControl
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
 from tests.integration.test_pull import first_token, source_at
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
-from worker.fetch.fetch_estimates import FetchEstimates
 from worker.offload.kv_tiers import KvTiers
 from worker.offload.tier_estimates import TierEstimates
+from worker.prefill.fetch_estimates import FetchEstimates
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 LENGTH = 25 * BLOCK + 3

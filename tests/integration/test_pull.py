@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -28,7 +29,7 @@ from prefill_worker.role import PrefillRole
 from router.workers.prefill_stream import PrefillStream
 from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
-from worker.fetch.fetch_estimates import FetchEstimates
+from worker.prefill.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True)
@@ -140,7 +141,7 @@ async def first_token(
 async def first_token_at(
     address: str, prompt: tuple[int, ...], source: prefill_pb2.PrefixSource | None = None
 ) -> First:
-    request_id = f"{address}-{hash(prompt)}"
+    request_id = secrets.token_hex(8)
     spec = SequenceSpec(request_id, 0, "nobody", prompt, len(prompt), ONE, deadline_s=DEADLINE_S)
     message = prefill_pb2.PrefillRequest(sequence=convert.sequence_to_proto(spec), source=source)
     async with open_channel(address) as channel:
@@ -374,7 +375,7 @@ def break_after_one_block(context: WorkerContext, then: Callable[[], None]) -> N
     """A holder that sends one block, does ``then``, and sends no more."""
     exchange = context.exchange
 
-    async def give(peer: Peer, ticket_id: str, blocks: list[int]) -> None:
+    async def push_blocks(peer: Peer, ticket_id: str, blocks: list[int]) -> None:
         pair = await exchange.outbound(peer)
         push = pair.push(ticket_id)
         try:
@@ -385,7 +386,7 @@ def break_after_one_block(context: WorkerContext, then: Callable[[], None]) -> N
             push.cancel()
             await asyncio.wait([push.done])
 
-    exchange._give = give  # type: ignore[method-assign,assignment]
+    exchange._push_blocks = push_blocks  # type: ignore[method-assign,assignment]
 
 
 def refuse() -> None:

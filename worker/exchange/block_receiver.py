@@ -1,6 +1,6 @@
 """The receiving side of every transfer to this worker: promises blocks, lets copies in, ends them.
 
-Owned by the control loop. The states are those of ``kvtransfer.tickets.ticket``; ``now`` is
+Owned by the event loop. The states are those of ``kvtransfer.tickets.ticket``; ``now`` is
 passed in.
 """
 
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.request import Geometry
@@ -22,6 +21,7 @@ from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.shard_layout import ShardLayout, shards_to
 from kvtransfer.pairs.push_fan import fail
 from kvtransfer.tickets.ticket import Attempt, Purpose, Ticket
+from worker.exchange.rank_link import RankLinks
 from worker.exchange.ticket_receiver import TicketReceiver
 
 NO_TRANSPORT = "none"
@@ -32,29 +32,9 @@ OnReleased = Callable[[Ticket, BatonError], None]
 """Gets a ticket that has ended before its commit, and why."""
 
 
-class TicketRanks(Protocol):
-    """The other ranks of this worker: see ``worker.exchange.rank_link``."""
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """Which they are."""
-
-    def check(self) -> None:
-        """Raises WorkerFailed where one is gone."""
-
-    def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
-        """Have all of them let in what a writer brings; each tells when it does."""
-
-    def close_ticket(self, ticket_id: str) -> None:
-        """Have all of them let in nothing more; each tells when nothing is copied."""
-
-    def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
-        """Have all of them await the first of its missing blocks alone."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """A ticket of which ranks are still to be told."""
+    """A ticket that some ranks have not opened yet."""
 
     awaited: set[int]
     done: asyncio.Future[None]
@@ -72,7 +52,7 @@ class BlockReceiver(TicketReceiver):
         lease_s: float,
         worker: str = "",
         geometry: Geometry | None = None,
-        ranks: TicketRanks | None = None,
+        ranks: RankLinks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``lease_s``: a ticket whose writer is silent for this long ends.
@@ -90,9 +70,11 @@ class BlockReceiver(TicketReceiver):
         self._worker = worker
         self._geometry = geometry
         self._ranks = ranks
+        if ranks is not None:
+            ranks.subscribe(self)
         self._opening: dict[str, _Opening] = {}
         self._completing: dict[str, asyncio.Future[None]] = {}
-        """Of tickets for whose last bytes somebody waits."""
+        """Of tickets for whose last bytes a caller waits."""
 
     def subscribe(self, on_released: OnReleased) -> Callable[[], None]:
         """Call ``on_released`` for each ticket that ends before its commit.
@@ -268,9 +250,10 @@ class BlockReceiver(TicketReceiver):
             self._check_quarantine(ticket, was_quarantined=was_quarantined)
 
     def rank_gone(self, error: BatonError) -> None:
-        """A rank can be reached no longer: every ticket ends. Its blocks stay in quarantine, for
+        """A rank can be reached no longer: every ticket ends.
 
-        nobody can tell what is copied there: the worker ends with its rank.
+        Their blocks stay in quarantine, since copies may still run there: the worker ends with its
+        rank.
         """
         for ticket in self.book:
             self._release(ticket, "error", error)

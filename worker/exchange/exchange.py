@@ -1,14 +1,13 @@
 """All pairs of this worker with others: what it sends, and what it receives.
 
-Owned by the control loop.
+Owned by the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from typing import Protocol
 
 import grpc.aio
 
@@ -27,20 +26,15 @@ from kvtransfer.pairs.push_fan import BlockPush, PushFan
 from kvtransfer.transports.transport import Peer, Transport
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.handoff_calls import HandoffCalls
-from worker.exchange.outbound_pairs import OutboundPairs
 from worker.exchange.rank_link import RankLinks
-from worker.exchange.rank_sender import RankedPeer, RankSender
+from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
 
-
-class Behind(Protocol):
-    """What is behind the block pool: see ``worker.offload.tier_loader``."""
-
-    async def recall(self, hashes: Sequence[bytes]) -> None:
-        """Have the leading blocks of these hashes in the pool, where that pays."""
+Recall = Callable[[Sequence[bytes]], Awaitable[None]]
+"""Brings the leading blocks of some hashes from a tier into the pool, where that pays."""
 
 
 class Exchange:
-    """See the module's text."""
+    """Pairs, tickets and calls between this worker and others."""
 
     def __init__(
         self,
@@ -49,17 +43,23 @@ class Exchange:
         receiver: BlockReceiver,
         limits: PairLimits,
         executor: Executor,
+        *,
+        address: str = "",
         ranks: RankLinks | None = None,
         tls: TlsFiles | None = None,
+        recall: Recall | None = None,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks. ``ranks`` are the worker's
+        """``transports`` are registered; ``executor`` reads blocks.
 
-        others, and open; None: it has one only. ``tls``: what this worker shows others.
+        ``address``: host:port of this worker's gRPC server; empty for one that receives nothing.
+        ``ranks`` are the worker's other ranks, and open; None: it has one only. ``tls``: what this
+        worker shows others. ``recall`` is that of the tiers, where there are any.
         """
         self.identity = identity
-        self._address = ""
+        self.address = address
         self.receiver = receiver
-        self.inbound = Inbound(identity, transports, receiver, limits)
+        rank_addresses = () if ranks is None else (address, *ranks.addresses)
+        self.inbound = Inbound(identity, transports, receiver, limits, rank_addresses)
         receiver.subscribe(self.inbound.released)
         self._transports = transports
         self._tls = tls
@@ -69,22 +69,9 @@ class Exchange:
         )
         self._sender = RankSender(identity, self._pairs)
         self._ranks = ranks
-        if ranks is not None:
-            ranks.listen(receiver)
-        self.behind: Behind | None = None
-        self._given = 0
+        self._recall = recall
+        self._pulls_served = 0
         self._calls: dict[Outbound, HandoffCalls] = {}
-
-    @property
-    def address(self) -> str:
-        """host:port of this worker's gRPC server; set once it listens."""
-        return self._address
-
-    @address.setter
-    def address(self, address: str) -> None:
-        self._address = address
-        if self._ranks is not None:
-            self.inbound.rank_addresses = (address, *self._ranks.addresses)
 
     def _connect(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self._tls, "worker")
@@ -126,13 +113,13 @@ class Exchange:
     def _end_calls(self, pair: Outbound, error: BatonError) -> None:
         self._calls.pop(pair).end(error)
 
-    async def give(
+    async def serve_pull(
         self, reader: Identity, peer: Peer, meant: str, ticket_id: str, hashes: Sequence[bytes]
     ) -> int:
         """Send another worker, for its own ticket, the leading blocks of ``hashes`` held here.
 
-        Returns how many have landed. They are pinned as long as this call runs: it is the read
-        ticket of whoever pulls. Raises BatonError.
+        Returns how many have landed. They are pinned as long as this call runs: it is the reader's
+        read ticket. Raises BatonError.
         """
         if check_peer(self.identity, reader, meant) is Fit.CONVERTIBLE:
             raise GeometryMismatch(
@@ -140,21 +127,21 @@ class Exchange:
                 f"{reader.incarnation} has {reader.geometry}, "
                 f"{self.identity.incarnation} has {self.identity.geometry}"
             )
-        if self.behind is not None:
-            await self.behind.recall(hashes)
+        if self._recall is not None:
+            await self._recall(hashes)
         blocks = self._pool.match(hashes)
         if not blocks:
             return 0
         self._pool.pin(blocks)
-        self._given += 1
+        self._pulls_served += 1
         try:
-            await self._give(peer, ticket_id, blocks)
+            await self._push_blocks(peer, ticket_id, blocks)
         finally:
-            self._given -= 1
+            self._pulls_served -= 1
             self._pool.release(blocks)
         return len(blocks)
 
-    async def _give(self, peer: Peer, ticket_id: str, blocks: Sequence[int]) -> None:
+    async def _push_blocks(self, peer: Peer, ticket_id: str, blocks: Sequence[int]) -> None:
         pair = await self.outbound(peer)
         push = self.push(pair, ticket_id)
         try:
@@ -168,10 +155,10 @@ class Exchange:
             await asyncio.wait([push.done])
             raise
 
-    async def ask(
+    async def pull(
         self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
     ) -> int:
-        """Have another worker send, for a ticket of this one, what it holds: see ``give``.
+        """Have another worker send, for a ticket of this one, what it holds: see ``serve_pull``.
 
         Returns how many of the leading blocks of ``hashes`` have landed. Raises BatonError.
         """
@@ -192,7 +179,7 @@ class Exchange:
 
     def is_idle(self) -> bool:
         """Whether no block is promised here, nor read for others."""
-        return not len(self.receiver.book) and not self._given
+        return not len(self.receiver.book) and not self._pulls_served
 
     def heartbeat(self) -> None:
         """Renew leases, give up silent peers, end what has expired."""

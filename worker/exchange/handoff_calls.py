@@ -4,7 +4,7 @@
     idle, open ─end→ ended
 
 Whatever ends a stream fails the calls that wait on it, and the next call opens another one. Owned
-by the control loop.
+by the event loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_MS = 2**32 - 1
 
 
 class HandoffCalls:
-    """See the module's text."""
+    """The calls to one decode worker. Opens a stream when a call needs one."""
 
     def __init__(self, channel: grpc.aio.Channel, peer: str) -> None:
         """``channel`` leads to the decode worker ``peer``."""
@@ -43,8 +43,8 @@ class HandoffCalls:
     def call(self, request: Request, timeout_s: float) -> asyncio.Future[Response]:
         """Begin a call; ``request`` says which, and has no number yet.
 
-        The answer is of the same kind, or the future fails with a BatonError. Who cancels the
-        future does not want the answer any more.
+        The answer is of the same kind, or the future fails with a BatonError. Cancelling the future
+        drops the answer.
         """
         if self._ended is not None:
             raise self._ended

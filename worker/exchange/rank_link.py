@@ -5,7 +5,7 @@
 
 A broken link stays broken, and its worker ends with it: without one rank nothing can be computed.
 What is being pushed by the rank fails at once, and so do the tickets into which it receives. Owned
-by the control loop.
+by the event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.v1 import rank_pb2, rank_pb2_grpc
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.pairs.push_fan import fail
 from kvtransfer.tickets.ticket import Ticket
-from worker.exchange.rank_sender import RankedPeer
+from worker.exchange.sender import RankedPeer
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ Call = grpc.aio.StreamStreamCall[rank_pb2.JoinRequest, rank_pb2.JoinResponse]
 
 
 class RankListener(Protocol):
-    """Whoever is told what a rank says of tickets."""
+    """Receives what ranks report of tickets."""
 
     def rank_opened(self, ticket_id: str, rank: int) -> None:
         """Its writers may begin there."""
@@ -58,7 +58,7 @@ class RankListener(Protocol):
 
 
 class RankLink:
-    """See the module's text."""
+    """Rank 0's stream to one other rank: commands go out, events come in."""
 
     def __init__(
         self,
@@ -66,15 +66,16 @@ class RankLink:
         address: str,
         limits: PairLimits,
         silence_s: float,
+        listeners: Sequence[RankListener] = (),
         tls: TlsFiles | None = None,
     ) -> None:
         """``address`` is host:port of the rank's gRPC server, ``limits`` are those of its pairs.
 
-        A rank that owes an answer for ``silence_s`` is given up.
+        A rank that owes an answer for ``silence_s`` is given up. ``listeners`` may grow.
         """
         self.rank = rank
         self.address = address
-        self.listener: RankListener | None = None
+        self._listeners = listeners
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self._limits = limits
         self._silence = SilenceWatch[int](silence_s)
@@ -87,7 +88,7 @@ class RankLink:
         self._beats = 0
         self._tasks: list[asyncio.Task[None]] = []
 
-    # Its life
+    # From open to broken
 
     async def open(self, identity: Identity) -> None:
         """Have the rank begin a life as one of this worker. Raises BatonError."""
@@ -155,8 +156,8 @@ class RankLink:
         for push in list(self._pushes.values()):
             push.over(error)
         self._pushes.clear()
-        if self.listener is not None:
-            self.listener.rank_gone(error)
+        for listener in self._listeners:
+            listener.rank_gone(error)
 
     async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -187,7 +188,6 @@ class RankLink:
                 self._take(event)
 
     def _take(self, event: rank_pb2.RankEvent) -> None:
-        listener = self.listener
         match event.WhichOneof("event"):
             case "beat":
                 self._owes = False
@@ -198,18 +198,24 @@ class RankLink:
                 if push is not None:
                     failure = error_from_code(over.code, over.error) if over.code else None
                     push.over(failure, over.bytes)
-            case "ticket_opened" if listener is not None:
+            case _:
+                for listener in self._listeners:
+                    self._tell(listener, event)
+
+    def _tell(self, listener: RankListener, event: rank_pb2.RankEvent) -> None:
+        match event.WhichOneof("event"):
+            case "ticket_opened":
                 listener.rank_opened(event.ticket_opened.ticket_id, self.rank)
-            case "ticket_filled" if listener is not None:
+            case "ticket_filled":
                 filled = event.ticket_filled
                 listener.rank_filled(filled.ticket_id, self.rank, filled.transport, filled.bytes)
-            case "ticket_failed" if listener is not None:
+            case "ticket_failed":
                 failed = event.ticket_failed
                 listener.rank_failed(failed.ticket_id, error_from_code(failed.code, failed.error))
-            case "ticket_freed" if listener is not None:
+            case "ticket_freed":
                 listener.rank_freed(event.ticket_freed.ticket_id, self.rank)
 
-    # What the rank is told
+    # Commands
 
     def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
         """Have it let in what the ranks of a writer bring for a ticket."""
@@ -318,8 +324,9 @@ class RankLinks:
 
         ``silence_s``: as for the group that computes, after which a rank is given up.
         """
+        self._listeners: list[RankListener] = []
         self.links = [
-            RankLink(rank, address, limits, silence_s, tls)
+            RankLink(rank, address, limits, silence_s, self._listeners, tls)
             for rank, address in enumerate(addresses, 1)
         ]
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
@@ -347,10 +354,10 @@ class RankLinks:
             await self.close()
             raise
 
-    def listen(self, listener: RankListener) -> None:
-        """Tell it what ranks say of tickets."""
-        for link in self.links:
-            link.listener = listener
+    def subscribe(self, listener: RankListener) -> Callable[[], None]:
+        """Pass on what ranks report of tickets. Returns what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def check(self) -> None:
         """Raises WorkerFailed where a rank is gone."""
@@ -377,7 +384,7 @@ class RankLinks:
         return [link.push(ticket_id, receiver) for link in self.links]
 
     def heartbeat(self, now: float) -> None:
-        """Give up who is silent."""
+        """Give up silent ranks."""
         for link in self.links:
             link.heartbeat(now)
 

@@ -4,7 +4,7 @@
     open ─damaged bytes, expiry, its writer goes→ failed ─rank 0 closes it→ gone
     open, failed ─rank 0 closes it, the last copy ended→ freed, gone
 
-Rank 0 hears of each of them, and owns the blocks. Owned by the control loop of the rank; ``now`` is
+Rank 0 hears of each of them, and owns the blocks. Owned by the rank's event loop; ``now`` is
 passed in.
 """
 
@@ -26,7 +26,7 @@ Event = rank_pb2.RankEvent
 
 
 class RankReceiver(TicketReceiver):
-    """Implements ``kvtransfer.pairs.inbound.TicketKeeper``; see the module's text."""
+    """Implements ``kvtransfer.pairs.inbound.TicketKeeper`` at a rank other than rank 0."""
 
     def __init__(
         self,

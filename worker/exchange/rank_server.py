@@ -32,9 +32,8 @@ from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.pairs.push_fan import PushFan
 from kvtransfer.tickets.ticket import Ticket
 from kvtransfer.transports.transport import Transport
-from worker.exchange.outbound_pairs import OutboundPairs
 from worker.exchange.rank_receiver import RankReceiver
-from worker.exchange.rank_sender import RankedPeer, RankSender
+from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ _BEATS = 4
 
 
 class RankServer:
-    """See the module's text."""
+    """The gRPC server of one rank, and the life that rank 0 has begun there."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class RankServer:
 
 
 class RankLife:
-    """What has an incarnation."""
+    """One incarnation of the worker, at this rank: its pairs, tickets and transports."""
 
     def __init__(
         self,

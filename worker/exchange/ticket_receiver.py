@@ -1,7 +1,7 @@
-"""What rank 0 and the other ranks of a worker have in common where they receive: a book of tickets,
+"""The part of receiving that rank 0 and the other ranks share: tickets and their writers.
 
-whose writers alone bring bytes and are heard of. Owned by the control loop; ``now`` is passed in,
-as ``clock`` has it.
+Only a ticket's own writer brings bytes and renews it. Owned by the event loop; ``now`` is passed
+in, as ``clock`` has it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _disk_folder() -> Path:
 
 
 class KvTiers:
-    """See the module's text."""
+    """The tiers of one worker, with their threads and metrics."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ FIXED_S = 0.002
 BYTES_PER_S = {"host": 4e9, "disk": 5e8}
 """Until loads have shown it: one core's copy, and a modest solid-state disk."""
 _PRIOR_BYTES = 4 << 20
-"""How much that counts beside the first loads."""
+"""Bytes as which the assumed bandwidth counts next to the first loads."""
 _DEADLINE_FACTOR = 4.0
 _SHORTEST_DEADLINE_S = 0.5
 """Less would end loads because a machine was busy for a moment."""
@@ -25,49 +25,72 @@ _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
 
 
-class _Tier:
-    """What is known of one tier."""
+class LoadSource:
+    """A place from which blocks are loaded: its bandwidth, and a pause after failures."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self.pace = UnitCost(1 / bytes_per_s, _PRIOR_BYTES)
-        self.failures = 0
-        self.paused_until = float("-inf")
+    def __init__(self, bytes_per_s: float, prior_bytes: int) -> None:
+        """``bytes_per_s`` holds until loads have shown another bandwidth.
+
+        It counts as ``prior_bytes`` that were loaded so fast.
+        """
+        self._byte_cost = UnitCost(1 / bytes_per_s, prior_bytes)
+        self._failures = 0
+        self._paused_until = float("-inf")
+
+    def load_s(self, size: int) -> float:
+        """Seconds that ``size`` bytes will take."""
+        return size * self._byte_cost.unit_s
+
+    def is_paused(self, now: float) -> bool:
+        """Whether it is left alone, since loads have failed."""
+        return now < self._paused_until
+
+    def succeeded(self, size: int, seconds: float) -> None:
+        """``size`` bytes have come."""
+        self._failures = 0
+        self._byte_cost.observe(size, seconds)
+
+    def failed(self, now: float) -> None:
+        """A load came to nothing, or took too long."""
+        pause = min(_FIRST_PAUSE_S * 2.0 ** min(self._failures, 30), _LONGEST_PAUSE_S)
+        self._failures += 1
+        self._paused_until = now + pause
+
+
+def load_deadline_s(load_s: float, compute_s: float) -> float:
+    """Seconds after which a load is given up that should take ``load_s`` and saves ``compute_s``.
+
+    After a few times what it should take, but not after what it saves would have been computed.
+    """
+    return max(_SHORTEST_DEADLINE_S, min(_DEADLINE_FACTOR * load_s, compute_s))
 
 
 class TierEstimates:
-    """See the module's text."""
+    """Load times by tier."""
 
     def __init__(self, names: Iterable[str]) -> None:
         """``names`` are the tiers', of ``BYTES_PER_S``."""
-        self._tiers = {name: _Tier(BYTES_PER_S[name]) for name in names}
+        self._tiers = {name: LoadSource(BYTES_PER_S[name], _PRIOR_BYTES) for name in names}
 
     def load_s(self, sizes: Mapping[str, int]) -> float:
         """How long a load will take."""
-        return FIXED_S + sum(size * self._tiers[name].pace.unit_s for name, size in sizes.items())
+        return FIXED_S + sum(self._tiers[name].load_s(size) for name, size in sizes.items())
 
     def pays(self, sizes: Mapping[str, int], compute_s: float, now: float) -> bool:
         """Whether to load rather than to compute for ``compute_s``."""
-        if any(now < self._tiers[name].paused_until for name in sizes):
+        if any(self._tiers[name].is_paused(now) for name in sizes):
             return False
         return self.load_s(sizes) < compute_s
 
     def deadline_s(self, sizes: Mapping[str, int], compute_s: float) -> float:
-        """When to give a load up that saves ``compute_s``.
-
-        After a few times what it should take, but not after what it saves would have been computed.
-        """
-        return max(_SHORTEST_DEADLINE_S, min(_DEADLINE_FACTOR * self.load_s(sizes), compute_s))
+        """Seconds after which a load is given up that saves ``compute_s``."""
+        return load_deadline_s(self.load_s(sizes), compute_s)
 
     def succeeded(self, name: str, size: int, seconds: float) -> None:
         """``size`` bytes came back from a tier."""
-        tier = self._tiers[name]
-        tier.failures = 0
-        tier.pace.observe(size, seconds)
+        self._tiers[name].succeeded(size, seconds)
 
     def failed(self, names: Iterable[str], now: float) -> None:
         """A load from these tiers came to nothing, or took too long."""
         for name in names:
-            tier = self._tiers[name]
-            pause = min(_FIRST_PAUSE_S * 2.0 ** min(tier.failures, 30), _LONGEST_PAUSE_S)
-            tier.failures += 1
-            tier.paused_until = now + pause
+            self._tiers[name].failed(now)

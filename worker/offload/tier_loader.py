@@ -7,7 +7,7 @@
                              read that is under way has ended
 
 Whatever goes wrong costs time, never the request: the blocks are computed then. Owned by the
-control loop; the bytes are copied by a thread of its own.
+event loop; the bytes are copied by a thread of its own.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _TURNS = 4
 """So many loads of others are waited for that bring blocks of the same prompt."""
 
 ComputeSeconds = Callable[[int, int], float]
-"""How long computing so many tokens behind so many others would take."""
+"""Seconds to compute a number of tokens after a number of others."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """What the thread does, and how far it came. Read by the control loop once it has ended."""
+    """What the thread does, and how far it came. Read by the event loop once it has ended."""
 
     missing: list[Found]
     targets: list[int]
@@ -61,7 +61,7 @@ class _Job:
     """By tier."""
     bytes: Counter[str] = field(default_factory=Counter)
     given_up: bool = False
-    """Set by the control loop: nobody waits for the rest."""
+    """Set by the event loop: nobody waits for the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _Load:
 
 
 class TierLoader:
-    """See the module's text."""
+    """Loads blocks from the tiers into the pool."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class TierLoader:
         return max(self.estimates.load_s({tier.name: size}) for tier in self._tiers.tiers)
 
     def returns_sooner(self, sequence: engine_sequence.Sequence) -> bool:
-        """Whether the blocks of one that is about to lose them come back from the tiers sooner than
+        """Whether a sequence that is about to lose its blocks gets them back from the tiers sooner.
 
-        another worker, as fast as this one, would compute them.
+        The alternative is another worker, as fast as this one, that computes them.
         """
         full = sequence.registered * self._scheduler.limits.block_size
         if not full:

@@ -1,6 +1,6 @@
 """Copies blocks down the tiers ahead of their eviction, so that no step ever waits for it.
 
-Owned by the control loop; the bytes are copied by a thread of low priority, a few blocks at a time
+Owned by the event loop; the bytes are copied by a thread of low priority, a few blocks at a time
 and no faster than ``BYTES_PER_S``. A block is not pinned meanwhile: see
 ``engine.scheduling.block_tiers``.
 """
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 BYTES_PER_S = {"host": 4e9, "disk": 2.5e8}
 """The most that is copied down: decode needs the same memory, and the disk is for others too."""
 _BATCH_BYTES = 4 << 20
-"""Copied in one go: after that the control loop looks again what is oldest."""
+"""Copied in one go: after that the event loop looks again what is oldest."""
 
 
 class TierSpiller:
-    """See the module's text."""
+    """Copies blocks of the pool to the first tier, and of each tier to the next one."""
 
     def __init__(
         self,

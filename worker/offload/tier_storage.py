@@ -1,9 +1,8 @@
 """The bytes of a tier's slots: in memory of the host, or in a file.
 
-Each slot's checksum (``kvtransfer.memory.checksum``) is kept beside it, in memory, from the
-moment the
-block is stored, and verified whenever its bytes are read. Used by one thread that stores and one
-that loads; the control loop sees to it that they never use one slot at a time.
+Each slot's checksum (``kvtransfer.memory.checksum``) is kept in memory from the moment the block is
+stored, and verified whenever its bytes are read. Used by one thread that stores and one that loads;
+the event loop sees to it that they never use one slot at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Take = Callable[[memoryview], int]
 
 
 class TierStorage(Protocol):
-    """See the module's text. Block sizes are in bytes."""
+    """The bytes of one tier's slots. Block sizes are in bytes."""
 
     def store(self, slot: int, fill: Fill) -> None:
         """Keep what ``fill`` writes. Raises OSError where there is no room for it."""

@@ -23,12 +23,12 @@ Result = TypeVar("Result")
 
 
 class TierThread:
-    """Made and used on the control loop, except for what it runs."""
+    """Made and used on the event loop, except for what it runs."""
 
     def __init__(self, name: str, device: torch.device, *, gives_way: bool) -> None:
-        """``device`` is that of the blocks. ``gives_way``: whether it has less weight than others
+        """``device`` is that of the blocks.
 
-        on a busy CPU.
+        ``gives_way``: whether it has less weight than others on a busy CPU.
         """
         self._loop = asyncio.get_running_loop()
         self._device = device
@@ -55,9 +55,9 @@ class TierThread:
         return future
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the jobs that are queued. Blocks up to ``timeout_s`` seconds; returns whether
+        """End after the jobs that are queued. Blocks up to ``timeout_s`` seconds.
 
-        it has ended.
+        Returns whether it has ended.
         """
         self._jobs.put(None)
         self._thread.join(timeout_s)

@@ -17,7 +17,7 @@ from loadtest.common.bench_pool import bench_pool
 from loadtest.common.line_service import Asker, Fields, run_helper
 from loadtest.handoff.transfer_end import LOOPBACK, transfer_end
 from worker.exchange.block_receiver import BlockReceiver
-from worker.services.transfer_service import TransferServicer
+from worker.services import TransferServicer
 
 RECEIVER = "receiver"
 """Its incarnation."""
@@ -30,16 +30,18 @@ async def _work(asker: Asker, start: Fields) -> None:
     layout = KvLayout.of(geometry).of_rank(0)
     with contextlib.ExitStack() as held:
         pool = held.enter_context(bench_pool(start["blocks"], layout.block_bytes))
-        end = transfer_end(identity, pool.memory, start["transport"], start["ranks"])
+        server = make_server()
+        address = f"{LOOPBACK}:{server.add_insecure_port(f'{LOOPBACK}:0')}"
+        end = transfer_end(
+            identity, pool.memory, start["transport"], start["ranks"], address=address
+        )
         async with end as exchange:
-            server = make_server()
             transfer_pb2_grpc.add_TransferServiceServicer_to_server(
                 TransferServicer(exchange), server
             )
-            exchange.address = f"{LOOPBACK}:{server.add_insecure_port(f'{LOOPBACK}:0')}"
             await server.start()
             try:
-                asker.say({"address": exchange.address})
+                asker.say({"address": address})
                 tickets = _Tickets(exchange.receiver, Geometry(**start["writer"]))
                 await asker.serve(tickets.answer)
             finally:

@@ -22,7 +22,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +35,9 @@ from baton.config.advanced import AdvancedConfig
 from baton.config.choices import Role, TransportName
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
+from baton.grammar import TokenMatcher
 from baton.host.process_end import end_with_parent
+from baton.request import FirstToken
 from baton.v1 import transfer_pb2
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
@@ -47,7 +49,7 @@ from prefill_worker.handoff import Handoff
 from prefill_worker.role import PrefillRole
 from worker.exchange.block_receiver import BlockReceiver
 from worker.process import WorkerProcess
-from worker.services.transfer_service import PairContext, TransferServicer
+from worker.services import PairContext, TransferServicer
 from worker.settings import WorkerSettings
 
 _PATIENCE_S = 100.0
@@ -193,7 +195,7 @@ class HaltingHandoff(Handoff):
         await super().reserve()
         HALTS.reach("reserved")
 
-    async def commit(self, first_token: int, **more: Any) -> int:
+    async def commit(self, firsts: Sequence[FirstToken]) -> int:
         while HALTS.armed == "receiving":
             # A commit that is out may come true without its writer: a receiver that reads the
             # writer's memory needs nobody there.
@@ -203,7 +205,7 @@ class HaltingHandoff(Handoff):
             self._push.end()
             await asyncio.wait([self._push.done])
             HALTS.reach("landed")
-        pushed = await super().commit(first_token, **more)
+        pushed = await super().commit(firsts)
         HALTS.reach("committed")
         return pushed
 
@@ -241,9 +243,15 @@ class HaltingDecodeRole(DecodeRole):
         HALTS.reach("reserved")
         return ticket
 
-    def commit(self, ticket_id: str, writer: str, first_token: int, **more: Any) -> int:
+    def commit(
+        self,
+        ticket_id: str,
+        writer: str,
+        firsts: list[FirstToken],
+        matcher: TokenMatcher | None = None,
+    ) -> int:
         HALTS.reach("landed")
-        received = super().commit(ticket_id, writer, first_token, **more)
+        received = super().commit(ticket_id, writer, firsts, matcher)
         HALTS.reach("committed")
         return received
 

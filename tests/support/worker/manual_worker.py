@@ -31,7 +31,7 @@ from worker.core.gauges import WorkerGauges
 from worker.core.prefill_budget import PrefillBudget
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
-from worker.fetch import fetch
+from worker.prefill import fetch
 from worker.role import WorkerContext
 
 SIZE = 4
@@ -123,7 +123,7 @@ class ManualWorker:
             slot="worker-0",
         )
         exchange: Any = SimpleNamespace(
-            receiver=self.receiver, inbound=SimpleNamespace(pairs=dict), ask=self.ask
+            receiver=self.receiver, inbound=SimpleNamespace(pairs=dict), pull=self.pull
         )
         self.context = WorkerContext(
             settings=settings,
@@ -135,7 +135,7 @@ class ManualWorker:
             incarnation=INCARNATION,
         )
 
-    async def ask(
+    async def pull(
         self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
     ) -> int:
         """No holder has anything."""

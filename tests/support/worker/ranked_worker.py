@@ -39,7 +39,7 @@ from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.exchange.rank_link import RankLinks
 from worker.exchange.rank_server import RankServer
-from worker.services.transfer_service import TransferServicer
+from worker.services import TransferServicer
 
 DEADLINE_S = 20.0
 LIMITS = PairLimits(window_bytes=4 << 20, silence_s=3.0)
@@ -145,15 +145,20 @@ class RankedWorker:
             ranks=self.links,
         )
         made = make_transports(self.transports, self.executor, memory)
-        self.exchange = Exchange(
-            self.identity, made, self.receiver, self.limits, self.executor, self.links
-        )
         server = make_server()
-        servicer = TransferServicer(self.exchange)
-        transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         self.peer = Peer(self.identity.incarnation, f"127.0.0.1:{port}")
-        self.exchange.address = self.peer.address
+        self.exchange = Exchange(
+            self.identity,
+            made,
+            self.receiver,
+            self.limits,
+            self.executor,
+            address=self.peer.address,
+            ranks=self.links,
+        )
+        servicer = TransferServicer(self.exchange)
+        transfer_pb2_grpc.add_TransferServiceServicer_to_server(servicer, server)
         await server.start()
         stack.push_async_callback(server.stop, None)
         stack.push_async_callback(self.exchange.close)

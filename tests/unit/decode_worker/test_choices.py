@@ -50,13 +50,11 @@ class ChoiceWorld(World):
     def commit_choices(self, *firsts: int, length: int = 6, **sampling: object) -> None:
         ticket_id = self.reserve_choices(len(firsts), length=length, **sampling)
         self.receive(ticket_id)
-        others = tuple(FirstToken(token, logprobs=TokenLogprobs(-token)) for token in firsts[1:])
-        self.role.commit(
-            ticket_id, "writer", firsts[0], logprobs=TokenLogprobs(-firsts[0]), others=others
-        )
+        tokens = [FirstToken(token, logprobs=TokenLogprobs(-token)) for token in firsts]
+        self.role.commit(ticket_id, "writer", tokens)
 
     def told(self) -> list[TokenOutput]:
-        return self.role.outbox(ROUTER).take()
+        return self.role.sequences.outbox(ROUTER).take()
 
     def run_step(self, *tokens: int) -> StepPlan:
         plan = self.core.plan()
@@ -139,7 +137,7 @@ def test_one_choice_is_ended_and_the_others_go_on(world: ChoiceWorld) -> None:
     assert {output.choice for output in world.told()} == {0, 2}
     for choice in (0, 2):
         world.role.abort(ATTEMPT, choice)
-    assert not world.role._sequences
+    assert not world.role.sequences.each()
 
 
 def test_a_failure_of_one_ends_all(world: ChoiceWorld) -> None:
@@ -156,7 +154,7 @@ def test_a_commit_must_bring_all_first_tokens(world: ChoiceWorld) -> None:
     ticket_id = world.reserve_choices(3)
     world.receive(ticket_id)
     with pytest.raises(HandoffError, match="3 choices"):
-        world.role.commit(ticket_id, "writer", 7, others=(FirstToken(8),))
+        world.role.commit(ticket_id, "writer", [FirstToken(7), FirstToken(8)])
 
 
 def test_a_deadline_ends_all_choices(world: ChoiceWorld) -> None:

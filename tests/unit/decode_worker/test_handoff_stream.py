@@ -29,7 +29,7 @@ DEADLINE_S = 20.0
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world in which a router reads."""
     world = World(monkeypatch)
-    world.role.outbox(ROUTER).open()
+    world.role.sequences.outbox(ROUTER).open()
     return world
 
 

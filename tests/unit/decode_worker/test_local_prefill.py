@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -36,7 +35,8 @@ from tests.support.worker.manual_worker import (
     settle,
     spec_of,
 )
-from worker.fetch.fetch_estimates import FetchEstimates
+from worker.prefill import flow
+from worker.prefill.fetch_estimates import FetchEstimates
 
 HOLDER = prefill_pb2.PrefixSource(address="127.0.0.1:1", incarnation="prefill-0:1", blocks=99)
 
@@ -55,7 +55,7 @@ class World(ManualWorker):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_sequences: int = 8) -> None:
         super().__init__(monkeypatch, max_sequences=max_sequences)
-        for module in (role_module, local_prefill):
+        for module in (role_module, local_prefill, flow):
             monkeypatch.setattr(module, "time", self.clock)
         self.asked = asyncio.Event()
         self.holder_answers = asyncio.Event()
@@ -64,9 +64,9 @@ class World(ManualWorker):
         self.role = DecodeRole(self.context, Eager())
         self.core.subscribe(self.role)
         self.core.start()
-        self.role.outbox(ROUTER).open()
+        self.role.sequences.outbox(ROUTER).open()
 
-    async def ask(
+    async def pull(
         self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
     ) -> int:
         self.asked.set()
@@ -81,18 +81,20 @@ class World(ManualWorker):
             self.receiver.end_copy(ticket_id, "shm", count * BLOCK_BYTES)
         return count
 
-    def begin(
+    async def run(
         self,
         spec: SequenceSpec,
+        send: Callable[[prefill_pb2.PrefillResponse], None],
         source: prefill_pb2.PrefixSource | None = None,
         incarnation: str = INCARNATION,
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        return self.role.local.run(
+    ) -> None:
+        await self.role.flow.run(
             prefill_pb2.PrefillRequest(
                 sequence=convert.sequence_to_proto(spec),
                 decode_incarnation=incarnation,
                 source=source,
-            )
+            ),
+            send,
         )
 
     async def call(
@@ -101,8 +103,9 @@ class World(ManualWorker):
         """A call that has got as far as it can without a step."""
 
         async def responses() -> list[prefill_pb2.PrefillResponse]:
-            async with aclosing(self.begin(spec, source)) as found:
-                return [response async for response in found]
+            found: list[prefill_pb2.PrefillResponse] = []
+            await self.run(spec, found.append, source)
+            return found
 
         task = asyncio.create_task(responses())
         await settle()
@@ -117,7 +120,7 @@ class World(ManualWorker):
         self.role.reserve(Offer("model", GEOMETRY, INCARNATION, "writer", spec))
 
     def told(self) -> list[TokenOutput]:
-        return self.role.outbox(ROUTER).take()
+        return self.role.sequences.outbox(ROUTER).take()
 
 
 @pytest.fixture
@@ -182,7 +185,7 @@ async def test_a_prefix_that_is_held_here_is_not_computed(world: World) -> None:
 async def test_prompts_and_waiting_reserves_take_turns(world: World) -> None:
     world.reserve(spec_of("promised", length=60, first=1))
     world.reserve(spec_of("another", length=20, first=5))
-    large = world.role.reserves.ask(
+    large = world.role.request_reserve(
         Offer("model", GEOMETRY, INCARNATION, "writer", spec_of("large", length=60, first=2))
     )
     assert not large.done()
@@ -232,6 +235,10 @@ async def test_preempted_sequences_and_full_batches_come_first(
     world.check_nothing_is_held()
 
 
+def unexpected(response: prefill_pb2.PrefillResponse) -> None:
+    raise AssertionError(f"sent {response}")
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -246,7 +253,7 @@ async def test_what_is_refused_at_once(
     incarnation = str(change.pop("incarnation", INCARNATION))
     spec = spec_of(**change)  # type: ignore[arg-type]
     with pytest.raises(error):
-        await anext(world.begin(spec, incarnation=incarnation))
+        await world.run(spec, unexpected, incarnation=incarnation)
     world.check_nothing_is_held()
 
 
@@ -262,12 +269,15 @@ async def test_a_call_that_ends_before_the_first_token_ends_the_sequence(world: 
 
 
 async def test_a_call_that_ends_after_the_first_token_leaves_it_running(world: World) -> None:
-    responses = world.begin(spec_of(max_tokens=3))
-    first = asyncio.ensure_future(anext(responses))
+    def send(response: prefill_pb2.PrefillResponse) -> None:
+        assert response.HasField("first_token")
+        call.cancel()
+
+    call = asyncio.create_task(world.run(spec_of(max_tokens=3), send))
     await settle()
     await world.step()
-    assert (await first).HasField("first_token")
-    await responses.aclose()
+    with pytest.raises(asyncio.CancelledError):
+        await call
     await world.drain()
     assert [output.index for output in world.told()] == [0, 1, 2]
     world.check_nothing_is_held()

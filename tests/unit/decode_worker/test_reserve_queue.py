@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import asyncio
 from typing import cast
 
 import pytest
@@ -14,7 +14,7 @@ from decode_worker.receiver import Offer
 from decode_worker.reserve_queue import ReserveQueue
 from kvtransfer.tickets.ticket import Ticket
 
-Asked = Future[Ticket]
+Asked = asyncio.Future[Ticket]
 
 
 def offer(name: str, preemptions: int = 0) -> Offer:
@@ -29,7 +29,7 @@ class Worker:
         self.room = room
         self.served: list[str] = []
         self.looks = 0
-        self.queue = ReserveQueue(max_waiting=4)
+        self.queue = ReserveQueue(self.reserve, max_waiting=4)
 
     def reserve(self, offer: Offer) -> Ticket:
         self.looks += 1
@@ -43,43 +43,40 @@ class Worker:
         return cast(Ticket, name)
 
     def ask(self, name: str, preemptions: int = 0) -> Asked:
-        answer = Asked()
-        self.queue.add(offer(name, preemptions), answer)
-        self.queue.serve(self.reserve)
-        return answer
+        return self.queue.add(offer(name, preemptions))
 
 
-def test_preempted_sequences_come_first_and_each_in_its_order() -> None:
+async def test_preempted_sequences_come_first_and_each_in_its_order() -> None:
     worker = Worker()
     worker.ask("a"), worker.ask("b")
     worker.ask("old", 1), worker.ask("older", 2)
     worker.room = 4
-    worker.queue.serve(worker.reserve)
+    worker.queue.serve()
     assert worker.served == ["old", "older", "a", "b"]
     assert not len(worker.queue)
 
 
-def test_a_look_at_a_queue_is_a_look_at_its_head() -> None:
+async def test_a_look_at_a_queue_is_a_look_at_its_head() -> None:
     worker = Worker()
     for name in ("a", "b", "c"):
         worker.ask(name)
     worker.looks = 0
-    worker.queue.serve(worker.reserve)
+    worker.queue.serve()
     assert worker.looks == 1
 
 
-def test_a_refusal_is_for_one_alone() -> None:
+async def test_a_refusal_is_for_one_alone() -> None:
     worker = Worker()
     first, wrong, last = worker.ask("a"), worker.ask("wrong"), worker.ask("b")
     worker.room = 2
-    worker.queue.serve(worker.reserve)
-    assert isinstance(wrong.exception(0), HandoffError)
+    worker.queue.serve()
+    assert isinstance(wrong.exception(), HandoffError)
     assert first.done()
     assert last.done()
     assert worker.served == ["a", "b"]
 
 
-def test_a_full_queue_takes_no_more() -> None:
+async def test_a_full_queue_takes_no_more() -> None:
     worker = Worker()
     for name in ("a", "b", "c", "d"):
         worker.ask(name)
@@ -88,24 +85,23 @@ def test_a_full_queue_takes_no_more() -> None:
     assert caught.value.retry_after
 
 
-def test_reserves_that_leave_or_are_over_are_not_served() -> None:
+async def test_reserves_that_leave_or_are_over_are_not_served() -> None:
     worker = Worker()
     left, aborted, gone, last = (worker.ask(name) for name in ("a", "b", "c", "d"))
-    worker.queue.leave(left)
-    worker.queue.leave(left)
+    left.cancel()
     worker.queue.end(("b", 0), TicketEnded("aborted"))
     gone.cancel()
     worker.room = 4
-    worker.queue.serve(worker.reserve)
-    assert isinstance(aborted.exception(0), TicketEnded)
+    worker.queue.serve()
+    assert isinstance(aborted.exception(), TicketEnded)
     assert worker.served == ["d"]
     assert last.done()
     assert worker.queue.answered == 1
 
 
-def test_closing_answers_all() -> None:
+async def test_closing_answers_all() -> None:
     worker = Worker()
     asked = [worker.ask("a"), worker.ask("b", 1)]
     worker.queue.close(TicketEnded("stopping"))
-    assert all(isinstance(each.exception(0), TicketEnded) for each in asked)
-    assert worker.queue.head() is None
+    assert all(isinstance(each.exception(), TicketEnded) for each in asked)
+    assert not len(worker.queue)

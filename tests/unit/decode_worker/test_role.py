@@ -13,10 +13,16 @@ from prometheus_client import CollectorRegistry
 from baton.config.cluster import Config
 from baton.errors import ChecksumMismatch, HandoffError, TicketEnded, WorkerFailed
 from baton.hashing import hash_key
-from baton.request import FinishReason, Geometry, LoadSnapshot, SequenceSpec, TokenOutput
+from baton.request import (
+    FinishReason,
+    FirstToken,
+    Geometry,
+    LoadSnapshot,
+    SequenceSpec,
+    TokenOutput,
+)
 from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
-from decode_worker import reserves as reserves_module
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import ROUTER_GRACE_S, DecodeRole
@@ -82,8 +88,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (role_module, reserves_module):
-            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(role_module, "time", clock)
         self.pool = BlockPool(32)
         scheduler = Scheduler(self.pool, SchedulerLimits(4, 64, 8, 64))
         self.core = Control(scheduler, clock.monotonic)
@@ -143,7 +148,7 @@ class World:
     def commit(self, request: str = "r", *, deadline_s: float = 60.0, **sampling: int) -> None:
         ticket_id = self.reserve(request, deadline_s=deadline_s, **sampling)
         self.receive(ticket_id)
-        self.role.commit(ticket_id, "writer", 7)
+        self.role.commit(ticket_id, "writer", [FirstToken(7)])
 
     def receive(self, ticket_id: str) -> None:
         """Every byte of a ticket, block by block."""
@@ -159,7 +164,7 @@ class World:
         assert blocks is not None
 
     def told(self) -> list[TokenOutput]:
-        return self.role.outbox(ROUTER).take()
+        return self.role.sequences.outbox(ROUTER).take()
 
     def check_nothing_is_held(self) -> None:
         assert self.core.scheduler.is_idle()
@@ -171,7 +176,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world in which a router reads."""
     world = World(monkeypatch)
-    world.role.outbox(ROUTER).open()
+    world.role.sequences.outbox(ROUTER).open()
     return world
 
 
@@ -221,13 +226,13 @@ async def test_a_deadline_ends_a_ticket_too(world: World) -> None:
     world.now += 1.0
     await world.role.heartbeat()
     with pytest.raises(TicketEnded):
-        world.role.commit(ticket_id, "writer", 7)
+        world.role.commit(ticket_id, "writer", [FirstToken(7)])
     world.check_nothing_is_held()
 
 
 async def test_a_router_is_told_soon_that_its_ticket_is_in_good_hands(world: World) -> None:
     """It waits for the first token of this worker from now on, and takes silence for a hang."""
-    outbox = world.role.outbox(ROUTER)
+    outbox = world.role.sequences.outbox(ROUTER)
     assert not world.role.has_work_of(ROUTER)
     outbox.take()
     waiting = asyncio.create_task(outbox.wait(30.0))
@@ -240,7 +245,7 @@ async def test_a_router_is_told_soon_that_its_ticket_is_in_good_hands(world: Wor
     world.role.abort(("r", 0))
     assert not world.role.has_work_of(ROUTER)
     with pytest.raises(TicketEnded):
-        world.role.commit(ticket_id, "writer", 7)
+        world.role.commit(ticket_id, "writer", [FirstToken(7)])
 
 
 async def test_a_writer_gives_up_what_it_has_committed_without_knowing(world: World) -> None:
@@ -261,7 +266,7 @@ async def test_a_writer_gives_up_before_its_commit(world: World) -> None:
     ticket_id = world.reserve()
     world.role.abort_handoff(("r", 0))
     with pytest.raises(TicketEnded):
-        world.role.commit(ticket_id, "writer", 7)
+        world.role.commit(ticket_id, "writer", [FirstToken(7)])
     with pytest.raises(TicketEnded):
         world.reserve()
     assert world.told() == []
@@ -288,7 +293,7 @@ async def test_an_abort_ends_a_sequence_in_every_state(world: World) -> None:
 
 
 async def test_sequences_of_a_router_that_has_gone_end(world: World) -> None:
-    outbox = world.role.outbox(ROUTER)
+    outbox = world.role.sequences.outbox(ROUTER)
     reader = outbox.open()
     world.commit()
     outbox.close(reader, world.now)
@@ -298,11 +303,11 @@ async def test_sequences_of_a_router_that_has_gone_end(world: World) -> None:
     world.now += 0.2
     await world.role.heartbeat()
     world.check_nothing_is_held()
-    assert world.role.outbox(ROUTER) is not outbox
+    assert world.role.sequences.outbox(ROUTER) is not outbox
 
 
 async def test_a_router_that_reconnects_in_time_keeps_its_sequences(world: World) -> None:
-    outbox = world.role.outbox(ROUTER)
+    outbox = world.role.sequences.outbox(ROUTER)
     reader = outbox.open()
     world.commit()
     outbox.close(reader, world.now)
@@ -336,7 +341,7 @@ async def test_closing_ends_everything(world: World) -> None:
     await world.role.close()
     assert [(o.request_id, bool(o.error)) for o in world.told()] == [("running", True)]
     with pytest.raises(TicketEnded):
-        world.role.commit(ticket_id, "writer", 7)
+        world.role.commit(ticket_id, "writer", [FirstToken(7)])
     world.check_nothing_is_held()
 
 
@@ -345,7 +350,9 @@ async def test_closing_ends_everything(world: World) -> None:
 
 async def waiting_commit(world: World, ticket_id: str, writer: str = "writer") -> asyncio.Task[int]:
     """A commit that has come before the last byte has."""
-    commit = asyncio.create_task(world.role.commit_when_complete(ticket_id, writer, 7))
+    commit = asyncio.create_task(
+        world.role.commit_when_complete(ticket_id, writer, [FirstToken(7)])
+    )
     for _ in range(3):
         await asyncio.sleep(0)
     assert not commit.done()
@@ -434,8 +441,15 @@ async def test_a_commit_of_another_writer_is_refused_once_the_bytes_are_there(wo
     ticket_id = world.reserve()
     world.receive(ticket_id)
     with pytest.raises(TicketEnded, match="not open for another"):
-        await world.role.commit_when_complete(ticket_id, "another", 7)
+        await world.role.commit_when_complete(ticket_id, "another", [FirstToken(7)])
     with pytest.raises(TicketEnded, match="unknown"):
-        await world.role.commit_when_complete("unknown", "writer", 7)
+        await world.role.commit_when_complete("unknown", "writer", [FirstToken(7)])
     world.role.abort(("r", 0))
     world.check_nothing_is_held()
+
+
+async def test_a_role_that_has_ended_takes_no_notice_of_tickets(world: World) -> None:
+    """Another role of the same worker may follow."""
+    assert world.blocks._listeners
+    await world.role.close()
+    assert not world.blocks._listeners

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import HandoffError, NoRoom
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from decode_worker.room import Room
+from decode_worker.room import CLAIM_S, Claims, Room
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
@@ -46,3 +46,25 @@ def test_who_was_preempted_comes_first() -> None:
         rule.check(1, [], spec("new"), promised=0, now=0.1)
     rule.check(2, [], spec("old", preemptions=1), promised=0, now=0.2)
     rule.check(1, [], spec("new"), promised=0, now=0.2)
+
+
+ONE, OTHER, NEW = ("one", 1), ("other", 2), ("new", 0)
+
+
+def test_claims_are_served_in_their_order() -> None:
+    claims = Claims()
+    assert claims.may_go(NEW, 0.0)
+    claims.make(ONE, 0.0)
+    claims.make(OTHER, 0.1)
+    claims.make(ONE, 0.2)
+    assert [claims.may_go(each, 0.3) for each in (ONE, OTHER, NEW)] == [True, False, False]
+    claims.drop(ONE)
+    claims.drop(ONE)
+    assert [claims.may_go(each, 0.3) for each in (OTHER, NEW)] == [True, False]
+
+
+def test_a_claim_that_is_not_renewed_lapses() -> None:
+    claims = Claims()
+    claims.make(ONE, 0.0)
+    assert not claims.may_go(NEW, CLAIM_S / 2)
+    assert claims.may_go(NEW, CLAIM_S)

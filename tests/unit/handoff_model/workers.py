@@ -40,7 +40,7 @@ from worker.core.gauges import WorkerGauges
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.role import Role, WorkerContext
-from worker.services.transfer_service import TransferServicer
+from worker.services import TransferServicer
 
 FINGERPRINT = "model"
 GEOMETRY = Geometry(BLOCK_SIZE, 2, 1, 4, "float16")
@@ -361,12 +361,12 @@ class Worker(Process):
 
 TIMED_MODULES = (
     "decode_worker.local_prefill",
-    "decode_worker.reserves",
     "decode_worker.role",
     "kvtransfer.pairs.outbound",
     "prefill_worker.handoff",
     "prefill_worker.role",
     "worker.core.engine_core",
-    "worker.fetch.fetch",
+    "worker.prefill.fetch",
+    "worker.prefill.flow",
 )
 """All that read the clock."""

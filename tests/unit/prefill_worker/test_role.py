@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
-from baton.errors import DeadlineExceeded
-from baton.request import SequenceSpec
+from baton.errors import DeadlineExceeded, HandoffError, TicketEnded, WorkerFailed
+from baton.request import FirstToken, SequenceSpec
+from baton.rpc import convert
 from baton.v1 import prefill_pb2
 from kvtransfer.transports.transport import Peer
 from prefill_worker import role as role_module
 from prefill_worker.role import PrefillRole
 from tests.support.worker.manual_worker import ManualWorker, settle, spec_of
+from worker.prefill import flow
 
 
 class World(ManualWorker):
@@ -22,7 +24,8 @@ class World(ManualWorker):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_sequences: int = 8) -> None:
         super().__init__(monkeypatch, max_sequences=max_sequences)
-        monkeypatch.setattr(role_module, "time", self.clock)
+        for module in (role_module, flow):
+            monkeypatch.setattr(module, "time", self.clock)
         self.role = PrefillRole(self.context)
         self.core.subscribe(self.role)
         self.core.start()
@@ -31,8 +34,12 @@ class World(ManualWorker):
         self, spec: SequenceSpec, receiver: str = ""
     ) -> asyncio.Task[list[prefill_pb2.PrefillResponse]]:
         async def responses() -> list[prefill_pb2.PrefillResponse]:
-            async with aclosing(self.role.prefill(spec, "", receiver)) as found:
-                return [response async for response in found]
+            found: list[prefill_pb2.PrefillResponse] = []
+            request = prefill_pb2.PrefillRequest(
+                sequence=convert.sequence_to_proto(spec), decode_incarnation=receiver
+            )
+            await self.role.flow.run(request, found.append)
+            return found
 
         task = asyncio.create_task(responses())
         await settle()
@@ -92,28 +99,38 @@ class Handoffs:
     def __init__(self) -> None:
         self.rooms: dict[str, asyncio.Event] = {}
         self.reserving: list[str] = []
+        self.break_transfer: Callable[[Exception], None]
+        """Of the handoff that was made last."""
+        self.closed = 0
 
     def make(
-        self, context: object, spec: SequenceSpec, peer: Peer, staging: object, *, deadline: float
+        self,
+        context: object,
+        spec: SequenceSpec,
+        peer: Peer,
+        staging: object,
+        *,
+        deadline: float,
+        on_broken: Callable[[Exception], None],
     ) -> SimpleNamespace:
+        self.break_transfer = on_broken
+
         async def reserve() -> None:
             self.reserving.append(peer.incarnation)
             await self.rooms[peer.incarnation].wait()
 
-        async def commit(first_token: int, **_: object) -> int:
+        async def commit(firsts: list[FirstToken]) -> int:
             return 0
 
         async def close() -> None:
-            pass
+            self.closed += 1
 
         return SimpleNamespace(
             reserve=reserve,
             commit=commit,
             close=close,
-            check=lambda: None,
             computed=lambda *_: None,
             sends_layers=lambda _: False,
-            sending=None,
             without_drafter=True,
             pinned_blocks=0,
             transport="shm",
@@ -142,4 +159,59 @@ async def test_a_receiver_without_room_holds_up_no_prompt_for_another(
     for call in waiting:
         assert len(await call) == 2
     assert not len(world.role._handoffs)
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("state", ["reserving", "computing"])
+async def test_a_transfer_that_breaks_ends_its_prompt(
+    monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    world = World(monkeypatch)
+    handoffs = Handoffs()
+    monkeypatch.setattr(role_module, "Handoff", handoffs.make)
+    room = handoffs.rooms["decode-0:1"] = asyncio.Event()
+    call = await world.call(spec_of(length=40), "decode-0:1")
+    if state == "computing":
+        room.set()
+        await settle()
+        await world.step()
+    handoffs.break_transfer(HandoffError("the wire is cut"))
+    room.set()
+    with pytest.raises(HandoffError, match="cut"):
+        await call
+    assert handoffs.closed == 1
+    await world.drain()
+    world.check_nothing_is_held()
+
+
+async def test_an_attempt_is_computed_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two routers' streams, or a stream that was opened again, may bring it twice."""
+    world = World(monkeypatch)
+    first = await world.call(spec_of(max_tokens=1))
+    with pytest.raises(TicketEnded, match="is placed"):
+        await (await world.call(spec_of(max_tokens=1)))
+    await world.drain()
+    assert len(await first) == 1
+    again = await world.call(spec_of(max_tokens=1))
+    await world.drain()
+    assert len(await again) == 1
+    world.check_nothing_is_held()
+
+
+async def test_prompts_of_a_worker_that_stops_end_in_every_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    handoffs = Handoffs()
+    monkeypatch.setattr(role_module, "Handoff", handoffs.make)
+    room = handoffs.rooms["decode-0:1"] = asyncio.Event()
+    reserving = await world.call(spec_of("reserving", first=3), "decode-0:1")
+    computing = await world.call(spec_of("computing", length=40, max_tokens=1))
+    await world.step()
+    await world.role.close()
+    room.set()
+    for call in (reserving, computing):
+        with pytest.raises(WorkerFailed, match="stopping"):
+            await call
+    await world.drain()
     world.check_nothing_is_held()

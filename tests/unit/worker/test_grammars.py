@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +33,7 @@ from tests.support.worker.manual_worker import (
     settle,
     spec_of,
 )
+from worker.prefill import flow
 
 
 class World(ManualWorker):
@@ -41,7 +41,7 @@ class World(ManualWorker):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        for module in (decode_module, local_prefill, prefill_module, grammar_gate):
+        for module in (decode_module, local_prefill, prefill_module, flow, grammar_gate):
             monkeypatch.setattr(module, "time", _Clock(self))
         self.slow = SlowGrammars()
         engine: Any = self.context.engine
@@ -77,17 +77,20 @@ def strict(text: str = "a+", request: str = "r", max_tokens: int = 3) -> Sequenc
     return replace(spec, sampling=replace(spec.sampling, grammar=regex(text)))
 
 
-Responses = AsyncGenerator[prefill_pb2.PrefillResponse, None]
+async def call(
+    role: PrefillRole | DecodeRole, spec: SequenceSpec
+) -> asyncio.Task[list[prefill_pb2.PrefillResponse]]:
+    """A prefill that has got as far as it can without a step and without a compiler."""
+    request = prefill_pb2.PrefillRequest(
+        sequence=convert.sequence_to_proto(spec), decode_incarnation=INCARNATION
+    )
 
+    async def responses() -> list[prefill_pb2.PrefillResponse]:
+        found: list[prefill_pb2.PrefillResponse] = []
+        await role.flow.run(request, found.append)
+        return found
 
-async def call(responses: Responses) -> asyncio.Task[list[prefill_pb2.PrefillResponse]]:
-    """A call that has got as far as it can without a step and without a compiler."""
-
-    async def all_of() -> list[prefill_pb2.PrefillResponse]:
-        async with aclosing(responses) as found:
-            return [response async for response in found]
-
-    task = asyncio.create_task(all_of())
+    task = asyncio.create_task(responses())
     await settle()
     return task
 
@@ -103,16 +106,8 @@ def decode(world: World) -> DecodeRole:
     role = DecodeRole(world.context)
     world.core.subscribe(role)
     world.core.start()
-    role.outbox(ROUTER).open()
+    role.sequences.outbox(ROUTER).open()
     return role
-
-
-def local(role: DecodeRole, spec: SequenceSpec) -> Responses:
-    return role.local.run(
-        prefill_pb2.PrefillRequest(
-            sequence=convert.sequence_to_proto(spec), decode_incarnation=INCARNATION
-        )
-    )
 
 
 @pytest.mark.parametrize("where", ["prefill worker", "decode worker"])
@@ -121,14 +116,9 @@ async def test_a_prompt_is_queued_once_its_grammar_is_compiled(
 ) -> None:
     """Meanwhile others are computed."""
     world = World(monkeypatch)
-    if where == "prefill worker":
-        runs = prefill(world)
-        waiting = await call(runs.prefill(strict(max_tokens=1), "", ""))
-        other = await call(runs.prefill(spec_of("other", max_tokens=1), "", ""))
-    else:
-        role = decode(world)
-        waiting = await call(local(role, strict(max_tokens=1)))
-        other = await call(local(role, spec_of("other", max_tokens=1)))
+    role = prefill(world) if where == "prefill worker" else decode(world)
+    waiting = await call(role, strict(max_tokens=1))
+    other = await call(role, spec_of("other", max_tokens=1))
     await world.drain()
     assert other.done()
     assert not waiting.done()
@@ -148,13 +138,8 @@ async def test_a_grammar_that_does_not_compile_is_an_error(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     world = World(monkeypatch)
-    spec = strict("bad")
-    responses = (
-        prefill(world).prefill(spec, "", "")
-        if where == "prefill worker"
-        else local(decode(world), spec)
-    )
-    waiting = await call(responses)
+    role = prefill(world) if where == "prefill worker" else decode(world)
+    waiting = await call(role, strict("bad"))
     await world.compiled()
     with pytest.raises(InvalidGrammar, match="it is bad"):
         await waiting
@@ -167,7 +152,7 @@ async def test_a_prompt_that_is_aborted_while_its_grammar_is_compiled(
 ) -> None:
     world = World(monkeypatch)
     role = decode(world)
-    waiting = await call(local(role, strict()))
+    waiting = await call(role, strict())
     role.abort(("r", 0))
     await world.compiled()
     with pytest.raises(TicketEnded):
@@ -305,10 +290,8 @@ async def test_one_that_cannot_go_on_ends_with_its_reason(monkeypatch: pytest.Mo
 async def test_the_roles_pass_on_why(monkeypatch: pytest.MonkeyPatch) -> None:
     for where in ("prefill", "decode"):
         world = World(monkeypatch)
-        if where == "prefill":
-            waiting = await call(prefill(world).prefill(spec_of(max_tokens=1), "", ""))
-        else:
-            waiting = await call(local(decode(world), spec_of(max_tokens=1)))
+        role = prefill(world) if where == "prefill" else decode(world)
+        waiting = await call(role, spec_of(max_tokens=1))
         plan = world.plan()
         world.thread.end(StepResult(plan.step, ((1,),), 0.01, ((0, "too many states"),)))
         await settle()

@@ -31,4 +31,6 @@ def test_a_worker_publishes_the_commit_of_its_model() -> None:
     )
     costs = SimpleNamespace(prefill=(0.0, 0.0, 0.0), step=(0.0, 0.0, 0.0))
     lasting = SimpleNamespace(core=SimpleNamespace(engine=engine), costs=costs, metrics_port=2)
-    assert _record(settings, cast(Lasting, lasting), "prefill-0:1", 1).revision == "a" * 40
+    assert (
+        _record(settings, cast(Lasting, lasting), "prefill-0:1", "127.0.0.1:1").revision == "a" * 40
+    )

@@ -190,16 +190,11 @@ def test_finish_reasons() -> None:
 
 @quick
 @given(
-    U32,
-    st.none() | LOGPROBS,
-    st.lists(st.builds(FirstToken, U32, st.none(), st.none() | LOGPROBS), max_size=3).map(tuple),
+    st.lists(st.builds(FirstToken, U32, st.none(), st.none() | LOGPROBS), min_size=1, max_size=4)
 )
-def test_first_tokens(
-    token: int, logprobs: TokenLogprobs | None, others: tuple[FirstToken, ...]
-) -> None:
+def test_first_tokens(firsts: list[FirstToken]) -> None:
     message = decode_pb2.CommitRequest()
-    convert.write_first_tokens(message, token, logprobs, others)
+    convert.write_first_tokens(message, firsts)
     message = decode_pb2.CommitRequest.FromString(message.SerializeToString())
-    assert message.first_token == token
-    assert convert.commit_logprobs_from_proto(message) == logprobs
-    assert convert.other_tokens_from_proto(message) == others
+    assert message.first_token == firsts[0].token_id
+    assert convert.first_tokens_from_proto(message) == firsts

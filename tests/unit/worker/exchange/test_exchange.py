@@ -36,7 +36,7 @@ from kvtransfer.transports.shm_transport import ShmTransport
 from kvtransfer.transports.transport import Peer, Transport
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
-from worker.services.transfer_service import TransferServicer
+from worker.services import TransferServicer
 
 DEADLINE_S = 20.0
 GEOMETRY = Geometry(2, 1, 1, 8192, "float32")
@@ -304,7 +304,7 @@ async def test_held_blocks_are_given_to_whoever_asks(make_worker: MakeWorker) ->
 
 async def test_nothing_held_is_given_without_a_pair(make_worker: MakeWorker) -> None:
     holder, reader = await make_worker("decode-0"), await make_worker("prefill-0")
-    given = await holder.exchange.give(
+    given = await holder.exchange.serve_pull(
         reader.identity, reader.peer, "decode-0:1", "t", [b"unknown"]
     )
     assert given == 0
@@ -329,7 +329,9 @@ async def test_strangers_are_given_nothing(
     holder = await make_worker("decode-0")
     hashes = hashes_of(holder, 1)
     with pytest.raises(error):
-        await holder.exchange.give(reader, Peer("prefill-0:1", "127.0.0.1:1"), meant, "t", hashes)
+        await holder.exchange.serve_pull(
+            reader, Peer("prefill-0:1", "127.0.0.1:1"), meant, "t", hashes
+        )
     holder.check_all_is_free()
 
 
@@ -348,7 +350,9 @@ async def test_what_is_given_is_pinned_until_it_has_gone(
 
     monkeypatch.setattr(holder.exchange, "outbound", late)
     giving = asyncio.create_task(
-        holder.exchange.give(reader.identity, reader.peer, "decode-0:1", ticket.ticket_id, hashes)
+        holder.exchange.serve_pull(
+            reader.identity, reader.peer, "decode-0:1", ticket.ticket_id, hashes
+        )
     )
     await until(lambda: holder.pool.counts().used == 2)
     assert not holder.exchange.is_idle()
@@ -364,7 +368,9 @@ async def test_a_reader_that_leaves_ends_the_giving(make_worker: MakeWorker) -> 
     ticket = reader.promise(holder, 2)
     pair = await holder.exchange.outbound(reader.peer)
     giving = asyncio.create_task(
-        holder.exchange.give(reader.identity, reader.peer, "decode-0:1", ticket.ticket_id, hashes)
+        holder.exchange.serve_pull(
+            reader.identity, reader.peer, "decode-0:1", ticket.ticket_id, hashes
+        )
     )
     await asyncio.sleep(0)
     giving.cancel()
@@ -380,7 +386,9 @@ async def test_a_reader_whose_ticket_has_ended_is_told(make_worker: MakeWorker) 
     holder, reader = await make_worker("decode-0"), await make_worker("prefill-0")
     hashes = hashes_of(holder, 2)
     with pytest.raises(TicketEnded):
-        await holder.exchange.give(reader.identity, reader.peer, "decode-0:1", "unknown", hashes)
+        await holder.exchange.serve_pull(
+            reader.identity, reader.peer, "decode-0:1", "unknown", hashes
+        )
     holder.check_all_is_free()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.fetch.fetch_estimates import FIXED_S, OPENING_S, FetchEstimates
+from worker.prefill.fetch_estimates import FIXED_S, OPENING_S, FetchEstimates
 
 MIB = 1 << 20
 NOW = 1000.0

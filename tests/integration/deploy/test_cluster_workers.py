@@ -11,7 +11,7 @@ from baton.request import Geometry
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
-from deploy.launcher.cluster_keys import forget_cluster
+from deploy.launcher.cluster_workers import forget_cluster
 from deploy.processes.ports import free_port
 from tests.support.mini_cluster import valkey
 

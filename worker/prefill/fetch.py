@@ -23,7 +23,7 @@ from engine.scheduling.sequence import Sequence
 from kvtransfer.tickets.ticket import Purpose, Ticket
 from kvtransfer.transports.transport import Peer
 from worker.exchange.block_receiver import NO_TRANSPORT
-from worker.fetch.fetch_estimates import FetchEstimates
+from worker.prefill.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _SHARE_OF_DEADLINE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A worker that is said to hold the leading blocks of a prompt, and how many."""
+    """A worker that holds leading blocks of a prompt, as the router knows, and how many."""
 
     holder: Peer
     blocks: int
@@ -44,7 +44,7 @@ class PrefixSource:
 
 
 def source_of(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
-    """Who is said to hold more of a request's prompt."""
+    """The worker that holds more of a request's prompt, if the router names one."""
     if not request.HasField("source"):
         return None
     source = request.source
@@ -54,23 +54,23 @@ def source_of(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """One that pays."""
+    """A fetch that is faster than computing."""
 
     holder: Peer
     transport: str
-    """Of the open pair, empty where there is none."""
+    """The transport of the open pair; empty without one."""
     own: list[int]
     """Leading blocks that are held here."""
     hashes: list[bytes]
     """Of the blocks after those."""
     limit_s: float
-    """When it is given up."""
+    """Seconds after which it is given up."""
     geometry: Geometry | None
     """The holder's; None: it is as here."""
 
 
 class Fetcher:
-    """See the module's text."""
+    """Gets leading blocks of prompts from workers that hold them."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates) -> None:
         self._context = context
@@ -83,8 +83,8 @@ class Fetcher:
     async def fetch(self, sequence: Sequence, source: PrefixSource, deadline: float) -> list[int]:
         """The leading blocks of a sequence that is not queued yet: those held here, and fetched.
 
-        The caller owns them. None where nothing is fetched, for whatever reason. ``deadline`` is
-        the request's, on this worker's monotonic clock.
+        The caller owns them. Empty where nothing is fetched, for any reason. ``deadline`` is the
+        request's, in seconds of this worker's monotonic clock.
         """
         fetch = self._choose(sequence, source, deadline)
         ticket = None if fetch is None else self._promise(sequence, fetch)
@@ -95,14 +95,14 @@ class Fetcher:
         try:
             end = began + fetch.limit_s
             await _in_time(self._receiver.opened(ticket.ticket_id), end)
-            count = await self._exchange.ask(
+            count = await self._exchange.pull(
                 fetch.holder, ticket.ticket_id, fetch.hashes, end - time.monotonic()
             )
             outcome = "error" if count else "empty"
             if not count:
                 return []
             self._receiver.shorten(ticket.ticket_id, count)
-            # Other ranks of this worker tell by themselves that they have theirs.
+            # Other ranks of this worker report by themselves that they have theirs.
             await _in_time(self._receiver.whole(ticket.ticket_id), end)
             return self._take(ticket, fetch, began)
         except BatonError as error:

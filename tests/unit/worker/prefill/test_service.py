@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -15,9 +15,9 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.workers.prefill_stream import PrefillStream
-from worker.services import prefill_service
-from worker.services.beats import Beats
-from worker.services.prefill_service import PrefillServicer
+from worker.prefill import service
+from worker.prefill.service import PrefillServicer, Send
+from worker.services import Keepalive
 
 DEADLINE_S = 20.0
 
@@ -27,27 +27,25 @@ class Prompts:
 
     def __init__(self) -> None:
         self.servicer = PrefillServicer(
-            self.run, lambda: LoadSnapshot("p", running=3), Beats(busy_s=0.01, idle_s=5.0)
+            self.run, lambda: LoadSnapshot("p", running=3), Keepalive(busy_s=0.01, idle_s=5.0)
         )
         self.going_on = asyncio.Event()
         self.begun: list[str] = []
         self.aborted: list[str] = []
         self.error: Exception | None = None
 
-    async def run(
-        self, request: prefill_pb2.PrefillRequest
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Tells a first token, waits to be let go on, tells the handoff or fails."""
+    async def run(self, request: prefill_pb2.PrefillRequest, send: Send) -> None:
+        """Send a first token, wait to be let go on, send the handoff or fail."""
         name = request.sequence.request_id
         self.begun.append(name)
         try:
             output = worker_pb2.TokenOutput(request_id=name, token_ids=[7])
-            yield prefill_pb2.PrefillResponse(first_token=output)
+            send(prefill_pb2.PrefillResponse(first_token=output))
             await self.going_on.wait()
             if self.error is not None:
                 raise self.error
-            yield prefill_pb2.PrefillResponse(handoff=prefill_pb2.HandoffCommitted(bytes=9))
-        except (asyncio.CancelledError, GeneratorExit):
+            send(prefill_pb2.PrefillResponse(handoff=prefill_pb2.HandoffCommitted(bytes=9)))
+        except asyncio.CancelledError:
             self.aborted.append(name)
             raise
 
@@ -203,7 +201,7 @@ async def test_a_worker_that_stops_tells_how_its_prefills_end_first() -> None:
 async def test_a_worker_that_stops_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefill_service, "CLOSE_S", 0.05)
+    monkeypatch.setattr(service, "CLOSE_S", 0.05)
     async with open_world() as world:
         following = asyncio.create_task(follow(world.stream, request_of("a")))
         await world.until(lambda: world.prompts.begun)

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from rich.console import Console
 
 from baton.config.cluster import Config
-from deploy.launcher.launcher import Launcher
+from deploy.launcher.preparation import PreparedModel, prepare_model
 from deploy.models import demo_model
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.progress import Progress
@@ -44,20 +44,23 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStub]:
         huggingface_hub.close_session()
 
 
+async def prepare(config: Config) -> PreparedModel:
+    return await prepare_model(config, Progress(Console(file=io.StringIO())))
+
+
 async def far_paths(hub: HubStub, config: Config) -> tuple[str, str]:
     """The commits that a worker of another node gets when both branches have moved meanwhile."""
-    launcher = Launcher(config, Progress(Console(file=io.StringIO())))
-    launcher._model = await launcher._resolve_model()
+    prepared = await prepare(config)
     for repository in hub.models.values():
         files = repository.commits[repository.refs["main"]]
         repository.commit(files | {"chat_template.jinja": b"new"})
     settings = ActorSettings(
-        config=launcher._config.model_dump(mode="json"),
+        config=prepared.config.model_dump(mode="json"),
         pool="decode",
         slot="decode-0",
-        model_path=str(launcher._model.path),
-        model_name=launcher._model.name,
-        draft_model_path=launcher._draft_model_path,
+        model_path=str(prepared.model.path),
+        model_name=prepared.model.name,
+        draft_model_path=prepared.draft_path,
         redis_url="",
         cluster_id="id",
         launcher=FAR,
@@ -90,8 +93,8 @@ async def test_a_demo_model_of_the_hub_is_pinned(
     del hub.models[DRAFT]
     config = Config(model="tiny")
     # The other node has an empty cache of its own.
-    launcher = Launcher(config, Progress(Console(file=io.StringIO())))
-    model = await launcher._resolve_model()
-    assert (model.name, model.commit, launcher._config.revision) == ("tiny", first, first)
+    prepared = await prepare(config)
+    model = prepared.model
+    assert (model.name, model.commit, prepared.config.revision) == ("tiny", first, first)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub of another node"))
-    assert (await far_paths(hub, launcher._config))[0] == first
+    assert (await far_paths(hub, prepared.config))[0] == first

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from worker.costs.unit_cost import UnitCost
+from worker.offload.tier_estimates import LoadSource, load_deadline_s
 
 FIXED_S = 0.003
 """The call, the ticket and the first message, where a pair is open."""
@@ -28,35 +28,21 @@ _BYTES_PER_S = {
 _MIN_BYTES_PER_S = 1e9
 """The same where the transport is not known yet."""
 _PRIOR_BYTES = 1 << 20
-"""How much that counts beside the first fetches."""
+"""Bytes as which the assumed bandwidth counts next to the first fetches."""
 _SHARE_OF_BYTES = 0.1
 """At least this share of a fetch's time is put down to its bytes."""
-_DEADLINE_FACTOR = 4.0
-_SHORTEST_DEADLINE_S = 0.5
-"""Less would end fetches because a machine was busy for a moment."""
-_FIRST_PAUSE_S = 5.0
-_LONGEST_PAUSE_S = 300.0
 _MAX_PEERS = 256
 
 
-class _Peer:
-    """What is known of one worker."""
-
-    def __init__(self, transport: str) -> None:
-        bandwidth = _BYTES_PER_S.get(transport, _MIN_BYTES_PER_S)
-        self.pace = UnitCost(1 / bandwidth, _PRIOR_BYTES)
-        self.failures = 0
-        self.paused_until = float("-inf")
-
-
 class FetchEstimates:
-    """See the module's text. ``transport`` is that of the open pair, empty where there is none."""
+    """Estimates by peer. ``transport`` is that of the open pair; empty without one."""
 
     def __init__(self) -> None:
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._peers: OrderedDict[str, LoadSource] = OrderedDict()
 
-    def _peer(self, incarnation: str, transport: str) -> _Peer:
-        peer = self._peers.setdefault(incarnation, _Peer(transport))
+    def _peer(self, incarnation: str, transport: str) -> LoadSource:
+        bandwidth = _BYTES_PER_S.get(transport, _MIN_BYTES_PER_S)
+        peer = self._peers.setdefault(incarnation, LoadSource(bandwidth, _PRIOR_BYTES))
         self._peers.move_to_end(incarnation)
         while len(self._peers) > _MAX_PEERS:
             self._peers.popitem(last=False)
@@ -64,37 +50,28 @@ class FetchEstimates:
 
     def fetch_s(self, incarnation: str, transport: str, size: int) -> float:
         """How long ``size`` bytes from a worker will take."""
-        pace = self._peer(incarnation, transport).pace
-        return _fixed_s(transport) + size * pace.unit_s
+        return _fixed_s(transport) + self._peer(incarnation, transport).load_s(size)
 
     def pays(
         self, incarnation: str, transport: str, size: int, compute_s: float, now: float
     ) -> bool:
         """Whether to fetch ``size`` bytes rather than to compute for ``compute_s``."""
-        if now < self._peer(incarnation, transport).paused_until:
+        if self._peer(incarnation, transport).is_paused(now):
             return False
         return self.fetch_s(incarnation, transport, size) < compute_s
 
     def deadline_s(self, incarnation: str, transport: str, size: int, compute_s: float) -> float:
-        """When to give a fetch up that saves ``compute_s``.
-
-        After a few times what it should take, but not after what it saves would have been computed.
-        """
-        longest = min(_DEADLINE_FACTOR * self.fetch_s(incarnation, transport, size), compute_s)
-        return max(_SHORTEST_DEADLINE_S, longest)
+        """Seconds after which a fetch is given up that saves ``compute_s``."""
+        return load_deadline_s(self.fetch_s(incarnation, transport, size), compute_s)
 
     def succeeded(self, incarnation: str, transport: str, size: int, seconds: float) -> None:
         """A fetch brought ``size`` bytes. ``transport`` is what it was before."""
-        peer = self._peer(incarnation, transport)
-        peer.failures = 0
-        peer.pace.observe(size, max(seconds - _fixed_s(transport), seconds * _SHARE_OF_BYTES))
+        bytes_s = max(seconds - _fixed_s(transport), seconds * _SHARE_OF_BYTES)
+        self._peer(incarnation, transport).succeeded(size, bytes_s)
 
     def failed(self, incarnation: str, transport: str, now: float) -> None:
         """A fetch came to nothing, or took too long."""
-        peer = self._peer(incarnation, transport)
-        pause = min(_FIRST_PAUSE_S * 2.0 ** min(peer.failures, 30), _LONGEST_PAUSE_S)
-        peer.failures += 1
-        peer.paused_until = now + pause
+        self._peer(incarnation, transport).failed(now)
 
 
 def _fixed_s(transport: str) -> float:

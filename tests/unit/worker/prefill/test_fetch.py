@@ -23,8 +23,8 @@ from engine.scheduling.scheduler import Scheduler
 from kvtransfer.transports.transport import Peer
 from worker.costs.unit_cost import UnitCost
 from worker.exchange.block_receiver import BlockReceiver
-from worker.fetch.fetch import Fetcher, PrefixSource
-from worker.fetch.fetch_estimates import FetchEstimates
+from worker.prefill.fetch import Fetcher, PrefixSource
+from worker.prefill.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
 SIZE = 4
@@ -62,7 +62,7 @@ class World:
         exchange = SimpleNamespace(
             receiver=self.receiver,
             inbound=SimpleNamespace(pairs=lambda: {HOLDER: "shm"}),
-            ask=self.ask,
+            pull=self.pull,
         )
         context = SimpleNamespace(
             settings=SimpleNamespace(pool=SimpleNamespace(cp=self.cp)),
@@ -76,7 +76,7 @@ class World:
         )
         self.fetcher = Fetcher(cast(WorkerContext, context), self.estimates)
 
-    async def ask(
+    async def pull(
         self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
     ) -> int:
         self.asked.append(Asked(holder, list(hashes), deadline_s))

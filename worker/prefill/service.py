@@ -1,4 +1,4 @@
-"""The gRPC face of whatever computes prompts: one stream a router, with all its prefills.
+"""PrefillService: one stream for each router, with all its prefills.
 
 A stream's states:
 
@@ -7,10 +7,10 @@ A stream's states:
 
 A prefill's, within it:
 
-    started ─events→ started ─end→ ended (told with its last event)
-    started ─cancel→ aborted (nothing more is told)
+    started ─responses→ started ─end→ ended (its last event says how)
+    started ─cancel→ aborted (nothing more is sent)
 
-Runs on the control loop, which owns all of it.
+Runs on the event loop, which owns all of it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 
@@ -30,15 +29,16 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import as_baton_error
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from worker.services.beats import DEFAULT_BEATS, Beats
+from worker.services import DEFAULT_KEEPALIVE, Keepalive
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
 """How long a stream of a worker that stops waits for what its prefills end with."""
 
-Runner = Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[prefill_pb2.PrefillResponse, None]]
-"""Computes a prompt, and says what comes of it. Raises BatonError; closing it aborts."""
+Send = Callable[[prefill_pb2.PrefillResponse], None]
+Run = Callable[[prefill_pb2.PrefillRequest, Send], Awaitable[None]]
+"""Computes a prompt and sends its responses. Raises BatonError; cancelling it aborts."""
 Load = Callable[[], LoadSnapshot]
 PrefillName = tuple[str, int]
 """Request id and attempt."""
@@ -48,11 +48,11 @@ PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_p
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves each router's stream."""
 
-    def __init__(self, run: Runner, load: Load, beats: Beats = DEFAULT_BEATS) -> None:
-        """``load`` says what the worker does: each message carries it."""
+    def __init__(self, run: Run, load: Load, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> None:
+        """``load`` returns the worker's load: each message carries it."""
         self._run = run
         self._load = load
-        self._beats = beats
+        self._keepalive = keepalive
         self._closing = asyncio.Event()
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: PrefillContext
     ) -> None:
         """See prefill.proto."""
-        prefills = _Prefills(self._run, self._load, self._beats)
+        prefills = _Prefills(self._run, self._load, self._keepalive)
         reading = asyncio.create_task(prefills.obey(request_iterator), name="prefill commands")
         telling = asyncio.create_task(prefills.tell(context), name="prefill events")
         closing = asyncio.create_task(self._closing.wait(), name="prefills' close")
@@ -82,17 +82,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 class _Prefills:
     """What one stream has started."""
 
-    def __init__(self, run: Runner, load: Load, beats: Beats) -> None:
+    def __init__(self, run: Run, load: Load, keepalive: Keepalive) -> None:
         self.running: dict[PrefillName, asyncio.Task[None]] = {}
         self._run = run
         self._load = load
-        self._beats = beats
+        self._keepalive = keepalive
         self._events: list[prefill_pb2.PrefillEvent] = []
         self._happened = asyncio.Event()
         self._is_over = False
 
     async def obey(self, messages: AsyncIterator[prefill_pb2.PrefillsRequest]) -> None:
-        """Take the router's commands, until it has no more."""
+        """Carry out the router's commands, until its stream ends."""
         async for message in messages:
             for command in message.commands:
                 if command.HasField("start"):
@@ -101,13 +101,10 @@ class _Prefills:
                     self._cancel((command.cancel.request_id, command.cancel.attempt))
 
     async def tell(self, context: PrefillContext) -> None:
-        """Pass on what happens: all that has gathered meanwhile in one message. Where nothing does,
-
-        one without events says that the worker lives.
-        """
+        """Send events, all that have gathered in one message; without any, send keepalives."""
         while not self._is_over or self._events:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._beats.next_s(busy=bool(self.running))):
+                async with asyncio.timeout(self._keepalive.next_s(busy=bool(self.running))):
                     await self._happened.wait()
             self._happened.clear()
             events, self._events = self._events, []
@@ -116,7 +113,7 @@ class _Prefills:
                 await context.write(prefill_pb2.PrefillsResponse(events=some, load=load))
 
     def tell_no_more(self) -> None:
-        """``tell`` returns once all that has happened is told."""
+        """Let ``tell`` return once all events are sent."""
         self._is_over = True
         self._happened.set()
 
@@ -139,9 +136,7 @@ class _Prefills:
     async def _follow(self, name: PrefillName, request: prefill_pb2.PrefillRequest) -> None:
         end = prefill_pb2.PrefillEnd()
         try:
-            async with aclosing(self._run(request)) as responses:
-                async for response in responses:
-                    self._say(name, response=response)
+            await self._run(request, lambda response: self._say(name, response=response))
         except Exception as error:
             end = _end(as_baton_error(error))
         self._say(name, end=end)

@@ -1,7 +1,8 @@
-"""The pairs by which one rank of this worker sends, and the channels to its peers.
+"""The sending side of one rank of this worker: its pairs, and its part of blocks for a receiver.
 
 A pair that has broken is forgotten, and an unused channel is closed with the next heartbeat: a peer
-that comes back does so on another port. Owned by the control loop of the rank.
+that comes back does so on another port. Rank 0 sends its own part, and commands the other ranks to
+send theirs (``worker.exchange.rank_link``). Owned by the rank's event loop.
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 
 import grpc.aio
 
-from baton.errors import WorkerFailed
+from baton.errors import HandoffError, WorkerFailed
 from baton.host.background import end_tasks
+from baton.request import Geometry
 from baton.rpc.grpc_channel import open_channel
+from kvtransfer.layout.layout import KvLayout
+from kvtransfer.layout.reshard import shards
 from kvtransfer.pairs.outbound import Outbound
 from kvtransfer.pairs.pair import Identity, PairLimits
+from kvtransfer.pairs.push_fan import BlockPush, LatePush, PushFan
 from kvtransfer.transports.transport import Peer, Transport
 
 
 class OutboundPairs:
-    """See the module's text."""
+    """The pairs by which a rank sends, and the channels to its peers."""
 
     def __init__(
         self,
@@ -158,3 +165,50 @@ class OutboundPairs:
         for channel in list(self._channels.values()):
             await channel.close()
         await asyncio.gather(*self._closing)
+
+
+@dataclass(frozen=True, slots=True)
+class RankedPeer:
+    """A receiver and where its ranks are reached."""
+
+    incarnation: str
+    geometry: Geometry
+    addresses: tuple[str, ...]
+    """host:port of the gRPC server of each rank."""
+
+
+class RankSender:
+    """Sends a rank's part of blocks to the ranks of a receiver, all of them at once."""
+
+    def __init__(self, identity: Identity, pairs: OutboundPairs) -> None:
+        self._identity = identity
+        self._pairs = pairs
+        self._target_ranks = lru_cache(maxsize=64)(self._find_target_ranks)
+
+    def push(self, ticket_id: str, receiver: RankedPeer) -> PushFan:
+        """Begin to send blocks of this rank to a ticket.
+
+        Raises HandoffError for a peer without the ranks that it should have.
+        """
+        ranks = self._target_ranks(receiver.geometry)
+        if len(receiver.addresses) != receiver.geometry.tensor_parallel:
+            raise HandoffError(
+                f"{receiver.incarnation} has {receiver.geometry.tensor_parallel} ranks, and named "
+                f"{len(receiver.addresses)} addresses"
+            )
+        peers = [Peer(receiver.incarnation, receiver.addresses[rank], rank) for rank in ranks]
+        return PushFan([self._way(ticket_id, peer) for peer in peers])
+
+    def _find_target_ranks(self, geometry: Geometry) -> tuple[int, ...]:
+        source, target = KvLayout.of(self._identity.geometry), KvLayout.of(geometry)
+        found = shards(source, target)
+        own = self._identity.rank
+        return tuple(shard.target_rank for shard in found if shard.source_rank == own)
+
+    def _way(self, ticket_id: str, peer: Peer) -> BlockPush:
+        pair = self._pairs.open_pair(peer)
+        if pair is not None:
+            return pair.push(ticket_id)
+        return LatePush(
+            asyncio.create_task(self._pairs.outbound(peer), name="late-push"), ticket_id
+        )

@@ -1,0 +1,162 @@
+"""The sequences that decode here, and what their routers get: a message a step.
+
+    kept ─steps→ tokens ─end, error, abort, handed back→ forgotten
+
+Owned by the worker's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from opentelemetry.trace import Span
+
+from baton.errors import BatonError
+from baton.logprobs import TokenLogprobs
+from baton.request import TokenOutput
+from baton.telemetry.tracing import Attribute, begin_span, fail_span, trace_id_of
+from decode_worker.service import Outbox
+from engine.scheduling.sequence import Sequence
+from kvtransfer.tickets.ticket import Attempt
+from worker.prefill.flow import attempt_of
+
+
+class RunningSequences:
+    """Sequences by request and choice, their spans, and the outboxes of their routers."""
+
+    def __init__(self, worker: str, clock: Callable[[], float]) -> None:
+        """``worker`` is its slot, ``clock`` that of routers' silence, in seconds."""
+        self._worker = worker
+        self._clock = clock
+        self._choices: dict[Attempt, dict[int, Sequence]] = {}
+        """The choices of each request by number, those that have not begun yet included."""
+        self._spans: dict[int, Span] = {}
+        """Each from the sequence's first token here, or its queueing, to its end."""
+        self._outboxes: dict[str, Outbox] = {}
+        """By router."""
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._choices.get(attempt_of(sequence), {}).values()
+
+    def has(self, attempt: Attempt) -> bool:
+        """Whether a choice of a request is here."""
+        return attempt in self._choices
+
+    def each(self) -> list[Sequence]:
+        """All sequences."""
+        return [each for choices in self._choices.values() for each in choices.values()]
+
+    def attempts(self, router_id: str) -> list[Attempt]:
+        """The requests of a router."""
+        return [
+            attempt
+            for attempt, choices in self._choices.items()
+            if any(each.spec.router_id == router_id for each in choices.values())
+        ]
+
+    def keep(self, sequence: Sequence) -> None:
+        """Add a sequence, with its siblings, that joins the batch or is queued."""
+        choices = (sequence, *sequence.siblings)
+        self._choices[attempt_of(sequence)] = {choice.choice: choice for choice in choices}
+        for choice in choices:
+            self._begin_span(choice)
+
+    def forget(self, attempt: Attempt, choice: int | None = None) -> list[Sequence]:
+        """Remove a request, or one of its choices. Returns the sequences that were kept of it."""
+        choices = self._choices.get(attempt, {})
+        if choice is None:
+            gone = list(choices.values())
+            choices.clear()
+        else:
+            gone = [choices.pop(choice)] if choice in choices else []
+        for sequence in gone:
+            self._end_span(sequence)
+        if not choices:
+            self._choices.pop(attempt, None)
+        return gone
+
+    def _begin_span(self, sequence: Sequence) -> None:
+        attributes: dict[str, Attribute] = {
+            "baton.worker": self._worker,
+            "baton.choice": sequence.choice,
+        }
+        span = begin_span("decode", sequence.spec.trace, attributes=attributes)
+        if trace_id_of(span):
+            self._spans[sequence.sequence_id] = span
+
+    def _end_span(self, sequence: Sequence, error: BatonError | None = None) -> None:
+        """Idempotent."""
+        span = self._spans.pop(sequence.sequence_id, None)
+        if span is None:
+            return
+        span.set_attributes(
+            {
+                "gen_ai.usage.output_tokens": sequence.output_length,
+                "baton.computed_prompt_tokens": sequence.computed_here,
+                "baton.preemptions": sequence.preemptions,
+            }
+        )
+        if sequence.finish_reason is not None:
+            span.set_attribute("gen_ai.response.finish_reasons", [sequence.finish_reason.value])
+        elif error is not None:
+            fail_span(span, error)
+        span.end()
+
+    # What their routers get
+
+    def outbox(self, router_id: str) -> Outbox:
+        """A router's outbox, made when it is first needed."""
+        if router_id not in self._outboxes:
+            self._outboxes[router_id] = Outbox(self._clock())
+        return self._outboxes[router_id]
+
+    def send(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        """Add tokens that a sequence has got to its router's next message."""
+        spec = sequence.spec
+        output = TokenOutput(
+            spec.request_id,
+            spec.attempt,
+            sequence.output_length - len(token_ids),
+            token_ids,
+            sequence.finish_reason,
+            choice=sequence.choice,
+            logprobs=logprobs,
+        )
+        self.outbox(spec.router_id).put(output)
+
+    def send_end(self, sequence: Sequence, error: BatonError | None = None) -> None:
+        """Add the end of a sequence to its router's next message, after all its tokens.
+
+        Without an ``error`` the sequence has lost its blocks, and is handed back.
+        """
+        spec = sequence.spec
+        output = TokenOutput(
+            spec.request_id,
+            spec.attempt,
+            sequence.output_length,
+            (),
+            error="" if error is None else error.message,
+            error_code="" if error is None else error.code or "",
+            choice=sequence.choice,
+            handed_back=error is None,
+        )
+        self._end_span(sequence, error)
+        self.outbox(spec.router_id).put(output)
+
+    def flush(self) -> None:
+        """A step is over: send the messages."""
+        for outbox in self._outboxes.values():
+            outbox.flush()
+
+    def lost_routers(self, grace_s: float) -> list[str]:
+        """Routers that have not read for ``grace_s`` seconds; their outboxes are dropped."""
+        now = self._clock()
+        lost = [name for name, box in self._outboxes.items() if box.unread_for(now) >= grace_s]
+        for router_id in lost:
+            del self._outboxes[router_id]
+        return lost

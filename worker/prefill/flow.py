@@ -1,0 +1,279 @@
+"""One prompt on a worker, from the router's request to its first tokens and to where it goes on.
+
+    arrived ─its grammar is compiled, its sink has room→ admitted ─cached blocks are brought→ queued
+    queued ─steps→ computed ─first tokens are sent, the sink takes the sequence over→ ended
+    any ─cancelled, aborted, deadline, failure, the worker stops→ ended, at the sink too
+
+Both roles run this flow and differ in the sink: a prefill worker hands the sequence to a decode
+worker (``prefill_worker.role``), a decode worker keeps it (``decode_worker.local_prefill``).
+Owned by the worker's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from opentelemetry.trace import Span
+
+from baton.errors import DeadlineExceeded, TicketEnded
+from baton.request import FirstToken, LoadSnapshot, SequenceSpec, TokenOutput
+from baton.rpc import convert
+from baton.telemetry.tracing import begin_span, context_of, fail_span
+from baton.v1 import prefill_pb2
+from engine.scheduling.sequence import Sequence, SequenceUpdate
+from kvtransfer.tickets.ticket import Attempt
+from worker.prefill.fetch import Fetcher, PrefixSource, source_of
+from worker.prefill.fetch_estimates import FetchEstimates
+from worker.prefill.service import Send
+from worker.role import WorkerContext
+
+
+class PromptUpdates:
+    """The steps of one prompt, and what ends it before its time."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[SequenceUpdate | Exception] = asyncio.Queue()
+
+    def put(self, update: SequenceUpdate | Exception) -> None:
+        """Add what a step has brought, or the error that ends the prompt."""
+        self._queue.put_nowait(update)
+
+    def check(self) -> None:
+        """Raise what has ended a prompt that is not queued yet, if anything has."""
+        if not self._queue.empty():
+            _raised(self._queue.get_nowait())
+
+    async def next(self, timeout_s: float) -> SequenceUpdate | None:
+        """The next step; None where none ends within ``timeout_s`` seconds.
+
+        Raises what has ended the prompt.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                update = await self._queue.get()
+        except TimeoutError:
+            return None
+        return _raised(update)
+
+
+def _raised(update: SequenceUpdate | Exception) -> SequenceUpdate:
+    if isinstance(update, Exception):
+        raise update
+    return update
+
+
+class Sink(Protocol):
+    """Where one sequence goes on after its first token. Called in this order, ``close`` always."""
+
+    async def reserve(self, sequence: Sequence) -> None:
+        """Wait for the room that the sequence needs. Raises BatonError."""
+
+    async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
+        """Queue the sequence, whose leading ``blocks`` are computed; return its first tokens.
+
+        The sink owns ``blocks`` from now on. Choices whose first token the router gets in another
+        way are left out. Raises BatonError.
+        """
+
+    async def commit(self, firsts: list[FirstToken]) -> prefill_pb2.HandoffCommitted | None:
+        """Let the sequence go on. Returns what the router gets to know of a handoff, if any."""
+
+    async def close(self) -> None:
+        """End what was not committed, and give back what was taken. Never raises, idempotent."""
+
+
+OpenSink = Callable[[SequenceSpec, prefill_pb2.PrefillRequest, PromptUpdates, float], Sink]
+"""Makes the sink of a prompt, with its deadline in seconds of the monotonic clock.
+
+Takes nothing yet. Raises BatonError for a request that this worker does not serve.
+"""
+
+
+class PrefillFlow:
+    """The prompts that this worker computes."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        open_sink: OpenSink,
+        *,
+        prefill_only: bool,
+        estimates: FetchEstimates | None = None,
+    ) -> None:
+        """``prefill_only``: sequences end here with their first token.
+
+        ``estimates`` say when cached blocks are fetched; new ones are made if it is absent.
+        """
+        self._context = context
+        self._open_sink = open_sink
+        self._prefill_only = prefill_only
+        self._fetcher = Fetcher(context, estimates or FetchEstimates())
+        self._updates: dict[Attempt, PromptUpdates] = {}
+
+    async def run(self, request: prefill_pb2.PrefillRequest, send: Send) -> None:
+        """Compute a prompt, send its first token, hand it on, send that. Raises BatonError.
+
+        Cancelling it aborts the request here and at the sink.
+        """
+        arrived = time.monotonic()
+        spec = convert.sequence_from_proto(request.sequence)
+        with _span_of(spec, self._context.settings.slot) as span, self._context.intake.admitted():
+            spec = replace(spec, trace=context_of(span, spec.trace))
+            deadline = arrived + spec.deadline_s
+            self._context.check_prompt(spec)
+            attempt = (spec.request_id, spec.attempt)
+            if attempt in self._updates:
+                raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} is placed")
+            updates = PromptUpdates()
+            sink = self._open_sink(spec, request, updates, deadline)
+            self._updates[attempt] = updates
+            try:
+                matcher = None
+                if spec.sampling.grammar is not None:
+                    matcher = await self._context.grammars.ready(spec.sampling.grammar, deadline)
+                sequence = self._context.make_sequence(
+                    spec, arrived=arrived, deadline=deadline, prefill_only=self._prefill_only
+                )
+                sequence.follow(matcher)
+                await sink.reserve(sequence)
+                updates.check()
+                blocks = await self._cached_blocks(sequence, source_of(request), updates, deadline)
+                firsts = await sink.compute(sequence, blocks)
+                _note(span, sequence)
+                for choice, first in zip((sequence, *sequence.siblings), firsts, strict=False):
+                    send(first_token(choice, first, self._context.core.load()))
+                handoff = await sink.commit(firsts)
+                if handoff is not None:
+                    load = convert.load_to_proto(self._context.core.load())
+                    send(prefill_pb2.PrefillResponse(handoff=handoff, load=load))
+            finally:
+                del self._updates[attempt]
+                # A cancelled prompt, too, gives back its blocks and its room.
+                await asyncio.shield(sink.close())
+
+    async def _cached_blocks(
+        self,
+        sequence: Sequence,
+        source: PrefixSource | None,
+        updates: PromptUpdates,
+        deadline: float,
+    ) -> list[int]:
+        """Leading blocks from a tier of this worker or from another worker; the caller owns them.
+
+        None for a prompt that is scored: cached blocks have no logits. Raises what has ended the
+        prompt in the meantime.
+        """
+        context = self._context
+        blocks: list[int] = []
+        if context.tiers is not None:
+            blocks = await context.tiers.loader.load(sequence, deadline)
+        try:
+            if source is not None and not sequence.scores_prompt:
+                fetched = await self._fetcher.fetch(sequence, source, deadline)
+                if fetched:
+                    # They begin with those that are held here.
+                    context.engine.pool.release(blocks)
+                    blocks = fetched
+            updates.check()
+        except BaseException:
+            context.engine.pool.release(blocks)
+            raise
+        return blocks
+
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
+        """Pass a step's results to the prompts that wait for them."""
+        if not self._updates:
+            return
+        for update in updates:
+            waiting = self._updates.get(attempt_of(update.sequence))
+            if waiting is not None:
+                waiting.put(update)
+
+    def end(self, attempt: Attempt, error: Exception) -> None:
+        """End a prompt before its time, if it waits."""
+        waiting = self._updates.get(attempt)
+        if waiting is not None:
+            waiting.put(error)
+
+    def close(self, error: Exception) -> None:
+        """End every prompt that waits."""
+        for waiting in self._updates.values():
+            waiting.put(error)
+
+
+def attempt_of(sequence: Sequence) -> Attempt:
+    """The request's id and the attempt's number."""
+    return sequence.spec.request_id, sequence.spec.attempt
+
+
+def first_of(update: SequenceUpdate) -> FirstToken:
+    """The first token of a choice, from the update that brought it."""
+    logprobs = update.logprobs[0] if update.logprobs else None
+    return FirstToken(update.token_ids[0], update.sequence.finish_reason, logprobs)
+
+
+def first_token(
+    sequence: Sequence, first: FirstToken, load: LoadSnapshot
+) -> prefill_pb2.PrefillResponse:
+    """The message for a choice whose prompt is computed and whose first token is ``first``.
+
+    The cost of the prompt, its logprobs and its embedding go with the first choice alone.
+    """
+    spec = sequence.spec
+    output = TokenOutput(
+        spec.request_id,
+        spec.attempt,
+        len(spec.token_ids) - spec.prompt_length,
+        (first.token_id,),
+        first.finish_reason,
+        choice=sequence.choice,
+        logprobs=(first.logprobs,) if first.logprobs is not None else (),
+        prompt_logprobs=tuple(sequence.prompt_logprobs),
+        embedding=sequence.embedding,
+    )
+    response = prefill_pb2.PrefillResponse(
+        first_token=convert.output_to_proto(output), load=convert.load_to_proto(load)
+    )
+    if sequence.choice == spec.choice:
+        response.cached_prompt_tokens = min(sequence.cached_tokens, spec.prompt_length)
+        response.queue_ms = sequence.queue_s * 1e3
+        response.compute_ms = sequence.compute_s * 1e3
+        response.computed_tokens = sequence.computed_here
+    return response
+
+
+def deadline_passed() -> DeadlineExceeded:
+    """The error of a prompt whose deadline passes before its first token."""
+    return DeadlineExceeded("the request's deadline passed during its prefill")
+
+
+@contextmanager
+def _span_of(spec: SequenceSpec, worker: str) -> Iterator[Span]:
+    span = begin_span("prefill", spec.trace, attributes={"baton.worker": worker})
+    try:
+        yield span
+    except Exception as error:
+        fail_span(span, error)
+        raise
+    finally:
+        span.end()
+
+
+def _note(span: Span, sequence: Sequence) -> None:
+    """Add to the span what the prompt has cost."""
+    if not span.is_recording():
+        return
+    span.add_event("first token")
+    span.set_attributes(
+        {
+            "baton.queue_ms": sequence.queue_s * 1e3,
+            "baton.compute_ms": sequence.compute_s * 1e3,
+            "baton.computed_prompt_tokens": sequence.computed_here,
+            "baton.cached_prompt_tokens": min(sequence.cached_tokens, sequence.spec.prompt_length),
+        }
+    )

@@ -1,0 +1,173 @@
+"""The gRPC services of a worker in either role, and what the roles' own services share.
+
+Owned by the worker's event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc.aio
+
+from baton.config.cluster import Config
+from baton.rpc import convert
+from baton.rpc.grpc_errors import guarded
+from baton.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.block_tiers import BlockTiers
+from kvtransfer.pairs.pair import Identity
+from kvtransfer.transports.transport import Peer
+from worker.exchange.exchange import Exchange
+
+Context = grpc.aio.ServicerContext[object, object]
+PairContext = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
+
+log = logging.getLogger(__name__)
+
+
+class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
+    """See the protocol files."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def Transfer(  # type: ignore[override]  # noqa: N802 - gRPC's name
+        self, request_iterator: AsyncIterator[transfer_pb2.TransferRequest], context: PairContext
+    ) -> None:
+        """See transfer.proto."""
+        await self._exchange.inbound.serve(request_iterator, context)
+
+    @guarded
+    async def Pull(  # noqa: N802
+        self, request: transfer_pb2.PullRequest, context: Context
+    ) -> transfer_pb2.PullResponse:
+        """See transfer.proto."""
+        geometry = convert.geometry_from_proto(request.geometry)
+        blocks = await self._exchange.serve_pull(
+            Identity(request.reader, request.fingerprint, geometry),
+            Peer(request.reader, request.reader_address),
+            request.holder,
+            request.ticket_id,
+            list(request.block_hashes),
+        )
+        return transfer_pb2.PullResponse(blocks=blocks)
+
+
+class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
+    """The cached blocks of this worker."""
+
+    def __init__(self, pool: BlockPool, tiers: BlockTiers | None = None) -> None:
+        """``tiers`` are those behind the pool."""
+        self._pool = pool
+        self._tiers = tiers
+
+    @guarded
+    async def DropCache(  # noqa: N802 - gRPC's name
+        self, request: cache_pb2.DropCacheRequest, context: Context
+    ) -> cache_pb2.DropCacheResponse:
+        """See cache.proto. The index publisher sees the change and tells of it."""
+        if self._tiers is not None:
+            blocks = self._tiers.drop_cache()
+        else:
+            blocks = self._pool.counts().cached
+            self._pool.drop_cache()
+        log.info("dropped %d cached blocks", blocks)
+        return cache_pb2.DropCacheResponse(blocks=blocks)
+
+
+class Drainable(Protocol):
+    """A worker process."""
+
+    async def drain(self, deadline_s: float) -> bool:
+        """See ``WorkerProcess.drain``."""
+
+    async def change_role(self, role: str, deadline_s: float) -> float:
+        """See ``WorkerProcess.change_role``."""
+
+
+class ControlServicer(control_pb2_grpc.ControlServiceServicer):
+    """See the protocol files."""
+
+    def __init__(self, process: Drainable) -> None:
+        self._process = process
+
+    @guarded
+    async def Drain(  # noqa: N802 - gRPC's name
+        self, request: control_pb2.DrainRequest, context: Context
+    ) -> control_pb2.DrainResponse:
+        """See control.proto."""
+        empty = await self._process.drain(request.deadline_ms / 1e3)
+        return control_pb2.DrainResponse(empty=empty)
+
+    @guarded
+    async def ChangeRole(  # noqa: N802 - gRPC's name
+        self, request: control_pb2.ChangeRoleRequest, context: Context
+    ) -> control_pb2.ChangeRoleResponse:
+        """See control.proto."""
+        took_s = await self._process.change_role(request.role, request.deadline_ms / 1e3)
+        return control_pb2.ChangeRoleResponse(took_ms=int(took_s * 1e3))
+
+
+class DynamicServices(grpc.GenericRpcHandler):
+    """The services of the role, which change with it on a server that has started.
+
+    A server takes no more handlers once it runs, so it gets one that looks up, call by call, those
+    of the mounted role. It takes the place of a server where generated code adds services to one.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: tuple[grpc.GenericRpcHandler, ...] = ()
+
+    def clear(self) -> None:
+        """Forget the services: their methods are unknown from now on. Open calls go on."""
+        self._handlers = ()
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """As a server's."""
+        self._handlers += tuple(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """As a server's: generated code says the same twice."""
+
+    def service(self, handler_call_details: Any) -> Any:
+        """As gRPC asks: the method's handler, None where the role has none."""
+        for handler in self._handlers:
+            found = handler.service(handler_call_details)
+            if found is not None:
+                return found
+        return None
+
+
+_PER_HANG = 4
+"""Keepalives in the time after which a router takes silence for a hang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """Keepalive intervals of an idle stream, in seconds: shorter while a router waits."""
+
+    busy_s: float
+    idle_s: float
+
+    @classmethod
+    def of(cls, config: Config) -> Keepalive:
+        """The intervals that ``config`` asks for."""
+        heartbeat_s, hang_s = config.advanced.heartbeat_s, config.advanced.hang_s
+        return cls(min(heartbeat_s, hang_s / _PER_HANG), heartbeat_s)
+
+    def next_s(self, *, busy: bool) -> float:
+        """Seconds until the next keepalive."""
+        return self.busy_s if busy else self.idle_s
+
+
+DEFAULT_KEEPALIVE = Keepalive(busy_s=0.25, idle_s=1.0)
