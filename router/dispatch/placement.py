@@ -315,7 +315,6 @@ class Placement:
         """Take in what a worker reports of a prefill."""
         running, promise = attempt.owner, attempt.promise
         if response.HasField("first_token"):
-            attempt.is_computed = True
             attempt.span.add_event("first token")
             promise.computed(
                 time.monotonic(),

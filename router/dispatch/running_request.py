@@ -197,8 +197,6 @@ class Attempt:
     """Set once the decode worker has sent a token: the handoff was committed."""
     prefill: asyncio.Task[None] | None = None
     """Follows the prefill, once it is begun."""
-    is_computed: bool = False
-    """Whether the source has sent the first token: the decode worker has a ticket for it."""
     failed: bool = False
     """Whether its decode worker has reported that it failed: nothing is left to abort."""
 
