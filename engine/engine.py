@@ -29,7 +29,7 @@ from engine.model.weights import bytes_per_weight, fingerprint, load_weights
 from engine.parallel.context_parallel import ContextExchange, ContextModel, ContextSteps
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
-from engine.parallel.ranks import FollowingModel, FollowingTorch, LeadingRank, LeadModel, LeadRank
+from engine.parallel.ranks import FollowerModel, FormedGroup, Leader, LeaderModel, TorchFollower
 from engine.parallel.shard import config_of, shard_of
 from engine.parallel.weight_slices import WeightSlices
 from engine.quantization.packed_cache import PackedCache
@@ -137,7 +137,7 @@ class Engine:
 
 
 def build_engine(
-    settings: EngineSettings, allocate: Allocate | None = None, ranks: LeadingRank | None = None
+    settings: EngineSettings, allocate: Allocate | None = None, ranks: FormedGroup | None = None
 ) -> Engine:
     """Load the model and take the memory, that of the KV blocks by ``allocate``.
 
@@ -162,7 +162,7 @@ def _build(
     device: torch.device,
     dtype: torch.dtype,
     allocate: Allocate | None,
-    ranks: LeadingRank | None,
+    ranks: FormedGroup | None,
     hashed: Fingerprint,
 ) -> Engine:
     """See ``build_engine``; the files are hashed while they are loaded."""
@@ -213,7 +213,7 @@ def _build(
 
 def build_following(
     settings: EngineSettings, group: RankGroup, allocate: Allocate | None = None
-) -> tuple[FollowingModel, KvCache]:
+) -> tuple[FollowerModel, KvCache]:
     """What another rank than 0 has of an engine: its shard of the model, and of all KV blocks.
 
     Raises ConfigError and WorkerFailed, as ``build_engine`` does.
@@ -239,7 +239,7 @@ def build_following(
         ranks=_model_ranks(model),
     )
     if weights is None:
-        return FollowingTorch(_torch_model(model, cache)), cache
+        return TorchFollower(_torch_model(model, cache)), cache
     from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
 
     return gpu_decoder(weights, cache, _max_rows(settings, device)), cache
@@ -410,7 +410,7 @@ def _runner(
     name: str,
     vocab_size: int,
     speculation: StepSpeculation | None,
-    lead: LeadRank | None,
+    lead: Leader | None,
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     device = cache.data.device
@@ -429,7 +429,7 @@ def _runner(
     if settings.deterministic:
         _check_deterministic(step_model, settings)
     if lead is not None:
-        step_model = LeadModel(step_model, lead)
+        step_model = LeaderModel(step_model, lead)
     return ModelRunner(step_model, cache, device, vocab_size, speculation, embedder, copy)
 
 

@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
 from baton.telemetry.worker_metrics import WorkerMetrics
 
-_PAGES = (
+_PROCESSES = (
     ("router", RouterMetrics),
     ("worker", WorkerMetrics),
     ("supervisor", SupervisorMetrics),
@@ -70,7 +70,7 @@ def families() -> tuple[Family, ...]:
     """Every family that ``baton/telemetry`` declares, page by page; some are on two
     pages."""
     found: list[Family] = []
-    for page, kind in _PAGES:
+    for page, kind in _PROCESSES:
         metrics = vars(kind(CollectorRegistry())).values()
         found += (_family(page, one) for one in metrics if isinstance(one, MetricWrapperBase))
     return tuple(found)

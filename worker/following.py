@@ -21,7 +21,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import torch
 
 from engine.engine import build_following, device_of
-from engine.parallel.ranks import FORM_S, FollowingRank
+from engine.parallel.ranks import FORM_S, Follower
 from engine.parallel.step_channel import GroupAddress
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transport import Transport
@@ -65,7 +65,7 @@ class FollowingWorker:
         use_device(device)
         exchanges = not built.divides_context
         memory = PoolMemory(shared=exchanges and settings.config.transport in ("auto", "shm"))
-        following = FollowingRank(self._address, self._rank, ranks, FORM_S, self._process)
+        following = Follower(self._address, self._rank, ranks, FORM_S, self._process)
         name = f"{settings.slot}: rank {self._rank} of {ranks}"
         watch = DeviceWatch(device, lambda reason: on_lost(f"{name} ends: {reason}"))
         try:

@@ -44,7 +44,7 @@ from baton.store.registry import DRAINING, Registry, WorkerRecord
 from baton.telemetry.metrics_server import MetricsServer
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
-from engine.parallel.ranks import LeadRank
+from engine.parallel.ranks import Leader
 from engine.roofline import Ceilings
 from worker.core.engine_core import ENGINE_HANG_S, EngineCore
 from worker.core.gauges import UtilizationMeter, WorkerGauges
@@ -132,7 +132,7 @@ class WorkerProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
         ranks = settings.pool.ranks
-        self.lead = LeadRank(settings.group_host, ranks) if ranks > 1 else None
+        self.lead = Leader(settings.group_host, ranks) if ranks > 1 else None
         """Its hold on its other ranks, which are to be told ``lead.address``."""
 
     @property
@@ -222,7 +222,7 @@ class WorkerProcess:
                     raise WorkerFailed(lead.lost.result()) from error
             raise
 
-    def _mind_ranks(self, lead: LeadRank, device: torch.device) -> None:
+    def _mind_ranks(self, lead: Leader, device: torch.device) -> None:
         """From now on a lost rank ends the worker."""
         if device.type == "cuda":
             # At once, on the thread that has noticed: the GPU may be inside a collective operation
@@ -231,7 +231,7 @@ class WorkerProcess:
         else:
             self._tasks.append(asyncio.create_task(self._watch_ranks(lead), name="ranks"))
 
-    async def _watch_ranks(self, lead: LeadRank) -> None:
+    async def _watch_ranks(self, lead: Leader) -> None:
         """Raises WorkerFailed when a rank is lost."""
         raise WorkerFailed(await asyncio.wrap_future(lead.lost))
 

@@ -32,7 +32,7 @@ from engine.gpu.step_tensors import (
 from engine.kv.kv_cache import KvCache
 from engine.parallel.context_parallel import ContextSteps, StepPart
 from engine.parallel.rank_group import RankGroup
-from engine.parallel.ranks import LeadRank
+from engine.parallel.ranks import Leader
 from engine.sampling.grammar_state import Mask, pack
 from engine.step.step import StepInput, StepOutput
 
@@ -44,7 +44,7 @@ _CHUNKS = (2, 8, 16, 32, 128)
 
 
 def gpu_decoder(
-    weights: GpuWeights, cache: KvCache, max_rows: int, lead: LeadRank | None = None
+    weights: GpuWeights, cache: KvCache, max_rows: int, lead: Leader | None = None
 ) -> GpuStepModel:
     """A GPU's decoder, whose decode steps are captured.
 
@@ -84,7 +84,7 @@ class GpuStepModel:
         max_rows: int,
         *,
         capture: Capture | None = None,
-        lead: LeadRank | None = None,
+        lead: Leader | None = None,
     ) -> None:
         """Without ``capture`` no step is captured. With the ``lead`` other ranks hear of each
         step.

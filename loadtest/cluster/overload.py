@@ -38,8 +38,7 @@ from loadtest.common.peer_servers import (
     serving,
 )
 from loadtest.handoff.handoff_bench import random_prompt
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import print_whole, this_machine, whole_table, write_json
 from planning.common.traces import Trace, TracedRequest, read_trace
 
 Say = Callable[[str], None]

@@ -40,8 +40,7 @@ from baton.store.registry import WorkerRecord
 from loadtest.common.bench_app import Figures, bench_app, say
 from loadtest.common.bench_store import bench_store
 from loadtest.common.lru_cache import LruCache
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import print_whole, this_machine, whole_table, write_json
 from planning.common.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
 from router.routing.cost_model import PREFILL_DEFAULT, mean_context
 from router.routing.ledger import Ledger, Promise

@@ -19,7 +19,7 @@ from baton.valkey_binary import valkey_binary
 from loadtest.common.process_group import ending_with_parent, last_lines, process_group
 
 _START_S = 10.0
-_POLL_S = 0.02
+_STORE_POLL_S = 0.02
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def bench_store(folder: Path) -> Iterator[str]:
         while not _answers(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise Unavailable(f"Valkey does not answer:\n{last_lines(log)}")
-            time.sleep(_POLL_S)
+            time.sleep(_STORE_POLL_S)
         yield url
 
 

@@ -28,7 +28,7 @@ from engine.execution.grammar_rows import GrammarRows
 from engine.sampling.sampling import SampleRow
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from loadtest.common.bench_app import Figures, ModelFolder, bench_app, say
-from planning.common.machine import this_machine
+from planning.common.report import this_machine
 
 Say = Callable[[str], None]
 

@@ -32,7 +32,7 @@ from engine.roofline import (
     total,
 )
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
-from planning.common.report_output import whole_table
+from planning.common.report import whole_table
 
 Say = Callable[[str], None]
 

@@ -25,7 +25,7 @@ from engine.engine import Engine
 from engine.local import generate
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
-from planning.common.report_output import whole_table
+from planning.common.report import whole_table
 
 _STEP_TOKENS = 128
 """Tokens of a step: it gives the logits of all of them, of which a large vocabulary has many."""

@@ -38,8 +38,7 @@ from loadtest.common.bench_app import (
     say,
 )
 from loadtest.engine.speculation_prompts import COPY, copying_tasks, read_questions
-from planning.common.machine import Machine, this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import Machine, print_whole, this_machine, whole_table, write_json
 from router.text.tokenizer import Tokenizer
 from worker.costs.calibration import calibrate
 

@@ -35,7 +35,7 @@ from loadtest.generator.load_bench import Outputs, make_report, tell
 from loadtest.generator.load_report import LoadReport
 from loadtest.generator.load_run import LoadRun, first_model, run_load
 from loadtest.generator.load_settings import LoadSettings, make_traffic, open_trace
-from planning.common.report_output import write_json
+from planning.common.report import write_json
 
 Say = Callable[[str], None]
 

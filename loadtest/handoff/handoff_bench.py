@@ -28,8 +28,7 @@ from engine.checkpoint.model_config import load_model_config
 from engine.kv.kv_cache import block_bytes
 from loadtest.common.peer_servers import LOOPBACK, SERVED_NAME, Programs, Server, free_port, serving
 from loadtest.handoff.transfer_bench import TransferSettings, measure_transfers
-from planning.common.machine import Machine, this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import Machine, print_whole, this_machine, whole_table, write_json
 
 Say = Callable[[str], None]
 

@@ -39,8 +39,7 @@ from loadtest.handoff.transfer_rows import (
     row_of,
     sizes_of,
 )
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, write_json
+from planning.common.report import print_whole, this_machine, write_json
 
 Say = Callable[[str], None]
 

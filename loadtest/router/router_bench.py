@@ -48,8 +48,7 @@ from loadtest.common.peer_servers import LOOPBACK, SERVED_NAME, cores
 from loadtest.common.pinning import pinned
 from loadtest.router.router_child import router_child
 from loadtest.router.router_peer import check_command, peer_router
-from planning.common.machine import Machine, this_machine
-from planning.common.report_output import print_whole, write_json
+from planning.common.report import Machine, print_whole, this_machine, write_json
 
 KEPT_UP = 1.03
 """A rate counts if the answers took at most this many times as long as their steps."""

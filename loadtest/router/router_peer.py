@@ -23,7 +23,7 @@ from loadtest.common.pinning import pinned
 from loadtest.common.process_group import last_lines, process_group
 
 _READY_S = 60.0
-_POLL_S = 0.1
+_PEER_POLL_S = 0.1
 _END_S = 10.0
 
 
@@ -58,7 +58,7 @@ async def peer_router(
             while not await _answers(client, address):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise Unavailable(f"the peer does not come up:\n{last_lines(log)}")
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_PEER_POLL_S)
         yield address, psutil.Process(process.pid)
 
 

@@ -88,7 +88,7 @@ def profile(
     It needs no cluster, and compares the steps with this machine's limits.
     """
     from loadtest.engine.profile import ProfileSettings, draw, profile_engine  # noqa: PLC0415
-    from planning.common.report_output import print_whole  # noqa: PLC0415
+    from planning.common.report import print_whole  # noqa: PLC0415
 
     with clear_errors():
         engine = options.settings(quantization, kv_dtype)
@@ -125,7 +125,7 @@ def quality(
         measure,
         read_tokens,
     )
-    from planning.common.report_output import print_whole  # noqa: PLC0415
+    from planning.common.report import print_whole  # noqa: PLC0415
 
     def build(name: str) -> Engine:
         quantization, _, kv_dtype = name.partition("/")

@@ -16,7 +16,7 @@ from engine.gpu.fused_weights import QuantizedLinear
 from engine.gpu.kernels.activation import gated
 from engine.gpu.kernels.attention.chunk import chunk_attention
 from engine.gpu.kernels.attention.decode import decode_attention
-from engine.gpu.kernels.attention.reference import Scoring
+from engine.gpu.kernels.attention.paged import Scoring
 from engine.gpu.kernels.kv_blocks import KvBlocks
 from engine.gpu.kernels.linear.fixed import fixed_linear
 from engine.gpu.kernels.linear.grouped import grouped_linear, route

@@ -19,9 +19,8 @@ from planning.common.traces import Trace, TracedRequest
 from planning.simulator.cluster.step_log import Floats
 from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.costs.model_shape import MODELS
-from planning.simulator.costs.step_model import StepModel, StepShape
-from planning.simulator.costs.worker_kinds import gpu_profile
-from planning.simulator.costs.worker_profile import WorkerProfile
+from planning.simulator.costs.step_model import StepCostModel, StepLoad
+from planning.simulator.costs.worker_profile import WorkerProfile, gpu_profile
 from planning.simulator.results import SimulationResult
 from planning.simulator.simulation import simulate
 
@@ -64,7 +63,7 @@ EQUAL_POWER = (
     Machines("Splitwise-AA", 23, 12, "a100", "a100"),
 )
 """Likewise (70; 45+25)."""
-Kinds = Callable[[str], StepModel | None]
+Kinds = Callable[[str], StepCostModel | None]
 """The costs of a machine by its GPU; None: those of the data sheet."""
 KINDS: dict[str, Kinds] = {
     "sheets": lambda gpu: None,
@@ -99,13 +98,13 @@ def conversations(trace: Trace, rate: float) -> list[TracedRequest]:
     ]
 
 
-def slowdowns(result: SimulationResult, lone: StepModel) -> dict[str, Floats]:
+def slowdowns(result: SimulationResult, lone: StepCostModel) -> dict[str, Floats]:
     """Of each request, how many times longer than alone. Infinite where it did not end well."""
     found: dict[str, list[float]] = {name: [] for name in _OBJECTIVES}
     for request in result.requests:
         prompt, answer = request.input_tokens, request.output_tokens
-        ttft_s = lone.seconds(StepShape(0, 0, ((prompt, 0),)))
-        tpot_s = lone.seconds(StepShape(1, prompt + answer // 2))
+        ttft_s = lone.seconds(StepLoad(0, 0, ((prompt, 0),)))
+        tpot_s = lone.seconds(StepLoad(1, prompt + answer // 2))
         e2el_s = ttft_s + (answer - 1) * tpot_s
         if not request.ok:
             ratios = [np.inf] * 3
@@ -117,7 +116,7 @@ def slowdowns(result: SimulationResult, lone: StepModel) -> dict[str, Floats]:
     return {name: np.array(ratios) for name, ratios in found.items()}
 
 
-def missed(result: SimulationResult, lone: StepModel) -> list[str]:
+def missed(result: SimulationResult, lone: StepCostModel) -> list[str]:
     """The objectives that are not met, such as "TTFT p90"."""
     return [
         f"{name} p{percentile}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planning.simulator.cluster.step_log import Floats
-from planning.simulator.costs.step_model import DecodeLine, StepShape
+from planning.simulator.costs.step_model import DecodeLine, StepLoad
 from worker.costs.step_costs import StepCosts, fit
 
 _MIXED = 1.1
@@ -48,7 +48,7 @@ TIMES: Mapping[str, MachineTimes] = {
 
 
 class SplitwiseCosts:
-    """Implements ``planning.simulator.costs.step_model.StepModel``; between what was measured,
+    """Implements ``planning.simulator.costs.step_model.StepCostModel``; between what was measured,
     lines."""
 
     def __init__(self, gpu: str, *, flat: bool = False) -> None:
@@ -64,27 +64,27 @@ class SplitwiseCosts:
 
     @property
     def peak(self) -> None:
-        """See ``StepModel``."""
+        """See ``StepCostModel``."""
 
-    def work(self, shape: StepShape) -> None:
-        """See ``StepModel``: only times are known."""
+    def work(self, shape: StepLoad) -> None:
+        """See ``StepCostModel``: only times are known."""
 
-    def seconds(self, shape: StepShape) -> float:
-        """See ``StepModel``."""
+    def seconds(self, shape: StepLoad) -> float:
+        """See ``StepCostModel``."""
         if not shape.chunks:
             return self.decode_line(shape.decodes).base_s
         prompts_s = _between(self._prompt, shape.tokens) / 1e3
         return prompts_s * _MIXED if shape.decodes else prompts_s
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """See ``StepModel``: the context's part is in the batch's."""
+        """See ``StepCostModel``: the context's part is in the batch's."""
         line = self._lines.get(batch)
         if line is None:
             line = self._lines[batch] = DecodeLine(_between(self._decode, batch) / 1e3, 0.0)
         return line
 
     def step_costs(self) -> StepCosts:
-        """See ``StepModel``."""
+        """See ``StepCostModel``."""
         tokens, prompt_ms = self._prompt
         batches, decode_ms = self._decode
         return StepCosts(

@@ -40,8 +40,7 @@ from loadtest.generator.workload.arrival_process import ArrivalProcess
 from loadtest.generator.workload.planned_request import PlannedRequest
 from loadtest.generator.workload.prompts import PromptMaker
 from loadtest.generator.workload.traffic import Source
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 
 CHAT_TOKENS = 128
 DOCUMENT_ANSWER = 16

@@ -43,8 +43,7 @@ from loadtest.generator.workload.lengths import Lengths
 from loadtest.generator.workload.planned_request import PlannedRequest
 from loadtest.generator.workload.prompts import PromptMaker
 from loadtest.generator.workload.traffic import Source
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 from planning.common.slo import Slo
 
 _STEP = 1.25

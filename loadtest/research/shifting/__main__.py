@@ -27,9 +27,8 @@ from loadtest.research.shifting.live import RolesSeen, autoscaled, fixed_ratios
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, gain, table_of
 from loadtest.research.shifting.simulated import compare
 from loadtest.research.shifting.traffic import ShiftingTraffic
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole
-from planning.simulator.cluster.role_change import RoleChange
+from planning.common.report import print_whole, this_machine
+from planning.simulator.cluster.simulated_autoscaler import RoleChange
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from loadtest.research.shifting import case
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, outcome
 from loadtest.research.shifting.traffic import WARM_UP, ShiftingTraffic
 from loadtest.research.validation.predicted import record_of
-from planning.simulator.cluster.role_change import RoleChange
+from planning.simulator.cluster.simulated_autoscaler import RoleChange
 from planning.simulator.simulation import simulate
 
 

@@ -9,11 +9,11 @@ from decode_worker.role import DecodeRole
 from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
 from engine.kv.kv_cache import Allocate
-from engine.parallel.ranks import LeadRank
+from engine.parallel.ranks import Leader
 from loadtest.research.timed.engine import build_timed_engine
 from loadtest.research.timed.model_folder import read_step_costs
 from loadtest.research.timed.step_model import TimedStepModel
-from planning.simulator.costs.fitted_costs import FittedCosts
+from planning.simulator.costs.step_model import FittedCosts
 from prefill_worker.role import PrefillRole
 from worker.cores.core_board import CoreBoard
 from worker.costs.step_costs import StepCosts
@@ -34,7 +34,7 @@ class TimedProcess:
         self.process = WorkerProcess(settings, roles, self._start_engine, self._measure)
 
     def _start_engine(
-        self, settings: WorkerSettings, allocate: Allocate, lead: LeadRank | None
+        self, settings: WorkerSettings, allocate: Allocate, lead: Leader | None
     ) -> Engine:
         if lead is not None:
             raise ConfigError("timed workers have one rank: take tp 1 and cp 1")

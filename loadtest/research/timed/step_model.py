@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.step.step import StepInput, StepOutput
-from planning.simulator.costs.step_model import StepModel as CostModel
+from planning.simulator.costs.step_model import StepCostModel as CostModel
 from planning.simulator.costs.step_model import shape_of_rows
 
 PLANNED_AHEAD_S = 0.01

@@ -26,8 +26,7 @@ from loadtest.generator.load_settings import (
     make_traffic,
 )
 from loadtest.generator.workload.lengths import Lengths
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 
 _READY_S = 20.0
 

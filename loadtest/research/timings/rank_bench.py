@@ -34,7 +34,7 @@ from loadtest.common.bench_pool import bench_pool
 from loadtest.common.line_service import Helper, helper
 from loadtest.handoff.transfer_end import transfer_end
 from loadtest.research.timings.rank_bench_receiver import RECEIVER
-from planning.common.machine import this_machine
+from planning.common.report import this_machine
 from worker.exchange.exchange import Exchange
 
 SENDER = "sender"

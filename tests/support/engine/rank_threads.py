@@ -11,7 +11,7 @@ import torch
 
 from engine.engine import Engine, EngineSettings, build_engine, build_following
 from engine.kv.kv_cache import KvCache
-from engine.parallel.ranks import FollowingRank, LeadRank
+from engine.parallel.ranks import Follower, Leader
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -21,14 +21,14 @@ WAIT_S = 60.0
 @contextlib.contextmanager
 def engine_of_ranks(settings: EngineSettings, ranks: int) -> Iterator[tuple[Engine, list[KvCache]]]:
     """Rank 0's engine, and the caches of all ranks."""
-    lead = LeadRank(HOST, ranks)
+    lead = Leader(HOST, ranks)
     broken: list[str] = []
     caches: list[Future[KvCache]] = [Future() for _ in range(ranks)]
     ended: list[Future[None]] = [Future() for _ in range(1, ranks)]
 
     def follow(rank: int) -> None:
         try:
-            following = FollowingRank(lead.address, rank, ranks, WAIT_S)
+            following = Follower(lead.address, rank, ranks, WAIT_S)
             group = following.form(CPU, broken.append)
             model, cache = build_following(settings, group)
             caches[rank].set_result(cache)

@@ -19,7 +19,7 @@ from baton.config.advanced import AdvancedConfig
 from baton.errors import WorkerFailed
 from baton.host.background import end_tasks
 from baton.store.registry import DRAINING, Registry
-from engine.parallel.ranks import LeadRank
+from engine.parallel.ranks import Leader
 from engine.scheduling.block_pool import BlockPool
 from worker.life import Life
 from worker.process import LEAVE_S, WorkerProcess
@@ -81,7 +81,7 @@ async def test_a_lost_rank_ends_a_worker_on_gpus_at_once(device: str) -> None:
     process._fail, process._tasks, process._stopped = reasons.append, [], asyncio.Event()
     process.settings = cast(WorkerSettings, SimpleNamespace(slot="decode-0"))
     lost: Future[str] = Future()
-    process._mind_ranks(cast(LeadRank, SimpleNamespace(lost=lost)), torch.device(device))
+    process._mind_ranks(cast(Leader, SimpleNamespace(lost=lost)), torch.device(device))
     assert not reasons
     lost.set_result("rank 1 has ended\nand more")
     if device == "cpu":

@@ -26,7 +26,7 @@ from engine.parallel import context_split
 from engine.parallel.context_parallel import ContextExchange
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
-from engine.parallel.ranks import FollowingRank, LeadRank
+from engine.parallel.ranks import Follower, Leader
 from engine.parallel.shard import config_of, shard_of
 from engine.parallel.weight_slices import WeightSlices
 from engine.scheduling.plan import PlanRow
@@ -40,10 +40,10 @@ RANKS = 2
 PROMPT = list(range(7, 32))
 TABLE = (3, 5, 2)
 
-MakeStepModel = Callable[[Path, RankGroup, LeadRank | None], GpuStepModel]
+MakeStepModel = Callable[[Path, RankGroup, Leader | None], GpuStepModel]
 
 
-def model_shard(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+def model_shard(folder: Path, group: RankGroup, lead: Leader | None) -> GpuStepModel:
     """Of ranks that divide the model."""
     config = load_model_config(folder)
     shard = shard_of(config, group.rank, group.ranks)
@@ -54,7 +54,7 @@ def model_shard(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuSte
     return GpuStepModel(gpu_weights(model), cache, 8, lead=lead)
 
 
-def context_shard(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+def context_shard(folder: Path, group: RankGroup, lead: Leader | None) -> GpuStepModel:
     """Of ranks that divide prompts."""
     config = load_model_config(folder)
     model = DecoderModel(config, load_weights(folder, DEVICE, torch.float32), DEVICE)
@@ -98,12 +98,12 @@ def test_ranks_compute_what_one_computes(
     # So that ranks divide a prompt as short as this one.
     monkeypatch.setattr(context_split, "MIN_TOKENS", 8)
     folder = make(tmp_path)
-    lead = LeadRank(HOST, RANKS)
+    lead = Leader(HOST, RANKS)
     ended: Future[None] = Future()
 
     def follow() -> None:
         try:
-            with closing(FollowingRank(lead.address, 1, RANKS, WAIT_S)) as following:
+            with closing(Follower(lead.address, 1, RANKS, WAIT_S)) as following:
                 group = following.form(DEVICE, lambda _: None)
                 model = shard(folder, group, None)
                 following.ready("none")

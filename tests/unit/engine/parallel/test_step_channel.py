@@ -11,19 +11,19 @@ import pytest
 
 from baton.errors import WorkerFailed
 from engine.parallel import step_channel
-from engine.parallel.step_channel import LeadChannel, RankChannel
+from engine.parallel.step_channel import FollowerChannel, LeaderChannel
 
 HOST = "127.0.0.1"
 WAIT_S = 30.0
 
 
-def joined(lead: LeadChannel) -> list[RankChannel]:
+def joined(lead: LeaderChannel) -> list[FollowerChannel]:
     """All other ranks, connected."""
-    found: list[RankChannel] = []
+    found: list[FollowerChannel] = []
 
     def join() -> None:
         found.extend(
-            RankChannel(lead.address, rank, WAIT_S, f"process {rank}")
+            FollowerChannel(lead.address, rank, WAIT_S, f"process {rank}")
             for rank in range(1, lead.ranks)
         )
 
@@ -35,7 +35,7 @@ def joined(lead: LeadChannel) -> list[RankChannel]:
 
 
 def test_frames_reach_all_ranks_and_a_close_ends_them() -> None:
-    lead = LeadChannel(HOST, 3)
+    lead = LeaderChannel(HOST, 3)
     ranks = joined(lead)
     lead.watch()
     for rank in ranks:
@@ -56,7 +56,7 @@ def test_frames_reach_all_ranks_and_a_close_ends_them() -> None:
 
 
 def test_a_rank_learns_of_the_end_of_rank_0() -> None:
-    lead = LeadChannel(HOST, 2)
+    lead = LeaderChannel(HOST, 2)
     (rank,) = joined(lead)
     broken: SimpleQueue[str] = SimpleQueue()
     rank.live(broken.put)
@@ -69,7 +69,7 @@ def test_a_rank_learns_of_the_end_of_rank_0() -> None:
 def test_a_rank_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_channel, "SILENT_RANK_S", 1.0)
     monkeypatch.setattr(step_channel, "BEAT_S", 0.1)
-    lead = LeadChannel(HOST, 3)
+    lead = LeaderChannel(HOST, 3)
     silent, alive = joined(lead)
     alive.live(lambda _: None)
     silent.ready("none")
@@ -83,7 +83,7 @@ def test_a_rank_that_loads_may_say_nothing_for_longer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(step_channel, "SILENT_RANK_S", 0.2)
     monkeypatch.setattr(step_channel, "SILENT_LOADING_S", 2.0)
     monkeypatch.setattr(step_channel, "BEAT_S", 0.05)
-    lead = LeadChannel(HOST, 2)
+    lead = LeaderChannel(HOST, 2)
     (silent,) = joined(lead)
     lead.watch()
     reason = lead.lost.result(WAIT_S)
@@ -93,9 +93,9 @@ def test_a_rank_that_loads_may_say_nothing_for_longer(monkeypatch: pytest.Monkey
 
 
 def test_strangers_are_not_let_in() -> None:
-    lead = LeadChannel(HOST, 2)
-    wrong = RankChannel(replace(lead.address, token="0" * 32), 1, WAIT_S)
-    out_of_range = RankChannel(lead.address, 5, WAIT_S)
+    lead = LeaderChannel(HOST, 2)
+    wrong = FollowerChannel(replace(lead.address, token="0" * 32), 1, WAIT_S)
+    out_of_range = FollowerChannel(lead.address, 5, WAIT_S)
     with socket.create_connection((HOST, lead.address.port)) as nobody:
         nobody.shutdown(socket.SHUT_WR)
         with pytest.raises(WorkerFailed, match=r"ranks \[1\] of 2 did not come"):
@@ -107,7 +107,7 @@ def test_strangers_are_not_let_in() -> None:
 
 
 def test_nobody_waits_for_ranks_once_one_is_known_to_have_failed() -> None:
-    lead = LeadChannel(HOST, 2)
+    lead = LeaderChannel(HOST, 2)
     threading.Timer(0.2, lead.fail, ("rank 1: no such file",)).start()
     with pytest.raises(WorkerFailed, match="rank 1: no such file"):
         lead.accept(WAIT_S)
@@ -117,7 +117,7 @@ def test_nobody_waits_for_ranks_once_one_is_known_to_have_failed() -> None:
 
 
 def test_a_rank_that_finds_nobody_says_so() -> None:
-    lead = LeadChannel(HOST, 2)
+    lead = LeaderChannel(HOST, 2)
     lead.close()
     with pytest.raises(WorkerFailed, match="rank 1 cannot reach rank 0"):
-        RankChannel(lead.address, 1, 1.0)
+        FollowerChannel(lead.address, 1, 1.0)

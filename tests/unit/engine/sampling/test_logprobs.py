@@ -13,7 +13,7 @@ import torch
 from baton.logprobs import TokenLogprobs
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.cpu.logprobs import cpu_logprobs
+from engine.cpu.sampler import cpu_logprobs
 from engine.engine import Engine, EngineSettings, build_engine
 from engine.local import generate
 from engine.sampling.logprobs import Scored, Scorer, token_logprobs

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from loadtest.handoff.handoff_bench import Answer, as_json, draw, random_prompt, row_of
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole
+from planning.common.report import print_whole, this_machine
 
 ALONE = [Answer((0.5,)), Answer((0.4,)), Answer((9.0,))]
 HANDED = [

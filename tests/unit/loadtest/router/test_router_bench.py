@@ -22,8 +22,7 @@ from loadtest.router.router_bench import (
     draw_rates,
 )
 from loadtest.router.router_peer import check_command
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole
+from planning.common.report import print_whole, this_machine
 
 THROUGH = Latencies(2.5, 5.5, 160.0, 170.0, 0.4)
 DIRECT = Latencies(1.0, 2.0, 150.0, 155.0, 0.01)

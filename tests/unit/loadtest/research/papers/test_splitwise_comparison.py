@@ -16,7 +16,7 @@ from loadtest.research.papers.splitwise_comparison import (
 from loadtest.research.papers.splitwise_costs import SplitwiseCosts
 from planning.common.traces import Trace, TracedRequest
 from planning.simulator.cluster_shape import ClusterShape
-from planning.simulator.costs.step_model import StepShape
+from planning.simulator.costs.step_model import StepLoad
 from planning.simulator.simulation import simulate
 
 TRACE = Trace(tuple(TracedRequest(n * 0.1, 100 + 50 * n, 5 + n) for n in range(40)))
@@ -24,19 +24,19 @@ TRACE = Trace(tuple(TracedRequest(n * 0.1, 100 + 50 * n, 5 + n) for n in range(4
 
 def test_steps_take_what_was_measured_and_lines_between() -> None:
     a100, h100 = SplitwiseCosts("a100"), SplitwiseCosts("h100")
-    assert a100.seconds(StepShape(0, 0, ((1024, 0),))) == pytest.approx(0.1545)
-    assert a100.seconds(StepShape(0, 0, ((768, 0),))) == pytest.approx((0.0930 + 0.1545) / 2)
-    assert h100.seconds(StepShape(48, 48 * 512)) == pytest.approx((0.0387 + 0.0502) / 2)
+    assert a100.seconds(StepLoad(0, 0, ((1024, 0),))) == pytest.approx(0.1545)
+    assert a100.seconds(StepLoad(0, 0, ((768, 0),))) == pytest.approx((0.0930 + 0.1545) / 2)
+    assert h100.seconds(StepLoad(48, 48 * 512)) == pytest.approx((0.0387 + 0.0502) / 2)
     # Two prompts count as one of both lengths, those who decode beside it as a tenth more.
-    both = StepShape(24, 24 * 512, ((500, 0), (500, 0)))
-    assert a100.seconds(both) == pytest.approx(1.1 * a100.seconds(StepShape(0, 0, ((1024, 0),))))
+    both = StepLoad(24, 24 * 512, ((500, 0), (500, 0)))
+    assert a100.seconds(both) == pytest.approx(1.1 * a100.seconds(StepLoad(0, 0, ((1024, 0),))))
     # Beyond the last batch that was measured time goes on growing.
-    assert a100.seconds(StepShape(96, 96 * 512)) == pytest.approx(0.0716 + 0.0186)
+    assert a100.seconds(StepLoad(96, 96 * 512)) == pytest.approx(0.0716 + 0.0186)
 
 
 def test_by_the_authors_rule_a_large_batch_takes_as_long_as_one_sequence() -> None:
     flat = SplitwiseCosts("h100", flat=True)
-    assert flat.seconds(StepShape(500, 500 * 512)) == flat.seconds(StepShape(1, 512)) == 0.0305
+    assert flat.seconds(StepLoad(500, 500 * 512)) == flat.seconds(StepLoad(1, 512)) == 0.0305
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
@@ -44,11 +44,11 @@ def test_the_fit_is_near_the_measurements(gpu: str) -> None:
     costs = SplitwiseCosts(gpu)
     fitted = costs.step_costs()
     for tokens in (512, 1024, 2048):
-        exact_ms = costs.seconds(StepShape(0, 0, ((tokens, 0),))) * 1e3
+        exact_ms = costs.seconds(StepLoad(0, 0, ((tokens, 0),))) * 1e3
         a, _, _ = fitted.prefill
         assert a + fitted.chunk_ms(tokens, 0) == pytest.approx(exact_ms, rel=0.35)
     for batch in (1, 16, 64):
-        exact_ms = costs.seconds(StepShape(batch, batch * 512)) * 1e3
+        exact_ms = costs.seconds(StepLoad(batch, batch * 512)) * 1e3
         assert fitted.step_ms(batch, batch * 512) == pytest.approx(exact_ms, rel=0.15)
 
 

@@ -16,7 +16,7 @@ from engine.local import generate
 from loadtest.research.timed.engine import CHUNK_TOKENS, build_timed_engine
 from loadtest.research.timed.model_folder import VOCABULARY, read_step_costs, write_model_folder
 from loadtest.research.timed.step_model import FIRST_TOKEN_ID, TOKEN_IDS, TimedStepModel
-from planning.simulator.costs.fitted_costs import FittedCosts
+from planning.simulator.costs.step_model import FittedCosts
 from router.text.tokenizer import Tokenizer
 from tests.support.models import make_tiny_model
 from worker.costs.step_costs import StepCosts

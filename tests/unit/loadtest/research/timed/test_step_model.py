@@ -15,7 +15,7 @@ from loadtest.research.timed.step_model import (
     TOKEN_IDS,
     TimedStepModel,
 )
-from planning.simulator.costs.fitted_costs import FittedCosts
+from planning.simulator.costs.step_model import FittedCosts
 from worker.costs.step_costs import StepCosts
 
 VOCABULARY = 100

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from planning.common import machine
-from planning.common.machine import Machine, this_machine
+from planning.common import report
+from planning.common.report import Machine, this_machine
 
 
 def test_this_machine_knows_itself() -> None:
@@ -26,11 +26,11 @@ def test_the_first_core_names_the_processor(tmp_path: Path) -> None:
         "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: EPYC\n\n"
         "processor\t: 1\nmodel name\t: other\n"
     )
-    assert machine._cpu(path) == "EPYC (family 26, model 2)"
+    assert report._cpu(path) == "EPYC (family 26, model 2)"
     path.write_text("processor\t: 0\n")
-    assert machine._cpu(path)
-    assert machine._cpu(tmp_path / "absent")
+    assert report._cpu(path)
+    assert report._cpu(tmp_path / "absent")
 
 
 def test_without_a_repository_the_version_is_told(tmp_path: Path) -> None:
-    assert machine._commit(tmp_path)
+    assert report._commit(tmp_path)

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from planning.common.traces import Trace, TracedRequest
-from planning.planner.floor import floor, prompts, timely_answers, timely_prompts
-from planning.planner.traffic import Traffic, busiest, whole
+from planning.planner.lower_bound import lower_bound, prompts, timely_answers, timely_prompts
+from planning.planner.traffic import PlannedTraffic, busiest, whole
 from tests.support.loadtest.plans import KIND, SMALL, config, trace
 
 
@@ -20,12 +20,12 @@ def test_the_floor_of_prompts_is_their_work_over_the_time() -> None:
     span_s = 199 * 0.01 + 0.4
     expected = math.ceil(180 * each_ms / 1e3 / span_s)
     assert expected > 2
-    found = floor(KIND, whole(trace(200, 0.01)), config(), 0.9)
+    found = lower_bound(KIND, whole(trace(200, 0.01)), config(), 0.9)
     assert found.prefill == expected
 
 
 def test_short_prompts_share_steps() -> None:
-    lone = floor(KIND, whole(trace(400, 0.002, prompt=30)), config(), 1.0).prefill
+    lone = lower_bound(KIND, whole(trace(400, 0.002, prompt=30)), config(), 1.0).prefill
     a, b, _ = SMALL.profile.costs.step_costs().prefill
     assert lone < 400 * (a + b * 30) / 1e3 / (399 * 0.002 + 0.4)
 
@@ -37,8 +37,8 @@ def test_the_floor_of_answers_has_full_batches() -> None:
     assert step_ms < 30
     span_s = 199 * 0.05 + 0.4 + 100 * 0.03
     each_ms = 99 * (step_ms / batch)
-    wanted = Traffic(tuple(TracedRequest(n * 0.05, 265, 100) for n in range(200)), 32)
-    found = floor(KIND, wanted, config(), 1.0)
+    wanted = PlannedTraffic(tuple(TracedRequest(n * 0.05, 265, 100) for n in range(200)), 32)
+    found = lower_bound(KIND, wanted, config(), 1.0)
     assert found.decode == math.ceil(200 * each_ms / 1e3 / span_s)
 
 
@@ -61,7 +61,7 @@ def test_what_came_before_the_peak_is_held_too() -> None:
 
 def test_decode_workers_that_compute_prompts_lift_the_floor_of_the_others() -> None:
     settings = config().model_copy(update={"local_prefill": "auto"})
-    assert floor(KIND, whole(trace(200, 0.01)), settings, 0.9).prefill == 1
+    assert lower_bound(KIND, whole(trace(200, 0.01)), settings, 0.9).prefill == 1
 
 
 def test_a_lone_worker_is_too_slow_for_long_prompts() -> None:
@@ -76,7 +76,7 @@ def test_a_lone_worker_is_too_slow_for_long_prompts() -> None:
 @pytest.mark.parametrize("target", [0.5, 0.9, 1.0])
 def test_fewer_good_requests_need_no_more(target: float) -> None:
     busy = whole(trace(200, 0.01))
-    less, more = (floor(KIND, busy, config(), one) for one in (target / 2, target))
+    less, more = (lower_bound(KIND, busy, config(), one) for one in (target / 2, target))
     assert less.prefill <= more.prefill
     assert less.decode <= more.decode
     assert min(less) >= 1

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from baton.config.cluster import Config
-from planning.what_if.answer import answer
+from planning.what_if import answer
 from router.console.what_if import WhatIfAnswer, WhatIfQuestion, WhatIfRequest, question
 from tests.unit.router.console.test_what_if import WORKERS, recent
 

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from baton.config.choices import TransportName
-from planning.planner.transports import AS_MEASURED, DEFAULT_TRANSPORTS, TRANSPORTS
+from planning.planner.cluster_kind import AS_MEASURED, DEFAULT_TRANSPORTS, TRANSPORTS
 from planning.simulator.costs.hardware import ACCELERATORS
 
 

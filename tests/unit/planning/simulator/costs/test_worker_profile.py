@@ -10,7 +10,7 @@ import pytest
 from baton.errors import ConfigError
 from planning.simulator.costs.model_shape import MODELS
 from planning.simulator.costs.sharing import ALONE
-from planning.simulator.costs.worker_kinds import gpu_profile, profile_fields, read_profile
+from planning.simulator.costs.worker_profile import gpu_profile, profile_fields, read_profile
 from tests.support.loadtest.clusters import profile
 
 

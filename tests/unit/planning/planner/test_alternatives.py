@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from planning.planner.cluster_kind import ClusterKind, Counts, WorkerKind
+from planning.planner.alternatives import LONG_INPUTS, SHORT_INPUTS, Ratio, advised, split
+from planning.planner.cluster_kind import TRANSPORTS, ClusterKind, Counts, WorkerKind
 from planning.planner.traffic import whole
-from planning.planner.transports import TRANSPORTS
-from planning.planner.wisdom import LONG_INPUTS, SHORT_INPUTS, Ratio, advised, split
-from planning.simulator.costs.worker_kinds import read_profile
+from planning.simulator.costs.worker_profile import read_profile
 from tests.support.loadtest.plans import KIND, trace
 
 

@@ -1,4 +1,9 @@
-"""What the present traffic would see with other numbers of workers: the simulator's answer. Pure.
+"""What the present traffic would see with other numbers of workers: the simulator's answer.
+
+python -m planning.what_if < question.json
+
+The process reads a question, writes the answer and ends. It runs at a lower priority than what
+serves on the machine, and ends itself after the router's deadline.
 
 A request's cached tokens are the leading blocks of one prompt that all have in common, so that the
 simulated caches hold about as much of the prompts as the live ones do.
@@ -7,17 +12,22 @@ simulated caches hold about as much of the prompts as the live ones do.
 from __future__ import annotations
 
 import math
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from baton.config.cluster import Config
+from baton.errors import BatonError
 from planning.common.traces import TracedRequest
 from planning.simulator.cluster_shape import ClusterShape
-from planning.simulator.costs.worker_kinds import profile_of
+from planning.simulator.costs.worker_profile import profile_of
 from planning.simulator.results import SimulationResult
 from planning.simulator.simulation import simulate
 from planning.simulator.summary import summary
 from router.console.what_if import (
+    DEADLINE_S,
     PastRequest,
     Percentile,
     Shape,
@@ -77,3 +87,25 @@ def _shape(
 
 def _percentile(found: dict[str, float | None]) -> Percentile:
     return Percentile(p50=found["p50"], p95=found["p95"])
+
+
+_NICE = 10
+_LATER_S = 10
+
+
+def main() -> int:
+    """Returns the exit code."""
+    os.nice(_NICE)
+    # The router ends it at the deadline; this is for a router that is gone.
+    signal.alarm(int(DEADLINE_S) + _LATER_S)
+    try:
+        found = answer(WhatIfQuestion.model_validate_json(sys.stdin.buffer.read()))
+    except BatonError as error:
+        print(error.message, file=sys.stderr)  # noqa: T201 - whoever started it reads this
+        return 1
+    sys.stdout.write(found.model_dump_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from baton.errors import Unavailable
+from planning.simulator.calibration.live_probe import Window, timed_between, timed_sharing
 from planning.simulator.calibration.probe_requests import Limits, ProbeRequests
-from planning.simulator.calibration.sharing_probe import Window, timed_between, timed_sharing
 from tests.unit.planning.simulator.calibration.fake_api import client_of, tokens
 from worker.cores.core_sharing import PATIENCE_S
 

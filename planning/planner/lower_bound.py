@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from baton.config.cluster import Config
 from planning.common.traces import TracedRequest
 from planning.planner.cluster_kind import ClusterKind, Counts
-from planning.planner.traffic import Traffic
-from planning.simulator.costs.step_model import StepShape
+from planning.planner.traffic import PlannedTraffic
+from planning.simulator.costs.step_model import StepLoad
 from planning.simulator.costs.worker_profile import WorkerProfile
 
 
-def floor(kind: ClusterKind, traffic: Traffic, config: Config, target: float) -> Counts:
+def lower_bound(
+    kind: ClusterKind, traffic: PlannedTraffic, config: Config, target: float
+) -> Counts:
     """The fewest workers of each pool, at least one, so that ``target`` of the requests are good.
 
     Where decode workers may compute prompts, prefill workers need not: then their floor is 1.
@@ -29,7 +31,7 @@ def floor(kind: ClusterKind, traffic: Traffic, config: Config, target: float) ->
     return Counts(_prefill_floor(kind.prefill.profile, traffic, config, target), decode)
 
 
-def prompts(traffic: Traffic) -> list[tuple[int, int]]:
+def prompts(traffic: PlannedTraffic) -> list[tuple[int, int]]:
     """Of each request that counts the tokens that are computed at least, and those before them.
 
     What was ever seen as a prefix is held: by numbers, wherever they stood.
@@ -51,7 +53,7 @@ def prompts(traffic: Traffic) -> list[tuple[int, int]]:
     return found
 
 
-def timely_prompts(profile: WorkerProfile, traffic: Traffic, config: Config) -> float:
+def timely_prompts(profile: WorkerProfile, traffic: PlannedTraffic, config: Config) -> float:
     """The share of requests whose TTFT an idle worker could keep."""
     met = [
         _lone_s(profile, *prompt) <= config.slo_ttft_of(config.class_of(request.input_tokens))
@@ -60,20 +62,24 @@ def timely_prompts(profile: WorkerProfile, traffic: Traffic, config: Config) -> 
     return sum(met) / len(met)
 
 
-def timely_answers(profile: WorkerProfile, traffic: Traffic, config: Config) -> float:
+def timely_answers(profile: WorkerProfile, traffic: PlannedTraffic, config: Config) -> float:
     """The share of requests whose TPOT an idle worker could keep."""
     line = profile.costs.decode_line(1)
     met = [line.seconds(_context(one)) <= config.slo_tpot_s for one in traffic.counted]
     return sum(met) / len(met)
 
 
-def _prefill_floor(profile: WorkerProfile, traffic: Traffic, config: Config, target: float) -> int:
+def _prefill_floor(
+    profile: WorkerProfile, traffic: PlannedTraffic, config: Config, target: float
+) -> int:
     each = [_full_step_s(profile, *prompt) for prompt in prompts(traffic)]
     slo_s = max(config.slo_ttft_of(one.name) for one in config.classes)
     return _workers(each, traffic.span_s + slo_s, target)
 
 
-def _decode_floor(profile: WorkerProfile, traffic: Traffic, config: Config, target: float) -> int:
+def _decode_floor(
+    profile: WorkerProfile, traffic: PlannedTraffic, config: Config, target: float
+) -> int:
     requests = traffic.counted
     steps = sum(one.output_tokens - 1 for one in requests)
     if not steps:
@@ -118,7 +124,7 @@ def _context(request: TracedRequest) -> float:
 def _full_step_s(profile: WorkerProfile, count: int, held: int) -> float:
     """A prompt's share of a step that is full of its likes."""
     alike = max(1, profile.chunk_tokens // count)
-    return profile.costs.seconds(StepShape(0, 0, ((count, held),) * alike)) / alike
+    return profile.costs.seconds(StepLoad(0, 0, ((count, held),) * alike)) / alike
 
 
 def _lone_s(profile: WorkerProfile, count: int, held: int) -> float:
@@ -126,6 +132,6 @@ def _lone_s(profile: WorkerProfile, count: int, held: int) -> float:
     seconds = 0.0
     while count > 0:
         chunk = min(count, profile.chunk_tokens)
-        seconds += profile.costs.seconds(StepShape(0, 0, ((chunk, held),)))
+        seconds += profile.costs.seconds(StepLoad(0, 0, ((chunk, held),)))
         count, held = count - chunk, held + chunk
     return seconds
