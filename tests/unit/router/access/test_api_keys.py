@@ -22,9 +22,8 @@ from baton.telemetry.metrics import RouterMetrics
 from deploy.cli.main import app
 from router.access.access import Access
 from router.access.api_keys import ApiKeys, Caller, KeyWatch
-from router.http_app import create_app
-from router.inference.request_builder import _cache_salt
-from tests.support.router.front_fakes import MODEL, make_front
+from router.inference.builder import _cache_salt
+from tests.support.router.front_fakes import MODEL, create_app, make_front
 
 
 def key(name: str, secret: str, **fields: object) -> KeyConfig:

@@ -28,9 +28,15 @@ from router.admin.cache import (
     OperatorServicer,
     WorkerCache,
 )
-from router.grpc.inference import add_grpc_front
-from router.http_app import create_app
-from tests.support.router.front_fakes import MODEL, check_schema, make_front, plain_client, serve
+from tests.support.router.front_fakes import (
+    MODEL,
+    add_grpc,
+    check_schema,
+    create_app,
+    make_front,
+    plain_client,
+    serve,
+)
 
 DEADLINE_S = 20.0
 
@@ -70,7 +76,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     real = cast(CacheControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     server = make_server()
-    add_grpc_front(server, *parts, more=(OperatorServicer(real, access),))
+    add_grpc(server, *parts, more=(OperatorServicer(real, access),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

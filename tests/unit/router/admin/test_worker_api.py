@@ -22,11 +22,16 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from router.access.access import Access
 from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
 from router.admin.worker_control import PoolScaling, WorkerControl, WorkerStatus
-from router.grpc.inference import add_grpc_front
-from router.http_app import create_app
 from router.workers.worker_link import WorkerLink
 from tests.support.mini_cluster import free_port
-from tests.support.router.front_fakes import MODEL, check_schema, make_front, serve
+from tests.support.router.front_fakes import (
+    MODEL,
+    add_grpc,
+    check_schema,
+    create_app,
+    make_front,
+    serve,
+)
 from tests.unit.router.admin.test_cache import key
 
 DEADLINE_S = 20.0
@@ -92,7 +97,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     server = make_server()
     servicer = WorkerOperatorServicer(real, scaling, access, front.config)
-    add_grpc_front(server, *parts, more=(servicer,))
+    add_grpc(server, *parts, more=(servicer,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     api = WorkerApi(real, scaling, access, front.config)

@@ -22,8 +22,15 @@ from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.http.sse import EventStream
-from router.http_app import create_app, create_apps
-from tests.support.router.front_fakes import MODEL, Front, make_front, plain_client, serve
+from tests.support.router.front_fakes import (
+    MODEL,
+    Front,
+    create_app,
+    create_apps,
+    make_front,
+    plain_client,
+    serve,
+)
 from tests.support.router.looks import record
 from tests.unit.router.console.test_what_if import recent
 from tests.unit.router.test_gates import bearer, key

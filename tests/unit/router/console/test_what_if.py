@@ -31,7 +31,7 @@ from router.console.what_if import (
     question,
     rate_share,
 )
-from router.core.request_recorder import RecentRequest
+from router.core.accounting import RecentRequest
 from tests.support.router.looks import record
 
 DEADLINE_S = 60.0
