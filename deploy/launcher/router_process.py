@@ -18,6 +18,7 @@ import httpx
 import redis
 from prometheus_client.multiprocess import mark_process_dead
 
+from baton.client.headers import ROUTER_HEADER
 from baton.config.cluster import Config
 from baton.errors import BatonError, ConfigError
 from baton.security.tls import TlsFiles, pinned_context
@@ -30,7 +31,6 @@ from deploy.processes.child import Child
 from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import store_url
-from router.process_number import ROUTER_HEADER
 from router.workers.model_commit import commit_of
 
 _HEALTHY_S = 60.0

@@ -21,8 +21,8 @@ from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
+from router.core.accounting import RecentRequest
 from router.core.fields import Int
-from router.core.request_recorder import RecentRequest
 
 log = logging.getLogger(__name__)
 

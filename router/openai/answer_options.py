@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.errors import InvalidRequest
 from baton.logprobs import MAX_TOP_LOGPROBS
-from router.core.chat_options import ChatOptions, checked_variables
 from router.core.request import ShownText
+from router.inference.builder import ChatOptions, checked_variables
 from router.openai.answer_details import AnswerOptions
 from router.openai.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 

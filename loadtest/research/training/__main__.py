@@ -14,8 +14,9 @@ import torch
 import typer
 
 from baton.errors import BatonError
+from engine.build import build_engine
 from engine.checkpoint.model_config import ModelConfig, load_model_config
-from engine.engine import EngineSettings, build_engine
+from engine.engine import EngineSettings
 from engine.model.model import DecoderModel
 from engine.model.weights import load_weights
 from loadtest.research.training.eagle_training import EagleTraining, EagleTrainingSettings

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 
 import torch
 
-from engine.engine import Engine, EngineSettings, build_engine, build_following
+from engine.build import build_engine, build_follower
+from engine.engine import Engine, EngineSettings
 from engine.kv.kv_cache import KvCache
 from engine.parallel.ranks import Follower, Leader
 
@@ -30,7 +31,7 @@ def engine_of_ranks(settings: EngineSettings, ranks: int) -> Iterator[tuple[Engi
         try:
             following = Follower(lead.address, rank, ranks, WAIT_S)
             group = following.form(CPU, broken.append)
-            model, cache = build_following(settings, group)
+            model, cache = build_follower(settings, group)
             caches[rank].set_result(cache)
             following.ready(f"rank {rank}")
             following.run(model, cache)

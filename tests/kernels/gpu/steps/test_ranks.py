@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from baton.errors import WorkerFailed
+from engine.build import build_engine
 from engine.checkpoint.model_config import load_model_config
-from engine.engine import EngineSettings, build_engine
+from engine.engine import EngineSettings
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.draws import GREEDY
 from engine.gpu.fused_weights import gpu_weights

@@ -14,7 +14,8 @@ import torch
 
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from engine.parallel.ranks import FormedGroup
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from engine.step.step import StepInput

@@ -10,8 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
+from engine.build import build_engine
 from engine.checkpoint.model_config import load_model_config
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.engine import Engine, EngineSettings
 from engine.model.model import DecoderModel
 from engine.model.weights import load_weights
 from loadtest.research.training.__main__ import app

@@ -10,9 +10,10 @@ from baton.config.cluster import Config
 from baton.errors import ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from engine.kv.kv_cache import allocate_plain
-from engine.local import generate
+from engine.offline import generate
 from loadtest.research.timed.engine import (
     CHUNK_TOKENS,
     FIRST_TOKEN_ID,

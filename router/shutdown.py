@@ -1,7 +1,7 @@
-"""How a router's process leaves: in order, or at once. Owned by the event loop.
+"""How a router process ends: in order, or at once. Owned by the event loop.
 
-serving ─SIGTERM→ leaving in order ─empty, the deadline, another signal→ gone
-serving ─SIGINT→ gone
+serving ─SIGTERM→ draining ─idle, the deadline, another signal→ ended
+serving ─SIGINT→ ended
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from baton.host.background import end_tasks
 
 
-class Leaving:
-    """What the process was told; see the module's text."""
+class Shutdown:
+    """Which end the process was told to take."""
 
     def __init__(self) -> None:
         self.told = asyncio.Event()

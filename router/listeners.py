@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,11 +18,21 @@ from baton.host.background import end_tasks, spawn
 from baton.security.tls import LiveContext, server_context
 from router.http.protocol import http_protocol
 from router.http.uvicorn_internals import QuietServer
-from router.http_app import Apps
 
 RENEWAL_POLL_S = 1.0
 STOP_GRACE_S = 2
 """How long open connections have to end once the router stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apps:
+    """What each listener serves."""
+
+    http: ASGIApp
+    admin: ASGIApp | None
+    """At ``admin_http``; None where there is none."""
+    paths: tuple[tuple[str, str], ...]
+    """Methods and paths of all endpoints."""
 
 
 class HttpServers:

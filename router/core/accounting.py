@@ -1,16 +1,30 @@
-"""Counts each request once, whatever becomes of it, and keeps figures of the latest ones."""
+"""The accounts of one request, whatever becomes of it: metrics, a span, and a line of the log."""
 
 from __future__ import annotations
 
 import enum
+import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from opentelemetry.trace import SpanKind
+
 from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS, TrafficMeter
+from baton.config.cluster import Config
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
 from baton.telemetry.metrics import RouterMetrics
-from router.core.request import OutputDelta
-from router.core.request_span import RequestSpan
+from baton.telemetry.tracing import (
+    Attribute,
+    begin_span,
+    context_of,
+    fail_span,
+    trace_id_of,
+    wall_ns,
+)
+from router.core.request import GenerationRequest, OutputDelta
+
+log = logging.getLogger("baton.requests")
 
 UNKNOWN_CLASS = "unknown"
 
@@ -56,6 +70,88 @@ def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
     outcome = Outcome.ABORTED if error is None else outcome_of(error, begun=False)
     code = error.code or "" if error is not None else ""
     metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
+
+
+class RequestSpan:
+    """The span of one request, from its receipt to its end: the parent of all its other spans.
+
+    Attributes follow OpenTelemetry's semantic conventions for generative AI, where these have one.
+    Owned by the router's event loop; ``now`` is of ``time.monotonic``.
+    """
+
+    def __init__(self, request: GenerationRequest, context_class: str, received_at: float) -> None:
+        operation = _operation(request)
+        self._span = begin_span(
+            f"{operation} {request.model}",
+            request.trace,
+            kind=SpanKind.SERVER,
+            began_at=received_at,
+            attributes=_asked(request, operation, context_class),
+        )
+        self.context = context_of(self._span, request.trace)
+        """The parent of what is done for the request."""
+        self.trace_id = trace_id_of(self._span)
+        """Empty where it is not traced."""
+        self._tokens = 0
+        self._cached = 0
+        self._reasons: list[str] = []
+
+    def delta(self, delta: OutputDelta, now: float) -> None:
+        """Something came of the workers."""
+        if not self.trace_id:
+            return
+        if delta.token_ids and not self._tokens:
+            self._span.add_event("first token", timestamp=wall_ns(now))
+        self._tokens += len(delta.token_ids)
+        self._cached += delta.cached_prompt_tokens
+        if delta.finish_reason is not None:
+            self._reasons.append(delta.finish_reason.value)
+
+    def end(self, outcome: str, error: BatonError | None = None) -> None:
+        """``outcome`` as in the metrics."""
+        if not self.trace_id:
+            return
+        self._span.set_attributes(
+            {
+                "baton.outcome": outcome,
+                "baton.cached_prompt_tokens": self._cached,
+                "gen_ai.usage.output_tokens": self._tokens,
+                "gen_ai.response.finish_reasons": self._reasons,
+            }
+        )
+        if outcome != "ok":
+            fail_span(self._span, error)
+        self._span.end()
+
+
+def _operation(request: GenerationRequest) -> str:
+    if request.embeds:
+        return "embeddings"
+    return "chat" if request.chat else "text_completion"
+
+
+def _asked(request: GenerationRequest, operation: str, context_class: str) -> dict[str, Attribute]:
+    sampling = request.sampling
+    attributes: dict[str, Attribute] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": request.model,
+        "gen_ai.response.model": request.model,
+        "gen_ai.response.id": request.request_id,
+        "gen_ai.usage.input_tokens": len(request.prompt_ids),
+        "baton.context_class": context_class,
+        "baton.tenant": request.principal.tenant,
+    }
+    if operation != "embeddings":
+        attributes |= {
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": request.choices,
+        }
+    if request.session:
+        attributes["gen_ai.conversation.id"] = request.session
+    return attributes
 
 
 class RequestRecorder:
@@ -188,6 +284,36 @@ class RequestRecorder:
             self._span.end(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self._class, outcome, code).inc()
+
+
+Show = Callable[[Sequence[int]], str]
+"""The text of token ids."""
+
+
+class RequestLog:
+    """A line for each request that has ended; prompts are in it only with ``log_prompts``."""
+
+    def __init__(self, config: Config, show: Show) -> None:
+        self._is_on = config.log_requests or config.log_prompts
+        self._show = show if config.log_prompts else None
+
+    def ended(self, request: GenerationRequest, recorder: RequestRecorder) -> None:
+        """Write the line, if one is wanted. Times are in milliseconds."""
+        if not self._is_on:
+            return
+        told = {
+            "request_id": request.request_id,
+            "tenant": request.principal.tenant,
+            "key": request.principal.key_id,
+            "prompt_tokens": len(request.prompt_ids),
+            **recorder.summary(),
+        }
+        if self._show is not None:
+            told["prompt"] = self._show(request.prompt_ids)
+        told = {name: value for name, value in told.items() if value not in ("", None)}
+        # The text says all of it too: a log for people has no fields.
+        words = " ".join(f"{name}={value!r}" for name, value in told.items())
+        log.info("request ended: %s", words, extra=told)
 
 
 MAX_RECENT_REQUESTS = 1000

@@ -1,4 +1,4 @@
-"""The served model's tokenizer and facts, for whichever front asks."""
+"""The served model's tokenizer and facts, for every API."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.core.served_model import ServedModel
-from router.inference.request_builder import RequestBuilder
 from router.inference.sampling_input import check_token_ids
-from router.text.tokenizer import Tokenizer
+from router.inference.service import InferenceService
 from router.tool_calls.prompt import Turn
 from router.tool_calls.tools import ToolUse
 
@@ -34,13 +32,13 @@ class ModelFacts:
     """How tool calls are read; see `tool_parser` in the configuration."""
 
 
-class TokenDesk:
-    """Owned by the event loop; texts are tokenised on threads. Raises BatonError."""
+class TokenService:
+    """Owned by the event loop; texts are tokenized on threads. Raises BatonError."""
 
-    def __init__(self, builder: RequestBuilder, tokenizer: Tokenizer, model: ServedModel) -> None:
-        self._builder = builder
-        self._tokenizer = tokenizer
-        self._model = model
+    def __init__(self, service: InferenceService) -> None:
+        self._builder = service.builder
+        self._tokenizer = service.tokenizer
+        self._model = service.model
 
     @property
     def context_length(self) -> int:

@@ -8,8 +8,7 @@ import httpx
 
 from baton.config.cluster import Config
 from baton.config.tls import TlsConfig
-from router.http_app import Apps
-from router.http_servers import HttpServers
+from router.listeners import Apps, HttpServers
 from tests.support.certificates import Authority
 from tests.support.mini_cluster import free_port
 

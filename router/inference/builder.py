@@ -1,4 +1,4 @@
-"""The one way from validated input to a GenerationRequest, shared by the HTTP and gRPC fronts."""
+"""From an API's input to a GenerationRequest: tokenized, checked, its sampling made final."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
 from baton.config.choices import DEFAULT_TENANT
@@ -21,9 +22,8 @@ from baton.errors import (
 from baton.grammars.grammar_gate import GrammarGate
 from baton.trace_context import NO_TRACE, TraceContext
 from router.access.api_keys import Caller
-from router.core.chat_options import ChatOptions
 from router.core.offload import off_loop
-from router.core.request import Dispatcher, GenerationRequest
+from router.core.request import Dispatcher, GenerationRequest, ShownText
 from router.core.served_model import ServedModel
 from router.inference.sampling_input import (
     SamplingInput,
@@ -46,7 +46,24 @@ MAX_EMBEDDED = 2048
 """Inputs of one request for embeddings, as at OpenAI."""
 _SHOWN_ID_CHARACTERS = 128
 
+_OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Variables of the template that come from fields of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation becomes a prompt: what the client says of the template."""
+
+    generation_prompt: bool = True
+    """The template begins the assistant's turn."""
+    continue_final: bool = False
+    """The prompt ends with the last message's text: the answer goes on there."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """More variables; the template runs in a sandbox."""
+
+
 CHAT_DEFAULTS = ChatOptions()
+PLAIN_TEXT = ShownText()
 _NOTHING_ASKED = SamplingInput()
 _EMBEDDED = SamplingInput(temperature=0.0)
 Prompt = str | tuple[int, ...]
@@ -69,6 +86,8 @@ class Arrival:
     """What the client calls its conversation; empty: nothing was said."""
     trace: TraceContext = NO_TRACE
     """What the client says of its trace."""
+    background: bool = False
+    """A line of a batch: it waits for slack, and API keys' limits do not apply."""
 
     @classmethod
     def of(
@@ -109,10 +128,9 @@ class RequestBuilder:
         tokenizer: Tokenizer,
         model: ServedModel,
         config: Config,
+        grammars: GrammarGate,
         clock: Callable[[], float] = time.monotonic,
-        grammars: GrammarGate | None = None,
     ) -> None:
-        """``grammars`` are checked at that gate, or else at one of its own."""
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._model = model
@@ -122,7 +140,9 @@ class RequestBuilder:
             config.tool_parser, template, lambda text: bool(tokenizer.special_ids([text]))
         )
         self._clock = clock
-        self._grammars = grammars or GrammarGate(tokenizer.grammars)
+        self._grammars = grammars
+        self._background_s = config.request_deadline_s
+        """Counts from the moment that a background request gets its turn."""
 
     @property
     def context_length(self) -> int:
@@ -144,6 +164,9 @@ class RequestBuilder:
         priority: int | None = None,
         tools: ToolUse | None = None,
         options: ChatOptions = CHAT_DEFAULTS,
+        *,
+        choices: int = 1,
+        shown_text: ShownText = PLAIN_TEXT,
     ) -> GenerationRequest:
         """A conversation; max_tokens defaults to the rest of the context.
 
@@ -153,14 +176,22 @@ class RequestBuilder:
             sampling = self._bound_to(tools, sampling)
         await self._check_grammar(arrival, sampling)
         ids = await self.chat_ids(turns, tools, options, sampling)
-        built = self._request(
-            arrival, arrival.request_id, ids, sampling, None, "messages", priority
+        shown: tuple[int, ...] = ()
+        if tools is not None:
+            shown = tuple(self._tokenizer.special_ids(self.tool_format.texts).values())
+        return self._request(
+            arrival,
+            arrival.request_id,
+            ids,
+            sampling,
+            None,
+            "messages",
+            priority,
+            choices=choices,
+            shown=shown_text,
+            shown_ids=shown,
+            chat=True,
         )
-        built = dataclasses.replace(built, chat=True)
-        if tools is None:
-            return built
-        shown = self._tokenizer.special_ids(self.tool_format.texts)
-        return dataclasses.replace(built, shown_ids=tuple(shown.values()))
 
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
         """Calls that must be are bound by a grammar, and those of strict functions."""
@@ -204,16 +235,20 @@ class RequestBuilder:
         priority: int | None = None,
         *,
         param: str = "prompt",
-        most: int = MAX_PROMPTS,
+        max_prompts: int = MAX_PROMPTS,
+        choices: int = 1,
+        shown_text: ShownText = PLAIN_TEXT,
+        embeds: bool = False,
     ) -> list[GenerationRequest]:
-        """Plain prompts, ``most`` at most; ``default_max_tokens`` None takes the rest of the
+        """Plain prompts.
 
-        context. ``param`` is what the client calls them.
+        ``default_max_tokens`` None takes the rest of the context; ``param`` is what the client
+        calls its prompts.
         """
         if not prompts:
             raise InvalidRequest(f"{param} must not be empty", param=param)
-        if len(prompts) > most:
-            raise InvalidRequest(f"at most {most} {param}s are possible", param=param)
+        if len(prompts) > max_prompts:
+            raise InvalidRequest(f"at most {max_prompts} {param}s are possible", param=param)
         await self._check_grammar(arrival, sampling)
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         rows = await off_loop(
@@ -228,6 +263,9 @@ class RequestBuilder:
                 default_max_tokens,
                 param,
                 priority,
+                choices=choices,
+                shown=shown_text,
+                embeds=embeds,
             )
             for place, ids in enumerate(rows)
         ]
@@ -238,8 +276,9 @@ class RequestBuilder:
         """What is to be embedded, each text and each list of ids on its own."""
         if not all(inputs):
             raise InvalidRequest("input must not be empty", param="input")
-        built = await self.prompts(arrival, inputs, _EMBEDDED, 1, param="input", most=MAX_EMBEDDED)
-        return [dataclasses.replace(request, embeds=True) for request in built]
+        return await self.prompts(
+            arrival, inputs, _EMBEDDED, 1, param="input", max_prompts=MAX_EMBEDDED, embeds=True
+        )
 
     async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:
         """Raises InvalidGrammar, in the client's words, for one that no worker could follow."""
@@ -308,7 +347,9 @@ class RequestBuilder:
         default_max_tokens: int | None,
         param: str,
         priority: int | None,
+        **more: Any,
     ) -> GenerationRequest:
+        """``more``: further fields of the request."""
         check_priority(priority)
         if not ids:
             raise InvalidRequest(f"{param} must not be empty", param=param)
@@ -329,13 +370,15 @@ class RequestBuilder:
                 eos_ids=self._tokenizer.eos_ids,
             ),
             principal=caller.principal,
-            deadline_s=left,
+            deadline_s=self._background_s if arrival.background else left,
+            background=arrival.background,
             session=arrival.session,
             cache_salt=_cache_salt(caller),
             priority=caller.priority if priority is None else priority,
             own_deadline=arrival.own_deadline,
             model=self._model.id,
             trace=arrival.trace,
+            **more,
         )
 
 
@@ -361,3 +404,12 @@ def _cache_salt(caller: Caller) -> bytes:
     """Tenants share no prefix cache: a hit would tell one what another has asked."""
     tenant = caller.principal.tenant
     return b"" if tenant == DEFAULT_TENANT else b"tenant:" + tenant.encode()
+
+
+def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, Any]:
+    """Raises InvalidRequest for one that comes from elsewhere."""
+    if taken := sorted(_OWN_FIELDS & variables.keys()):
+        raise InvalidRequest(
+            f"{param} must not set {taken[0]}: it has a field of its own", param=param
+        )
+    return variables

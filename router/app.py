@@ -10,32 +10,30 @@ from functools import partial
 import grpc.aio
 import redis.asyncio
 
-from baton.config.cluster import Config
 from baton.rpc.grpc_channel import make_server
 from baton.store.prefix_index import PrefixIndex
 from baton.store.supervision import PoolSizes, supervision_page
-from router.access.access import Access
 from router.admin.cache import CacheApi, CacheControl, OperatorServicer
 from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
 from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.batches import Batches
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
-from router.core.request_recorder import RequestStats
-from router.core.served_model import ServedModel
+from router.core.accounting import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.grpc.gate import GrpcGate
-from router.grpc.inference import add_grpc_front
-from router.http_app import Apps, Mountable, create_apps
-from router.text.tokenizer import Tokenizer
+from router.grpc.inference import add_grpc_services
+from router.inference.service import InferenceService
+from router.listeners import Apps
+from router.routes import Apis, Mountable, make_apps
 
 PAGE_S = 0.5
 """The longest that a page of metrics waits for Redis."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fronts:
-    """Nothing of it listens yet."""
+class Application:
+    """All endpoints of one router process. Nothing of it listens yet."""
 
     apps: Apps
     grpc_server: grpc.aio.Server
@@ -44,29 +42,29 @@ class Fronts:
     console: ConsoleApi
 
 
-def make_fronts(
+def make_application(
     dispatcher: ClusterDispatcher,
-    tokenizer: Tokenizer,
-    model: ServedModel,
+    service: InferenceService,
     stats: RequestStats,
-    config: Config,
-    access: Access,
     client: redis.asyncio.Redis,
     cluster_id: str,
     *,
     number: int = 0,
     what_if: WhatIfProgram | None = None,
     more: Sequence[Mountable] = (),
-) -> Fronts:
+) -> Application:
     """Every endpoint, each behind a gate; ``more`` are added to those of HTTP."""
+    config, access, model = service.config, service.access, service.model
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
     scaling = PoolScaling(config, PoolSizes(client, cluster_id))
-    parts = (dispatcher, tokenizer, model, stats, config, access)
-    batches = Batches(*parts)
+    apis = Apis.of(service)
+    batches = Batches(service, apis.endpoints(), stats.metrics)
     console = ConsoleApi(dispatcher, stats, config, model.id, access, what_if)
-    apps = create_apps(
-        *parts,
+    apps = make_apps(
+        apis,
+        dispatcher,
+        stats.metrics,
         number=number,
         supervisor=partial(supervisor_page, client, cluster_id),
         more=(
@@ -79,15 +77,17 @@ def make_fronts(
         ),
     )
     server = make_server(shares_port=config.routers > 1, gates=(GrpcGate(access),))
-    add_grpc_front(
+    add_grpc_services(
         server,
-        *parts,
+        service,
+        apis.tokens,
+        dispatcher,
         more=(
             OperatorServicer(cache, access),
             WorkerOperatorServicer(control, scaling, access, config),
         ),
     )
-    return Fronts(apps, server, batches, console)
+    return Application(apps, server, batches, console)
 
 
 async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:

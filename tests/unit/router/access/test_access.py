@@ -1,4 +1,4 @@
-"""No endpoint of a router's fronts answers without the key that it takes."""
+"""Access control of both listeners: no endpoint answers without the key that it requires."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from baton.store.registry import Registry
 from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access.access import Access, listed_scope, scope_of_path, scope_of_service
-from router.core.request_recorder import RequestStats
+from router.app import make_application
+from router.core.accounting import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
-from router.fronts import make_fronts
-from router.http_app import Apps
+from router.inference.service import InferenceService
+from router.listeners import Apps
 from tests.support.router.front_fakes import MODEL, make_front, plain_client, serve, tiny_tokenizer
 
 DEADLINE_S = 60.0
@@ -78,9 +79,8 @@ async def fronts(**fields: Any) -> AsyncIterator[Gated]:
         PrefixIndex(client, "test"),
     )
     access = Access(config, metrics)
-    made = make_fronts(
-        dispatcher, tokenizer, MODEL, stats, config, access, client, cluster_id="test"
-    )
+    service = InferenceService(dispatcher, tokenizer, MODEL, stats, config, access)
+    made = make_application(dispatcher, service, stats, client, cluster_id="test")
     port = made.grpc_server.add_insecure_port("127.0.0.1:0")
     await made.grpc_server.start()
     # Its stream would not end by itself.

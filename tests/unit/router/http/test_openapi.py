@@ -15,8 +15,7 @@ from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk
 from router.console.api import ConsoleApi
 from router.dispatch.dispatcher import ClusterDispatcher
-from router.http_app import create_app
-from tests.support.router.front_fakes import MODEL, make_front
+from tests.support.router.front_fakes import MODEL, create_app, make_front
 
 
 def at(schema: dict[str, Any], pointer: str) -> Any:

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry
 from baton import errors
 from baton.request import FinishReason
 from baton.telemetry.metrics import RouterMetrics
-from router.core.request import OutputDelta
-from router.core.request_recorder import (
+from router.core.accounting import (
     Outcome,
     RequestRecorder,
     RequestStats,
@@ -17,6 +16,7 @@ from router.core.request_recorder import (
     count_refusal,
     outcome_of,
 )
+from router.core.request import OutputDelta
 
 
 def delta(tokens: int, cached: int = 0) -> OutputDelta:

@@ -1,4 +1,4 @@
-"""The HTTP front: a FastAPI app that speaks OpenAI's API."""
+"""Every HTTP path of a router process: its handler, and how FastAPI describes it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp
 
+from baton.client.headers import ROUTER_HEADER
 from baton.config.cluster import Config
 from baton.security.tls import LiveContext, client_context
 from baton.telemetry.metrics import RouterMetrics
 from baton.version import baton_version
-from router.access.access import Access
 from router.admin.cluster_metrics import cluster_page
 from router.core.request import Dispatcher
-from router.core.request_recorder import RequestStats
-from router.core.served_model import ServedModel
+from router.embeddings.api import EmbeddingsApi
+from router.embeddings.protocol import EmbeddingsRequest, EmbeddingsResponse
 from router.http.errors import add_error_handlers
 from router.http.gate import gated
 from router.http.openapi import ERRORS, describe, json_body, streamed
-from router.inference.exchange import Exchange
-from router.more_routes import add_more_routes
+from router.inference.endpoint import Endpoint
+from router.inference.service import InferenceService
+from router.inference.tokens import TokenService
+from router.listeners import Apps
+from router.messages.api import MessagesApi
+from router.messages.protocol import CountTokensRequest, MessagesRequest
 from router.openai.api import OpenAiApi
 from router.openai.protocol import (
     ChatCompletion,
@@ -39,15 +43,26 @@ from router.openai.protocol import (
     Model,
     ModelList,
 )
-from router.process_number import ROUTER_HEADER
-from router.text.tokenizer import Tokenizer
+from router.openai.tokenize_api import (
+    Detokenized,
+    DetokenizeRequest,
+    ModelInfo,
+    TokenizeApi,
+    Tokenized,
+    TokenizeRequest,
+)
+from router.responses.api import ResponsesApi
+from router.responses.protocol import ResponsesRequest
 
 _DESCRIPTION = """Large language models, served with prefill and decode apart.
 
 The OpenAI API as far as it goes; fields marked as extensions are common to other servers.
 Unknown fields are ignored; known ones that are not served are refused by name.
 """
-_CHAT, _PLAIN = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
+_DIRECT = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS)
+"""Paths whose handlers the gate calls itself. They take a Request and return a Response."""
 
 
 SupervisorPage = Callable[[], Awaitable[str | None]]
@@ -61,79 +76,67 @@ class Mountable(Protocol):
         """Add them to the app."""
 
 
-def create_app(
-    dispatcher: Dispatcher,
-    tokenizer: Tokenizer,
-    model: ServedModel,
-    stats: RequestStats,
-    config: Config,
-    access: Access | None = None,
-    *,
-    number: int = 0,
-    supervisor: SupervisorPage | None = None,
-    more: Sequence[Mountable] = (),
-) -> ASGIApp:
-    """The app of one router process with all endpoints, behind one gate; see ``create_apps``."""
-    parts = create_apps(
-        dispatcher,
-        tokenizer,
-        model,
-        stats,
-        config.model_copy(update={"admin_http": ""}),
-        access,
-        number=number,
-        supervisor=supervisor,
-        more=more,
-    )
-    return parts.http
-
-
 @dataclass(frozen=True, slots=True)
-class Apps:
-    """What each listener serves."""
+class Apis:
+    """The APIs for clients of one router process. Each is an adapter of one InferenceService."""
 
-    http: ASGIApp
-    admin: ASGIApp | None
-    """At ``admin_http``; None where there is none."""
-    paths: tuple[tuple[str, str], ...]
-    """Methods and paths of all endpoints."""
+    service: InferenceService
+    tokens: TokenService
+    openai: OpenAiApi
+    responses: ResponsesApi
+    messages: MessagesApi
+    embeddings: EmbeddingsApi
+
+    @classmethod
+    def of(cls, service: InferenceService) -> Apis:
+        """All of them."""
+        return cls(
+            service,
+            TokenService(service),
+            OpenAiApi(service),
+            ResponsesApi(service),
+            MessagesApi(service),
+            EmbeddingsApi(service),
+        )
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        """By the path at which a batch's line may ask them."""
+        return {
+            CHAT: self.openai.chat,
+            COMPLETIONS: self.openai.plain,
+            RESPONSES: self.responses.endpoint,
+            EMBEDDINGS: self.embeddings.endpoint,
+        }
 
 
-def create_apps(
+def make_apps(
+    apis: Apis,
     dispatcher: Dispatcher,
-    tokenizer: Tokenizer,
-    model: ServedModel,
-    stats: RequestStats,
-    config: Config,
-    access: Access | None = None,
+    metrics: RouterMetrics,
     *,
     number: int = 0,
     supervisor: SupervisorPage | None = None,
     more: Sequence[Mountable] = (),
 ) -> Apps:
-    """The apps of one router process; their life is that of what they are given.
+    """The HTTP apps of one router process; their life is that of what they are given.
 
-    Without ``access``, keys are those of ``config``, and their limits are not kept. ``number``
-    tells the process from the others that share its port. ``supervisor`` tells where the
-    supervisor's metrics are. ``more`` endpoints are added: those of
-    batches, and the operators'.
+    ``number`` tells the process from the others that share its port. ``supervisor`` tells where
+    the supervisor's metrics are. ``more`` endpoints are added: batches and the operators'.
     """
-    metrics = stats.metrics
-    access = access or Access(config, metrics)
-    api = OpenAiApi(dispatcher, tokenizer, model, stats, config, access)
-    exchange = Exchange(dispatcher, tokenizer, model, stats, config, access)
+    config, access = apis.service.config, apis.service.access
     # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
     app = FastAPIOffline(
         title="Baton", version=baton_version(), description=_DESCRIPTION, redirect_slashes=False
     )
     add_error_handlers(app)
-    _add_openai(app, api, model.id)
+    _add_openai(app, apis.openai, apis.service.model.id)
+    _add_apis(app, apis)
     _add_operations(app, dispatcher, metrics, number, supervisor, config)
-    direct = add_more_routes(app, exchange, tokenizer, model)
-    for endpoints in more:
-        endpoints.mount(app)
+    for one in more:
+        one.mount(app)
     describe(app)
-    direct |= {_CHAT: api.chat_completions, _PLAIN: api.completions}
+    endpoints = {route.path: route.endpoint for route in app.routes if isinstance(route, Route)}
+    direct = {path: endpoints[path] for path in _DIRECT}
     if not config.admin_http:
         return Apps(gated(app, access, config, metrics, direct=direct), None, _paths(app))
     return Apps(
@@ -160,7 +163,7 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
     }
     plain = {"model": model_id, "prompt": "The capital of France is", "max_tokens": 8}
     app.add_api_route(
-        _CHAT,
+        CHAT,
         api.chat_completions,
         methods=["POST"],
         tags=["openai"],
@@ -169,7 +172,7 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         openapi_extra=json_body(ChatCompletionRequest, chat),
     )
     app.add_api_route(
-        _PLAIN,
+        COMPLETIONS,
         api.completions,
         methods=["POST"],
         tags=["openai"],
@@ -184,6 +187,45 @@ def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
         tags=["openai"],
         response_model=Model,
         responses={404: ERRORS[404]},
+    )
+
+
+def _add_apis(app: FastAPI, apis: Apis) -> None:
+    tokens = TokenizeApi(apis.service, apis.tokens)
+    described: list[tuple[str, Any, str, type[BaseModel], dict[str, Any]]] = [
+        (RESPONSES, apis.responses.create, "openai", ResponsesRequest, streamed()),
+        (
+            EMBEDDINGS,
+            apis.embeddings.create,
+            "openai",
+            EmbeddingsRequest,
+            {"model": EmbeddingsResponse},
+        ),
+        (MESSAGES, apis.messages.create, "anthropic", MessagesRequest, streamed()),
+        (
+            "/v1/messages/count_tokens",
+            apis.messages.count_tokens,
+            "anthropic",
+            CountTokensRequest,
+            {},
+        ),
+        ("/tokenize", tokens.tokenize, "tokens", TokenizeRequest, {"model": Tokenized}),
+        ("/detokenize", tokens.detokenize, "tokens", DetokenizeRequest, {"model": Detokenized}),
+    ]
+    for path, handler, tag, body, answer in described:
+        # Anthropic's errors have another shape.
+        known = {} if tag == "anthropic" else ERRORS
+        app.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            tags=[tag],
+            response_model=None,
+            responses={200: answer, **known},
+            openapi_extra=json_body(body),
+        )
+    app.add_api_route(
+        "/v1/model/info", tokens.model_info, tags=["tokens"], response_model=ModelInfo
     )
 
 

@@ -19,10 +19,17 @@ from baton.rpc import grpc_channel
 from baton.rpc.grpc_channel import make_server
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.core.request import GenerationRequest, OutputDelta
-from router.grpc.inference import add_grpc_front
 from router.http.protocol import BoundedHttpProtocol
 from router.http.uvicorn_internals import HIGH_WATER_LIMIT
-from tests.support.router.front_fakes import MODEL, Front, endless, make_front, plain_client, serve
+from tests.support.router.front_fakes import (
+    MODEL,
+    Front,
+    add_grpc,
+    endless,
+    make_front,
+    plain_client,
+    serve,
+)
 
 DEADLINE_S = 20.0
 SLOW_S = 0.4
@@ -142,7 +149,7 @@ async def test_a_client_that_reads_slowly_gets_everything(
 async def grpc_front(front: Front) -> AsyncIterator[str]:
     server = make_server()
     config = Config(advanced=AdvancedConfig(slow_client_s=SLOW_S))
-    add_grpc_front(server, front.dispatcher, front.tokenizer, MODEL, front.stats, config)
+    add_grpc(server, front.dispatcher, front.tokenizer, MODEL, front.stats, config)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
