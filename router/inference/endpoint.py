@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import BatonError
+from baton.host.background import off_loop
 from router.access.api_keys import Caller
-from router.core.offload import off_loop
 from router.core.request import Choice, GenerationRequest, OutputDelta, choices_for
 from router.http.client import read_object, unless_disconnected
 from router.http.sse import EventStream, EventStreamResponse, error_event
