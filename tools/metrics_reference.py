@@ -54,22 +54,9 @@ class Family:
         last = self.name.rpartition("_")[2]
         return _UNITS.get(last, last)
 
-    @property
-    def series(self) -> dict[str, frozenset[str]]:
-        """The labels of each of its series, by the series' name."""
-        labels = frozenset(self.labels)
-        if self.kind != "histogram":
-            return {self.shown_name: labels}
-        return {
-            f"{self.name}_bucket": labels | {"le"},
-            f"{self.name}_sum": labels,
-            f"{self.name}_count": labels,
-        }
-
 
 def families() -> tuple[Family, ...]:
-    """Every family that ``baton/telemetry`` declares, page by page; some are on two
-    pages."""
+    """Return the families that ``baton/telemetry`` declares, by page; some are on two pages."""
     found: list[Family] = []
     for page, kind in _PROCESSES:
         metrics = vars(kind(CollectorRegistry())).values()
@@ -86,11 +73,6 @@ def _family(page: str, metric: MetricWrapperBase) -> Family:
         tuple(metric._labelnames),
         described.documentation,
     )
-
-
-def known_series() -> dict[str, frozenset[str]]:
-    """The labels of every series of a cluster, by its name."""
-    return {name: labels for family in families() for name, labels in family.series.items()}
 
 
 _HEAD = """# Metrics
