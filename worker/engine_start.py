@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from engine.engine import Engine, EngineSettings, build_engine, device_of, warm_up
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, device_of, warm_up
 from engine.kv.kv_cache import Allocate
 from engine.parallel.ranks import Leader
 from worker.core.engine_thread import run_sharing

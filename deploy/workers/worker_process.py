@@ -14,7 +14,7 @@ from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node import NodeShare, model_paths
 
 if TYPE_CHECKING:
-    from worker.following import FollowingWorker
+    from worker.follower import FollowerWorker
     from worker.process import WorkerProcess
     from worker.role import RoleFactory
     from worker.settings import WorkerSettings
@@ -70,10 +70,10 @@ def build_following(
     rank: int,
     address: Mapping[str, str | int],
     process: str,
-) -> FollowingWorker:
+) -> FollowerWorker:
     """A rank above 0 of a worker; ``address`` has the fields of a ``GroupAddress``."""
     from engine.parallel.step_channel import GroupAddress  # noqa: PLC0415
-    from worker.following import FollowingWorker  # noqa: PLC0415
+    from worker.follower import FollowerWorker  # noqa: PLC0415
 
     found = GroupAddress(str(address["host"]), int(address["port"]), str(address["token"]))
-    return FollowingWorker(worker_settings(settings, share), rank, found, process)
+    return FollowerWorker(worker_settings(settings, share), rank, found, process)

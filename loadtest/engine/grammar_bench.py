@@ -23,7 +23,8 @@ from rich.table import Table
 
 from baton.grammar import Grammar, GrammarKind
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, warm_up
 from engine.execution.grammar_rows import GrammarRows
 from engine.sampling.sampling import SampleRow
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan

@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.local import generate
+from engine.offline import generate
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
 from planning.common.report import whole_table

@@ -13,8 +13,9 @@ from baton.client import Client
 from baton.request import SequenceSpec
 from baton.rpc.convert import sampling_to_proto
 from baton.sampling_params import SamplingParams
-from engine.engine import EngineSettings, build_engine
-from engine.local import generate
+from engine.build import build_engine
+from engine.engine import EngineSettings
+from engine.offline import generate
 from tests.e2e.test_api import series
 from tests.support.e2e.cluster import UpProcess
 from tests.support.models import make_padded_model, make_tiny_model

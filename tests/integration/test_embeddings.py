@@ -11,7 +11,7 @@ import pytest
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.local import generate
+from engine.offline import generate
 from router.core.served_model import ServedModel
 from tests.integration.test_handoff import BLOCK, prompt_of, reference
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster

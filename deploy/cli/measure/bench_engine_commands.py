@@ -117,7 +117,8 @@ def quality(
     answer: Annotated[int, typer.Option(min=1, help="Tokens per compared answer.")] = 64,
 ) -> None:
     """Compare quantization formats by perplexity and agreement."""
-    from engine.engine import Engine, build_engine  # noqa: PLC0415
+    from engine.build import build_engine  # noqa: PLC0415
+    from engine.engine import Engine  # noqa: PLC0415
     from loadtest.engine.quality import (  # noqa: PLC0415
         Candidate,
         QualitySettings,

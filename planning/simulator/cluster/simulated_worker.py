@@ -37,7 +37,7 @@ from planning.simulator.costs.step_model import StepLoad, shape_of
 from planning.simulator.costs.worker_profile import WorkerProfile
 
 PUBLISH_S = 0.05
-"""From a prompt's coming or going to its events, as ``worker.process`` publishes."""
+"""From the start or end of a prompt to its events: see ``worker.registry.index_publisher``."""
 
 
 class WorkerListener(Protocol):

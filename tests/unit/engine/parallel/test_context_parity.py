@@ -14,7 +14,8 @@ import torch
 
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from engine.parallel.ranks import FormedGroup
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from engine.step.step import StepInput
@@ -180,6 +181,6 @@ def test_ranks_share_the_memory_of_the_pool(built: dict[str, EngineSettings]) ->
 def test_what_ranks_do_not_do_is_refused(
     built: dict[str, EngineSettings], changes: dict[str, Any], reason: str
 ) -> None:
-    nobody = cast(FormedGroup, SimpleNamespace(lead=None, group=None))
+    nobody = cast(FormedGroup, SimpleNamespace(leader=None, group=None))
     with pytest.raises(ConfigError, match=reason):
         build_engine(replace(built["dense"], **changes), ranks=nobody)

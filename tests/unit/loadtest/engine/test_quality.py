@@ -14,7 +14,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
 from loadtest.engine.quality import Candidate, QualitySettings, draw, measure, read_tokens

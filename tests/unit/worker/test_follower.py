@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.following import _ending_at_once
+from worker.follower import _ending_at_once
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])

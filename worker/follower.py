@@ -20,7 +20,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
-from engine.engine import build_following, device_of
+from engine.build import build_follower
+from engine.engine import device_of
 from engine.parallel.ranks import FORM_S, Follower
 from engine.parallel.step_channel import GroupAddress
 from kvtransfer.memory.memory import BlockMemory
@@ -45,7 +46,7 @@ OnLost = Callable[[str], None]
 """Ends the process: its thread may be inside a collective operation that waits for others."""
 
 
-class FollowingWorker:
+class FollowerWorker:
     """Rank ``rank``, from 1, of the worker that ``settings`` describe."""
 
     def __init__(
@@ -65,28 +66,28 @@ class FollowingWorker:
         use_device(device)
         exchanges = not built.divides_context
         memory = PoolMemory(shared=exchanges and settings.config.transport in ("auto", "shm"))
-        following = Follower(self._address, self._rank, ranks, FORM_S, self._process)
+        follower = Follower(self._address, self._rank, ranks, FORM_S, self._process)
         name = f"{settings.slot}: rank {self._rank} of {ranks}"
         watch = DeviceWatch(device, lambda reason: on_lost(f"{name} ends: {reason}"))
         try:
-            group = following.form(device, on_lost)
+            group = follower.form(device, on_lost)
             log.info("%s loads", name)
-            model, cache = build_following(built, group, memory.allocate)
+            model, cache = build_follower(built, group, memory.allocate)
             with contextlib.ExitStack() as serving:
                 # Of ranks that divide prompts rank 0 sends all of a block.
                 address = _NOWHERE
                 if exchanges:
                     address = serving.enter_context(self._serving(memory.of(cache), device))
-                following.ready(address)
+                follower.ready(address)
                 log.info("%s is ready, and serves on %s", name, address)
                 if settings.core_board and device.type == "cpu":
                     give_way()
                 watch.start()
                 with _ending_at_once(name, device, on_lost):
-                    following.run(model, cache)
+                    follower.run(model, cache)
         finally:
             watch.stop()
-            following.close()
+            follower.close()
             memory.close()
 
     @contextlib.contextmanager

@@ -1,25 +1,23 @@
-"""One process doing both: prompt and answer on one engine, without a cluster.
+"""Offline inference: prompts and answers on one engine, without a cluster.
 
-The yardstick for the cluster's answers, in tests and benchmarks.
+The reference for the cluster's answers, in tests and benchmarks.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton.hashing import hash_key
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
-from engine.engine import Engine
+from engine.engine import Engine, make_sequence
 from engine.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class LocalOutput:
+class OfflineOutput:
     """An answer: its tokens, a stop token included, and why it ended."""
 
     token_ids: tuple[int, ...]
@@ -30,10 +28,10 @@ class LocalOutput:
     """fp32 [hidden_size], where it is wanted."""
 
 
-def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[LocalOutput]:
+def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[OfflineOutput]:
     """Run all sequences to their ends, batched as the scheduler sees fit.
 
-    A spec of several choices has so many answers, one after another.
+    A spec of several choices has that number of answers, one after another.
     """
     ids = itertools.count()
     first = [make_sequence(engine, next(ids), spec, next_id=lambda: next(ids)) for spec in specs]
@@ -48,45 +46,6 @@ def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[LocalOutput]
     return [_output(sequence, found[sequence]) for sequence in sequences]
 
 
-def make_sequence(
-    engine: Engine,
-    sequence_id: int,
-    spec: SequenceSpec,
-    *,
-    prefill_only: bool = False,
-    queued_at: float = 0.0,
-    deadline: float = math.inf,
-    next_id: Callable[[], int] | None = None,
-) -> Sequence:
-    """A sequence for this engine: its stop tokens and its hash key come from the model.
-
-    The rest is as ``Sequence`` takes it. ``next_id`` gives the siblings' ids where the spec has
-    several choices; without it the first one alone is made.
-    """
-    sampling = spec.sampling
-    eos = engine.config.eos_ids if sampling.ends_at_eos else ()
-    stop_ids = tuple(sorted({*eos, *sampling.stop_token_ids}))
-    key = hash_key(engine.fingerprint, spec.cache_salt)
-
-    def made(number: int, choice: int, queued_at: float = 0.0) -> Sequence:
-        return Sequence(
-            number,
-            spec,
-            stop_ids=stop_ids,
-            hash_key=key,
-            prefill_only=prefill_only,
-            queued_at=queued_at,
-            deadline=deadline,
-            choice=choice,
-        )
-
-    sequence = made(sequence_id, spec.choice, queued_at)
-    if next_id is not None:
-        others = range(spec.choice + 1, spec.choice + spec.choices)
-        sequence.siblings = tuple(made(next_id(), choice) for choice in others)
-    return sequence
-
-
 def compile_grammar(engine: Engine, sequence: Sequence) -> None:
     """Make a sequence follow its grammar, if it has one. Raises InvalidGrammar.
 
@@ -97,11 +56,11 @@ def compile_grammar(engine: Engine, sequence: Sequence) -> None:
         sequence.follow(engine.grammars.matcher(grammar))
 
 
-def _output(sequence: Sequence, logprobs: list[TokenLogprobs]) -> LocalOutput:
+def _output(sequence: Sequence, logprobs: list[TokenLogprobs]) -> OfflineOutput:
     if sequence.finish_reason is None:
         raise RuntimeError("the scheduler stopped before the sequence ended")
     answer = sequence.token_ids[sequence.prompt_length :]
-    return LocalOutput(
+    return OfflineOutput(
         tuple(answer),
         sequence.finish_reason,
         tuple(logprobs),
