@@ -14,8 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
 from baton.telemetry.worker_metrics import WorkerMetrics
 from tests.unit.tools.metric_lint import problems
-from tools.metric_catalogue import Family, families, known_series
-from tools.metrics_reference import reference
+from tools.metrics_reference import Family, families, known_series, reference
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 KINDS = (RouterMetrics, WorkerMetrics, SupervisorMetrics)
