@@ -61,8 +61,8 @@ def build_engine(
         draft = _load_draft(loaded)
         cache = _kv_cache(loaded, allocate, None if draft is None else draft.config)
         name = hashed.result()
-        lead = None if ranks is None else ranks.lead
-        runner = _runner(loaded, cache, name, _speculation(loaded, cache, draft), lead)
+        leader = None if ranks is None else ranks.leader
+        runner = _runner(loaded, cache, name, _speculation(loaded, cache, draft), leader)
         return _assembled(loaded, draft, runner, name)
 
 
@@ -165,28 +165,28 @@ def _runner(
     cache: KvCache,
     name: str,
     speculation: StepSpeculation | None,
-    lead: Leader | None,
+    leader: Leader | None,
 ) -> ModelRunner:
     """With the fastest step model that there is for the device."""
     source, model = loaded.source, loaded.model
     settings, vocab_size = source.settings, source.config.vocab_size
     device = cache.data.device
     embedder = Embedder(model)
-    copy = None if lead is None else lead.copier(cache.copy)
+    copy = None if leader is None else leader.copier(cache.copy)
     if loaded.weights is not None:
         # Here, and below: what is for GPUs would take a worker on a CPU half a second to import.
         from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
         from engine.gpu.runner import GpuRunner  # noqa: PLC0415
         from engine.gpu.speculation import make_overlap_speculation  # noqa: PLC0415
 
-        gpu_model = gpu_decoder(loaded.weights, cache, max_rows(settings, device), lead)
+        gpu_model = gpu_decoder(loaded.weights, cache, max_rows(settings, device), leader)
         drafts = make_overlap_speculation(drafter_of(settings, device))
         return GpuRunner(gpu_model, cache, device, vocab_size, drafts, embedder, copy)
     step_model = _step_model(model, cache, name)
     if settings.deterministic:
         _check_deterministic(step_model, settings)
-    if lead is not None:
-        step_model = LeaderModel(step_model, lead)
+    if leader is not None:
+        step_model = LeaderModel(step_model, leader)
     return ModelRunner(step_model, cache, device, vocab_size, speculation, embedder, copy)
 
 

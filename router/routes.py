@@ -61,6 +61,8 @@ Unknown fields are ignored; known ones that are not served are refused by name.
 """
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
+_DIRECT = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS)
+"""Paths whose handlers the gate calls itself. They take a Request and return a Response."""
 
 
 SupervisorPage = Callable[[], Awaitable[str | None]]
@@ -130,16 +132,11 @@ def make_apps(
     _add_openai(app, apis.openai, apis.service.model.id)
     _add_apis(app, apis)
     _add_operations(app, dispatcher, metrics, number, supervisor, config)
-    for endpoints in more:
-        endpoints.mount(app)
+    for one in more:
+        one.mount(app)
     describe(app)
-    direct = {
-        CHAT: apis.openai.chat_completions,
-        COMPLETIONS: apis.openai.completions,
-        RESPONSES: apis.responses.create,
-        MESSAGES: apis.messages.create,
-        EMBEDDINGS: apis.embeddings.create,
-    }
+    endpoints = {route.path: route.endpoint for route in app.routes if isinstance(route, Route)}
+    direct = {path: endpoints[path] for path in _DIRECT}
     if not config.admin_http:
         return Apps(gated(app, access, config, metrics, direct=direct), None, _paths(app))
     return Apps(

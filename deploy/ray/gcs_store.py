@@ -1,10 +1,10 @@
-"""The store behind Ray's control store (GCS), where it has one: then the GCS may die.
+"""The store behind Ray's control store (GCS), if it has one: then the GCS may die.
 
-A GCS that has a store reads all it knows from there when it is started again; meanwhile actors run
-on, and calls between them go through. It has the store of Baton's registry never: what loses one
-must not lose the other.
+A GCS with a store reads its state from there when it is started again. Meanwhile actors run on, and
+calls between them go through. It never shares the store of Baton's registry, so that a fault of one
+does not lose both.
 
-An embedded one keeps what it is told in a file of the run directory: its own death loses nothing.
+An embedded store keeps its data in a file of the run directory: its own death loses nothing.
 """
 
 from __future__ import annotations

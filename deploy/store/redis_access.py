@@ -57,14 +57,14 @@ def url_with_certificates(url: str, tls: TlsConfig, user: StoreUser) -> str:
     files = tls.of(user)
     if parts.scheme != "rediss":
         return url
-    told = dict(parse_qsl(parts.query))
+    query = dict(parse_qsl(parts.query))
     if tls.redis_ca:
-        told.setdefault("ssl_ca_certs", tls.redis_ca)
+        query.setdefault("ssl_ca_certs", tls.redis_ca)
     if files is not None:
-        told.setdefault("ssl_ca_certs", str(files.authority))
-        if "ssl_certfile" not in told and told["ssl_ca_certs"] == str(files.authority):
-            told |= {"ssl_certfile": str(files.certificate), "ssl_keyfile": str(files.key)}
-    return parts._replace(query=urlencode(told)).geturl()
+        query.setdefault("ssl_ca_certs", str(files.authority))
+        if "ssl_certfile" not in query and query["ssl_ca_certs"] == str(files.authority):
+            query |= {"ssl_certfile": str(files.certificate), "ssl_keyfile": str(files.key)}
+    return parts._replace(query=urlencode(query)).geturl()
 
 
 async def check_redis(url: str, flag: str = "--redis-url") -> str:

@@ -55,17 +55,17 @@ class StatusStore:
 
     async def read(self) -> SupervisionStatus | None:
         """The status; None where no supervisor has published one lately."""
-        told = await self._client.get(self._key)
-        return None if told is None else _parse(told)
+        stored = await self._client.get(self._key)
+        return None if stored is None else _parse(stored)
 
     async def clear(self) -> None:
         """Delete the status: the cluster ends."""
         await self._client.delete(self._key)
 
 
-def _parse(told: bytes | str) -> SupervisionStatus | None:
+def _parse(stored: bytes | str) -> SupervisionStatus | None:
     try:
-        fields = json.loads(told)
+        fields = json.loads(stored)
         slots = {name: _slot(news) for name, news in fields.pop("slots").items()}
         return SupervisionStatus(**fields, slots=slots)
     except (ValueError, TypeError, KeyError):

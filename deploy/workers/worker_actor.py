@@ -117,7 +117,7 @@ class WorkerThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._process: WorkerProcess | None = None
         self._drains: set[asyncio.Task[bool]] = set()
-        self._leaving_told = threading.Event()
+        self._leaving_known = threading.Event()
         self._terms = 0
         self._leave_by: float | None = None
         """Deadline of its running requests, once this process has to leave; monotonic."""
@@ -141,12 +141,12 @@ class WorkerThread:
         """Whether it leaves. A worker that nothing can reach ends: see ``UNLISTED_S``."""
         process = self._process
         if process is not None and process.leave_by is not None:
-            self._leaving_told.set()
+            self._leaving_known.set()
             return True
         if unlisted_s > UNLISTED_S and self._serves() and not self._is_reached():
             fail(
                 f"worker {self._settings.slot} ends: for {unlisted_s:.0f} s it was not in the"
-                " registry, though others were, and nobody was connected to it"
+                " registry, though others were, and nothing was connected to it"
             )
         return False
 
@@ -171,7 +171,7 @@ class WorkerThread:
         if loop is None or process is None or gone or not self._serves():
             end_process(0)
         if self._terms == 1:
-            log.info("worker %s was told to leave (SIGTERM)", self._settings.slot)
+            log.info("worker %s leaves (SIGTERM)", self._settings.slot)
             self.drain(self._settings.drain_s)
         else:
             self._leave_by = time.monotonic()
@@ -257,7 +257,7 @@ class WorkerThread:
             log.info("worker %s was drained", self._settings.slot)
             end_tracing()
             # A supervisor that does not know of the drain would count a death.
-            self._leaving_told.wait(_TELL_S)
+            self._leaving_known.wait(_TELL_S)
             time.sleep(_ANSWER_S)
             end_process(0)
         log.error("worker %s ended unexpectedly", self._settings.slot)

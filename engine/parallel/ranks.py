@@ -124,16 +124,16 @@ class Leader:
 class FormedGroup:
     """What rank 0 has once all ranks have come."""
 
-    lead: Leader
+    leader: Leader
     group: RankGroup
 
 
 class LeaderModel:
     """Rank 0's ``engine.step.step.StepModel``: has the others compute what it computes."""
 
-    def __init__(self, model: StepModel, lead: Leader) -> None:
+    def __init__(self, model: StepModel, leader: Leader) -> None:
         self._model = model
-        self._lead = lead
+        self._leader = leader
 
     @property
     def layers_done(self) -> int:
@@ -145,7 +145,7 @@ class LeaderModel:
 
     def run(self, step: StepInput) -> StepOutput:
         """Compute the tokens, on all ranks. Raises WorkerFailed where one of them is lost."""
-        with self._lead.computing(step):
+        with self._leader.computing(step):
             return self._model.run(step)
 
     def use_threads(self, threads: int) -> None:

@@ -34,7 +34,7 @@ from router.console.what_if import (
 )
 from router.core.accounting import UNKNOWN_CLASS, RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
-from router.http.body import read_object, validate
+from router.http.client import read_object, validate
 from router.http.openapi import json_body
 from router.http.sse import EventStream, EventStreamResponse
 

@@ -19,7 +19,7 @@ from router.embeddings.protocol import (
     EmbeddingsResponse,
     EmbeddingsUsage,
 )
-from router.http.body import validate
+from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import Answer, Endpoint
 from router.inference.service import InferenceService

@@ -20,9 +20,9 @@ from baton.errors import (
     ModelNotFound,
 )
 from baton.grammars.grammar_gate import GrammarGate
+from baton.host.background import off_loop
 from baton.trace_context import NO_TRACE, TraceContext
 from router.access.api_keys import Caller
-from router.core.offload import off_loop
 from router.core.request import Dispatcher, GenerationRequest, ShownText
 from router.core.served_model import ServedModel
 from router.inference.sampling_input import (

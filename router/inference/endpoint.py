@@ -17,11 +17,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import BatonError
+from baton.host.background import off_loop
 from router.access.api_keys import Caller
-from router.core.offload import off_loop
 from router.core.request import Choice, GenerationRequest, OutputDelta, choices_for
-from router.http.body import read_object
-from router.http.disconnect import unless_disconnected
+from router.http.client import read_object, unless_disconnected
 from router.http.sse import EventStream, EventStreamResponse, error_event
 from router.inference.builder import Arrival
 from router.inference.service import BACKGROUND_WAIT_S, InferenceService
@@ -119,7 +118,7 @@ class Endpoint:
                 await events.write(shown, more=True)
 
         async def tell_limits(headers: Mapping[str, str]) -> None:
-            events.headers = headers
+            events.add_headers(headers)
 
         await self._service.run(
             arrival,

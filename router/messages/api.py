@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import UnsupportedParameter
-from router.http.body import read_object, validate
+from router.http.client import read_object, validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import Answer, Endpoint
 from router.inference.sampling_input import SamplingInput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,23 +15,12 @@ from router.core.request import Choice, GenerationRequest, OutputDelta, without_
 from router.http.sse import DONE, encode_events, to_json
 from router.inference.endpoint import Answer
 from router.openai import protocol as openai_protocol
-from router.openai.answer_details import NOTHING, AnswerDetails, AnswerOptions, ChunkExtras
+from router.openai.answer_details import NOTHING, AnswerDetails, ChunkExtras
+from router.openai.answer_options import AnswerOptions
 from router.tool_calls.formats import ToolFormat
 from router.tool_calls.pieces import CallBegun, Content, Piece
 from router.tool_calls.tool_output import OutputCall, ToolOutput
 from router.tool_calls.tools import CalledFunction, MessageToolCall, ToolUse
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """What an answer says of itself."""
-
-    id: str
-    model_id: str
-    include_usage: bool = False
-    """The stream ends with the usage."""
-    continuous_usage: bool = False
-    """Every chunk has the usage so far."""
 
 
 def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
@@ -50,26 +39,30 @@ def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
 class _OpenAiAnswer(Answer):
     """What both endpoints share. Choices have their places: those of the first prompt, then on."""
 
+    kind: str
+    """The ``object`` of events."""
+
     def __init__(
         self,
-        kind: str,
-        head: AnswerHead,
+        name: str,
+        model_id: str,
         requests: Sequence[GenerationRequest],
         options: AnswerOptions,
         details: AnswerDetails | None,
         *,
         stream: bool,
     ) -> None:
-        """``kind``: the ``object`` of chunks. ``details``: what is asked for beside text."""
+        """``details``: what is asked for beside text; None: nothing."""
         super().__init__(requests, stream=stream)
-        self._head = head
+        self._id = name
+        self._model_id = model_id
         self._created = int(time.time())
         self._options = options
         self._details = details
-        fields = {"id": head.id, "object": kind, "created": self._created, "model": head.model_id}
+        fields = {"id": name, "object": self.kind, "created": self._created, "model": model_id}
         # All chunks of a request have the same ends; only the choice between them differs.
         self._begin = to_json(fields)[:-1] + ',"choices":['
-        self._end = '],"usage":null}' if head.include_usage else "]}"
+        self._end = '],"usage":null}' if options.usage else "]}"
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
         """See ``Answer``."""
@@ -82,7 +75,7 @@ class _OpenAiAnswer(Answer):
 
     def last_events(self) -> bytes:
         """See ``Answer``."""
-        return encode_events([self._usage_chunk(), DONE] if self._head.include_usage else [DONE])
+        return encode_events([self._usage_chunk(), DONE] if self._options.usage else [DONE])
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
         """See ``Answer``."""
@@ -141,7 +134,7 @@ class _OpenAiAnswer(Answer):
     ) -> str:
         choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
         tail = self._end
-        if self._head.continuous_usage:
+        if self._options.continuous_usage:
             tail = f'],"usage":{to_json(usage_of(self.choices).model_dump())}}}'
         if extras is not NOTHING:
             return f"{self._begin}{{{choice}{extras.of_choice}}}]{extras.of_answer}{tail[1:]}"
@@ -151,16 +144,7 @@ class _OpenAiAnswer(Answer):
 class ChatAnswer(_OpenAiAnswer):
     """``/v1/chat/completions``."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        requests: Sequence[GenerationRequest],
-        options: AnswerOptions,
-        details: AnswerDetails | None,
-        *,
-        stream: bool,
-    ) -> None:
-        super().__init__("chat.completion.chunk", head, requests, options, details, stream=stream)
+    kind = "chat.completion.chunk"
 
     def _chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
         events = []
@@ -181,9 +165,9 @@ class ChatAnswer(_OpenAiAnswer):
 
     def _body(self, choices: Sequence[Choice]) -> BaseModel:
         return openai_protocol.ChatCompletion(
-            id=self._head.id,
+            id=self._id,
             created=self._created,
-            model=self._head.model_id,
+            model=self._model_id,
             choices=[
                 openai_protocol.ChatChoice(
                     index=index,
@@ -199,16 +183,7 @@ class ChatAnswer(_OpenAiAnswer):
 class CompletionAnswer(_OpenAiAnswer):
     """``/v1/completions``."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        requests: Sequence[GenerationRequest],
-        options: AnswerOptions,
-        details: AnswerDetails | None,
-        *,
-        stream: bool,
-    ) -> None:
-        super().__init__("text_completion", head, requests, options, details, stream=stream)
+    kind = "text_completion"
 
     def _chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
         extras = self._extras(index, delta, first=first)
@@ -221,9 +196,9 @@ class CompletionAnswer(_OpenAiAnswer):
 
     def _body(self, choices: Sequence[Choice]) -> BaseModel:
         return openai_protocol.Completion(
-            id=self._head.id,
+            id=self._id,
             created=self._created,
-            model=self._head.model_id,
+            model=self._model_id,
             choices=[
                 openai_protocol.CompletionChoice(
                     index=index, text=choice.text, finish_reason=choice.finish
@@ -239,7 +214,8 @@ class ToolChatAnswer(ChatAnswer):
 
     def __init__(
         self,
-        head: AnswerHead,
+        name: str,
+        model_id: str,
         requests: Sequence[GenerationRequest],
         options: AnswerOptions,
         details: AnswerDetails | None,
@@ -248,7 +224,7 @@ class ToolChatAnswer(ChatAnswer):
         *,
         stream: bool,
     ) -> None:
-        super().__init__(head, requests, options, details, stream=stream)
+        super().__init__(name, model_id, requests, options, details, stream=stream)
         self._form = form
         self._use = use
         self._outputs: dict[int, ToolOutput] = {}
@@ -281,9 +257,9 @@ class ToolChatAnswer(ChatAnswer):
 
     def _body(self, choices: Sequence[Choice]) -> BaseModel:
         return openai_protocol.ChatCompletion(
-            id=self._head.id,
+            id=self._id,
             created=self._created,
-            model=self._head.model_id,
+            model=self._model_id,
             choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=usage_of(choices),
         )

@@ -9,16 +9,17 @@ from fastapi import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidRequest
+from baton.host.background import off_loop
 from baton.sampling_params import SCALAR_FIELDS
-from router.core.offload import off_loop
-from router.http.body import validate
+from router.http.client import validate
 from router.inference.builder import Arrival, Prompt
 from router.inference.endpoint import Answer, Endpoint
 from router.inference.sampling_input import SamplingInput, banned_runs
 from router.inference.service import InferenceService
-from router.openai.answer import AnswerHead, ChatAnswer, CompletionAnswer, ToolChatAnswer
-from router.openai.answer_details import AnswerDetails, AnswerOptions
+from router.openai.answer import ChatAnswer, CompletionAnswer, ToolChatAnswer
+from router.openai.answer_details import AnswerDetails
 from router.openai.answer_options import (
+    AnswerOptions,
     chat_options,
     completion_options,
     scoring,
@@ -33,8 +34,9 @@ from router.openai.protocol import (
     Model,
     ModelList,
     SamplingFields,
+    refuse_unsupported_chat,
+    refuse_unsupported_completion,
 )
-from router.openai.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
 from router.tool_calls.tools import tool_use
 
 _SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
@@ -65,7 +67,6 @@ class OpenAiApi:
         refuse_unsupported_chat(raw)
         options, template = chat_options(body), template_options(body)
         tools = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-        head = _head(body, arrival)
         request = await self._builder.chat(
             arrival,
             openai_turns(body.messages),
@@ -79,7 +80,8 @@ class OpenAiApi:
         details = None
         if not options.plain:
             details = AnswerDetails(options, self._tokenizer, [request], [None], is_chat=True)
-        parts, stream = (head, [request], options, details), bool(body.stream)
+        parts = (arrival.request_id, body.model, [request], options, details)
+        stream = bool(body.stream)
         if tools is None:
             return ChatAnswer(*parts, stream=stream)
         return ToolChatAnswer(*parts, self._builder.tool_format, tools, stream=stream)
@@ -90,7 +92,6 @@ class OpenAiApi:
         refuse_unsupported_completion(raw)
         prompts = prompts_of(body.prompt)
         options = completion_options(body, len(prompts))
-        head = _head(body, arrival)
         requests = await self._builder.prompts(
             arrival,
             prompts,
@@ -109,7 +110,8 @@ class OpenAiApi:
                 echoed,
                 lambda: AnswerDetails(options, self._tokenizer, requests, texts, is_chat=False),
             )
-        return CompletionAnswer(head, requests, options, details, stream=bool(body.stream))
+        parts = (arrival.request_id, body.model, requests, options, details)
+        return CompletionAnswer(*parts, stream=bool(body.stream))
 
     async def list_models(self, request: Request) -> ModelList:
         """List the models that are served."""
@@ -142,18 +144,6 @@ class OpenAiApi:
             root=self._model.id,
             max_model_len=self._builder.context_length,
         )
-
-
-def _head(body: SamplingFields, arrival: Arrival) -> AnswerHead:
-    """Raises InvalidRequest."""
-    options = body.stream_options
-    if options is None:
-        return AnswerHead(arrival.request_id, body.model)
-    if not body.stream:
-        raise InvalidRequest("stream_options is only for stream: true", param="stream_options")
-    usage = bool(options.include_usage)
-    continuous = usage and bool(options.continuous_usage_stats)
-    return AnswerHead(arrival.request_id, body.model, usage, continuous)
 
 
 def sampling_of(body: SamplingFields, max_tokens: int | None = None) -> SamplingInput:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
 from router.core.fields import Int, Ints
-from router.http.body import read_object, validate
+from router.http.client import read_object, validate
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
 from router.openai.conversation import openai_turns

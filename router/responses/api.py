@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidRequest, UnsupportedParameter
-from router.http.body import validate
+from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import Answer, Endpoint
 from router.inference.sampling_input import SamplingInput

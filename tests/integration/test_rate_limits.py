@@ -238,7 +238,7 @@ async def test_an_answer_that_comes_too_late_is_undone(
     assert await limits.enter(limited, 1, 300.0) is None
     monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):
-        while not limits._teller:
+        while not limits._reporting:
             await asyncio.sleep(0.01)
     await limits.close()
     await enter(limits, limited)

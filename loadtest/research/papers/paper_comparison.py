@@ -7,7 +7,7 @@ What is compared, and why figures differ, is in docs/simulator.md. Sources:
 - DistServe: Zhong et al., DistServe: Disaggregating Prefill and Decoding for Goodput-optimized
   Large Language Model Serving, OSDI 2024; its authors' article "Throughput is Not All You Need"
   (2024) has the experiment with 512 tokens in and 64 out on an A100.
-- Splitwise: see ``loadtest.research.papers.splitwise_comparison``.
+- Splitwise: see ``loadtest.research.papers.splitwise``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 
 from loadtest.research.papers.paper_tools import SEED, Finding, MeetsSlos, best_rate, quiet_config
-from loadtest.research.papers.splitwise_comparison import KINDS, equal_cost, equal_power
+from loadtest.research.papers.splitwise import KINDS, equal_cost, equal_power
 from planning.common.report import print_whole, whole_table
 from planning.common.traces import TracedRequest, read_trace
 from planning.simulator.cluster_shape import ClusterShape

@@ -16,7 +16,7 @@ import typer
 import uvloop
 from rich.console import Console
 
-from loadtest.common.line_service import helper
+from loadtest.common.json_worker import helper
 from loadtest.generator.load_run import LoadRun, run_load
 from loadtest.generator.load_settings import (
     LoadSettings,

@@ -181,6 +181,6 @@ def test_ranks_share_the_memory_of_the_pool(built: dict[str, EngineSettings]) ->
 def test_what_ranks_do_not_do_is_refused(
     built: dict[str, EngineSettings], changes: dict[str, Any], reason: str
 ) -> None:
-    nobody = cast(FormedGroup, SimpleNamespace(lead=None, group=None))
+    nobody = cast(FormedGroup, SimpleNamespace(leader=None, group=None))
     with pytest.raises(ConfigError, match=reason):
         build_engine(replace(built["dense"], **changes), ranks=nobody)

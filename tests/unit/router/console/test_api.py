@@ -32,8 +32,8 @@ from tests.support.router.front_fakes import (
     serve,
 )
 from tests.support.router.looks import record
+from tests.unit.router.access.test_access import bearer, key
 from tests.unit.router.console.test_what_if import recent
-from tests.unit.router.test_gates import bearer, key
 
 DEADLINE_S = 20.0
 STATIC = files("router.console").joinpath("static")

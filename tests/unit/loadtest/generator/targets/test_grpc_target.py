@@ -14,7 +14,7 @@ from baton.rpc.grpc_channel import make_server
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.targets.grpc_target import GrpcTarget
 from loadtest.generator.targets.target import AskOptions, RunClock
-from loadtest.generator.workload.planned_request import PlannedRequest, Prompt
+from loadtest.generator.workload.prompts import PlannedRequest, Prompt
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import add_grpc, make_front
 

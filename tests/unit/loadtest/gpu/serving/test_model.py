@@ -12,7 +12,7 @@ from engine.build import build_engine
 from engine.engine import Engine, EngineSettings
 from engine.offline import generate
 from loadtest.gpu.common.models import tensor_shapes
-from loadtest.gpu.serving.model import BILLION, TINY, write_model
+from loadtest.gpu.serving.phase import BILLION, TINY, write_model
 from router.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

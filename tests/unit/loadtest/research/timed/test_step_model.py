@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
-from loadtest.research.timed.step_model import (
+from loadtest.research.timed.engine import (
     FIRST_TOKEN_ID,
     PLANNED_AHEAD_S,
     TOKEN_IDS,

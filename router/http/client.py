@@ -1,18 +1,26 @@
-"""Reads JSON bodies, bounded in size and time."""
+"""What handlers learn from an HTTP client: its JSON body, bounded, and its disconnect."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import pydantic_core
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.types import Receive
 
 from baton.errors import InvalidRequest, RequestTooLarge
 from baton.liveness.listening import listening
 from router.http.errors import from_validation
 
+T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
+
+
+class ClientGone(Exception):
+    """The client has disconnected; there is no one to answer."""
 
 
 async def read_object(request: Request, limit: int, deadline_s: float) -> dict[str, Any]:
@@ -67,3 +75,32 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def _too_large(limit: int) -> RequestTooLarge:
     return RequestTooLarge(f"the body is larger than {limit} bytes")
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """Await ``work``, in the caller's task. It is cancelled when the client disconnects.
+
+    The request's body must have been read. Raises ClientGone, and all that ``work`` raises, after
+    ``work`` has ended and cleaned up.
+    """
+    worker = asyncio.current_task()
+    assert worker is not None, "not in a task"
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        worker.cancel()
+
+    watcher = asyncio.create_task(watch(), name="disconnect")
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # A cancellation from elsewhere, such as the server's, continues.
+        if is_gone and not worker.uncancel():
+            raise ClientGone from None
+        raise
+    finally:
+        watcher.cancel()

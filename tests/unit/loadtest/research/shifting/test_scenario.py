@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadtest.research.shifting.traffic import LONG_ANSWERS, LONG_PROMPTS, ShiftingTraffic
+from loadtest.research.shifting.scenario import LONG_ANSWERS, LONG_PROMPTS, ShiftingTraffic
 
 TRAFFIC = ShiftingTraffic(8.0, 40.0, seed=3)
 

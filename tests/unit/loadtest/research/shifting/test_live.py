@@ -10,13 +10,13 @@ import pytest
 
 from baton.config.cluster import Config
 from baton.errors import Unavailable
-from loadtest.research.shifting import case
-from loadtest.research.shifting.live_cluster import LiveCluster, toml_of
+from loadtest.research.shifting import scenario
+from loadtest.research.shifting.live import LiveCluster, toml_of
 
 
 @pytest.mark.parametrize("autoscaled", [False, True])
 def test_its_configuration_is_written_as_it_is(*, autoscaled: bool) -> None:
-    fields = case.fields(autoscaled=autoscaled)
+    fields = scenario.fields(autoscaled=autoscaled)
     written = tomllib.loads(toml_of(fields))
     assert written == fields
     assert Config(**written).autoscaler.enabled == autoscaled

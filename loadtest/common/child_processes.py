@@ -1,15 +1,11 @@
-"""A child process and its descendants, as one group that is ended as one.
-
-States: running → (ended by itself | asked to end → ended | killed).
-
-Run as a module it becomes another program that ends with its parent: see ``ending_with_parent``.
-"""
+"""Child processes of benchmarks: groups that end as one, pinned cores, and a Valkey."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,10 +14,13 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
+import redis
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, Unavailable
 from baton.host.process_end import end_with_parent
+from baton.valkey_binary import valkey_binary
 
+LOOPBACK = "127.0.0.1"
 GRACE_S = 30.0
 """How long a group may take to end after SIGTERM before it is killed."""
 _KILL_S = 10.0
@@ -146,6 +145,64 @@ def _become(parent: int, command: list[str]) -> None:
     # A parent that ended before the call above sends no signal.
     if os.getppid() == parent:
         os.execv(command[0], command)  # noqa: S606 - a program that the caller named
+
+
+def free_port() -> int:
+    """A port of the loopback address that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def cores() -> list[int]:
+    """The cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def pinned(core: int) -> Iterator[None]:
+    """This thread, and what it starts meanwhile, runs on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+_START_S = 10.0
+_STORE_POLL_S = 0.02
+
+
+@contextlib.contextmanager
+def bench_store(folder: Path) -> Iterator[str]:
+    """Run a Valkey in ``folder``, which is the caller's own and has a short path; yield its URL.
+
+    It listens on a socket file, which only this user may open, and on no port. It ends with the
+    process that started it, even if that is killed.
+
+    Raises ConfigError where there is no Valkey, Unavailable where it does not come up.
+    """
+    socket, log = folder / "valkey.sock", folder / "valkey.log"
+    options = ("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600")
+    nothing_on_disk = ("--save", "", "--appendonly", "no", "--dir", str(folder))
+    command = ending_with_parent((valkey_binary(), *options, *nothing_on_disk))
+    with process_group(command, os.environ, log) as process:
+        url = f"unix://{socket}"
+        deadline = time.monotonic() + _START_S
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise Unavailable(f"Valkey does not answer:\n{last_lines(log)}")
+            time.sleep(_STORE_POLL_S)
+        yield url
+
+
+def _answers(url: str) -> bool:
+    try:
+        with redis.Redis.from_url(url, socket_timeout=1.0) as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False
 
 
 if __name__ == "__main__":

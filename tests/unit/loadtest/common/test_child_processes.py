@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadtest.common.process_group import ending_with_parent, process_group
+from loadtest.common.child_processes import ending_with_parent, process_group
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from loadtest.common.process_group import ending_with_parent, process_group
+from loadtest.common.child_processes import ending_with_parent, process_group
 with process_group(ending_with_parent(sys.argv[1:]), os.environ, Path(os.devnull)) as child:
     print(child.pid, flush=True)
     time.sleep(600)

@@ -19,7 +19,7 @@ from typing import Any
 
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.rpc.grpc_errors import error_from_code
-from loadtest.common.process_group import last_lines
+from loadtest.common.child_processes import last_lines
 
 Fields = dict[str, Any]
 Answerer = Callable[[Fields], Awaitable[Fields]]

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from loadtest.research.papers.paper_tools import quiet_config
-from loadtest.research.papers.splitwise_comparison import (
+from loadtest.research.papers.splitwise import (
     KINDS,
+    SplitwiseCosts,
     conversations,
     machine,
     missed,
     slowdowns,
 )
-from loadtest.research.papers.splitwise_costs import SplitwiseCosts
 from planning.common.traces import Trace, TracedRequest
 from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.costs.step_model import StepLoad

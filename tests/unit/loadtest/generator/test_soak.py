@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.generator.footprint import (
+from loadtest.generator.soak import (
     Footprint,
     growing,
+    held_in,
     measure_processes,
     still_held,
     verdict,
 )
-from loadtest.generator.soak import held_in
 
 MIB = 1 << 20
 

@@ -1,4 +1,4 @@
-"""No endpoint of a router's fronts answers without the key that it takes."""
+"""Access control of both listeners: no endpoint answers without the key that it requires."""
 
 from __future__ import annotations
 
