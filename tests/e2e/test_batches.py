@@ -16,7 +16,7 @@ import pytest
 from baton.client import Client, Message, Sampling
 from baton.client.http_api import open_api, open_async_api
 from tests.clients.checking import check, chosen
-from tests.http_batches import begin_batch
+from tests.support.http_batches import begin_batch
 from tests.support.e2e.cluster import BATON, UpProcess, wait_until_gone
 
 DEADLINE_S = 120.0
