@@ -177,10 +177,11 @@ async def test_a_transfer_that_breaks_ends_its_prompt(
         await world.step()
     handoffs.break_transfer(HandoffError("the wire is cut"))
     room.set()
+    await settle()
+    await world.drain()
     with pytest.raises(HandoffError, match="cut"):
         await call
     assert handoffs.closed == 1
-    await world.drain()
     world.check_nothing_is_held()
 
 
@@ -188,9 +189,10 @@ async def test_an_attempt_is_computed_once_at_a_time(monkeypatch: pytest.MonkeyP
     """Two routers' streams, or a stream that was opened again, may bring it twice."""
     world = World(monkeypatch)
     first = await world.call(spec_of(max_tokens=1))
-    with pytest.raises(TicketEnded, match="is placed"):
-        await (await world.call(spec_of(max_tokens=1)))
+    second = await world.call(spec_of(max_tokens=1))
     await world.drain()
+    with pytest.raises(TicketEnded, match="is placed"):
+        await second
     assert len(await first) == 1
     again = await world.call(spec_of(max_tokens=1))
     await world.drain()
@@ -210,8 +212,9 @@ async def test_prompts_of_a_worker_that_stops_end_in_every_state(
     await world.step()
     await world.role.close()
     room.set()
+    await settle()
+    await world.drain()
     for call in (reserving, computing):
         with pytest.raises(WorkerFailed, match="stopping"):
             await call
-    await world.drain()
     world.check_nothing_is_held()
