@@ -7,27 +7,25 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from baton.config.cluster import Config
 from baton.errors import ConfigError
-from planning.common.machine import this_machine
-from planning.common.report_output import write_json
+from planning.common.report import this_machine, write_json
 from planning.common.slo import Slo
 from planning.common.traces import read_trace
-from planning.planner.cluster_kind import Budget
-from planning.planner.evaluation import Evaluation
-from planning.planner.planner import Planner
-from planning.planner.prices import parse_prices, price_of
+from planning.planner.alternatives import median_input
+from planning.planner.cluster_kind import DEFAULT_TRANSPORTS, Budget
+from planning.planner.evaluation import Evaluation, Trial
+from planning.planner.planner import CapacityPlanner
 from planning.planner.report.plan_config import plan_file
 from planning.planner.report.plan_page import write_page
-from planning.planner.report.plan_progress import PlanProgress
 from planning.planner.report.plan_report import PlanReport, show
-from planning.planner.transports import DEFAULT_TRANSPORTS
-from planning.planner.wisdom import median_input
-from planning.planner.worker_kinds import roles, transports, worker_kinds
+from planning.planner.worker_kinds import parse_prices, price_of, roles, transports, worker_kinds
 
 Say = Callable[[str], None]
 _MINUTE_S = 60.0
@@ -51,7 +49,7 @@ class PlanSettings:
     """Of tensor parallelism; none: the smallest two that will do."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     prices: tuple[str, ...] = ()
-    """See ``planning.planner.prices``."""
+    """See ``planning.planner.worker_kinds``."""
     minutes: float = 10.0
     """Of the busiest part of a trace, in which is searched; 0: all of it."""
     scale_time: float = 1.0
@@ -113,7 +111,7 @@ def make_report(settings: PlanSettings, config: Config, progress: PlanProgress) 
     found = roles(
         kinds, evaluation.traffic["peak"], config, settings.target, every=bool(settings.degrees)
     )
-    planner = Planner(
+    planner = CapacityPlanner(
         evaluation, found, transports(settings.transports), settings.budget, settings.target
     )
     plan = planner.plan()
@@ -166,3 +164,37 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     budget = {name: bound for name, bound in fields["budget"].items() if bound < float("inf")}
     traces = [str(path) for path in fields["traces"]]
     return fields | {"budget": budget, "traces": traces}
+
+
+class PlanProgress:
+    """Owned by the command; a spinner runs while it is entered."""
+
+    def __init__(self, console: Console, say: Callable[[str], None]) -> None:
+        """Draws where ``console`` is a terminal."""
+        self._say = say
+        self._status = console.status("reading") if console.is_terminal else None
+        self._best = ""
+
+    def __enter__(self) -> PlanProgress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def hear(self, trial: Trial) -> None:
+        """A simulation begins, or has ended."""
+        if self._status is not None:
+            if trial.figures is not None:
+                self._best = trial.text()
+            before = f" (before: {self._best})" if self._best and trial.figures is None else ""
+            self._status.update(escape(f"simulation {trial.text()}{before}"))
+        elif trial.figures is not None:
+            self._say(trial.text())

@@ -12,11 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from baton.config.cluster import Config
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import print_whole, this_machine, whole_table, write_json
 from planning.common.traces import read_trace
 from planning.simulator.cluster_shape import ClusterShape
-from planning.simulator.costs.worker_kinds import read_profile
+from planning.simulator.costs.worker_profile import read_profile
 from planning.simulator.simulation import simulate
 from planning.simulator.summary import summary
 

@@ -31,13 +31,14 @@ from baton.telemetry.tracing import end_tracing, start_tracing
 from router.access.access import Access
 from router.access.api_keys import KeyWatch
 from router.access.rate_limits import RateLimits
+from router.app import make_application
 from router.console.what_if import WhatIfProgram
-from router.core.request_recorder import RequestStats
+from router.core.accounting import RequestStats
 from router.core.served_model import ServedModel
 from router.dispatch.dispatcher import ClusterDispatcher
-from router.fronts import make_fronts
-from router.http_servers import STOP_GRACE_S, HttpServers
-from router.leaving import Leaving
+from router.inference.service import InferenceService
+from router.listeners import STOP_GRACE_S, HttpServers
+from router.shutdown import Shutdown
 from router.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -98,29 +99,26 @@ async def serve(settings: RouterSettings) -> None:
     model = ServedModel.of(
         settings.model_name, Path(settings.model_path), config.max_model_len, config.revision
     )
-    fronts = make_fronts(
+    application = make_application(
         dispatcher,
-        tokenizer,
-        model,
+        InferenceService(dispatcher, tokenizer, model, stats, config, access),
         stats,
-        config,
-        access,
         client,
         settings.cluster_id,
         number=settings.number,
         what_if=WhatIfProgram.of(settings.what_if),
     )
-    servers, grpc_server = HttpServers(fronts.apps, config), fronts.grpc_server
-    leaving = Leaving()
-    leaving.take_signals()
+    servers, grpc_server = HttpServers(application.apps, config), application.grpc_server
+    shutdown = Shutdown()
+    shutdown.take_signals()
     # The kernel gives a process that listens its share of the connections, whatever it knows.
-    await leaving.until(dispatcher.settled(), OTHERS_S if config.routers > 1 else ALONE_S)
+    await shutdown.until(dispatcher.settled(), OTHERS_S if config.routers > 1 else ALONE_S)
     listen(grpc_server, config.grpc, config.tls.fronts)
     await grpc_server.start()
     _keep_collections_short()
-    await fronts.batches.start()
+    await application.batches.start()
     serving = servers.start()
-    told = asyncio.create_task(leaving.told.wait())
+    told = asyncio.create_task(shutdown.told.wait())
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
     watching = [] if watch is None else [asyncio.create_task(watch.run())]
     ends = [*serving, told, orphaned, *watching]
@@ -128,16 +126,16 @@ async def serve(settings: RouterSettings) -> None:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await end_tasks([told, orphaned, *watching])
-        await fronts.batches.stop()
+        await application.batches.stop()
         # Its streams never end by themselves.
-        await fronts.console.close()
+        await application.console.close()
         idle = servers.leave()
-        if leaving.in_order:
-            await _let_end(leaving, dispatcher, idle, grpc_server, config.drain_deadline_s)
+        if shutdown.in_order:
+            await _let_end(shutdown, dispatcher, idle, grpc_server, config.drain_deadline_s)
         await dispatcher.close()
         await servers.close()
         await grpc_server.stop(STOP_GRACE_S)
-        await fronts.batches.close()
+        await application.batches.close()
         await limits.close()
         await client.aclose()
         await asyncio.to_thread(end_tracing)
@@ -153,7 +151,7 @@ async def _watched_keys(config: Config, access: Access, metrics: RouterMetrics) 
 
 
 async def _let_end(
-    leaving: Leaving,
+    shutdown: Shutdown,
     dispatcher: ClusterDispatcher,
     serving: asyncio.Task[None],
     grpc_server: grpc.aio.Server,
@@ -171,7 +169,7 @@ async def _let_end(
         await asyncio.shield(serving)
         await dispatcher.until_idle()
 
-    await leaving.until(idle(), deadline_s)
+    await shutdown.until(idle(), deadline_s)
     await end_tasks([closing])
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from baton.errors import ConfigError, Unavailable
 from loadtest.common.bench_app import bench_app, say
-from loadtest.common.process_group import last_lines, process_group, signals_interrupt
+from loadtest.common.child_processes import last_lines, process_group, signals_interrupt
 from tools.ab_figures import compare_runs, numbers, show
 
 _OUT = "{out}"

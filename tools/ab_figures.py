@@ -15,8 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 
 ROW_KEYS = ("rate", "concurrency", "batch", "temperature", "bytes", "prompt_tokens")
 """Numeric fields of a row that are settings and not results."""

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from engine.engine import Engine, EngineSettings, build_engine, device_of, warm_up
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, device_of, warm_up
 from engine.kv.kv_cache import Allocate
-from engine.parallel.ranks import LeadRank
+from engine.parallel.ranks import Leader
 from worker.core.engine_thread import run_sharing
 from worker.cores.core_board import CoreBoard, host_cores
 from worker.costs.calibration import CostCache, alone, calibrate
@@ -21,7 +22,7 @@ from worker.costs.step_costs import StepCosts
 from worker.device.device import use_device
 from worker.settings import WorkerSettings
 
-StartEngine = Callable[[WorkerSettings, Allocate, LeadRank | None], Engine]
+StartEngine = Callable[[WorkerSettings, Allocate, Leader | None], Engine]
 """Makes an engine that is ready for steps, its KV blocks in the memory that it is given; with the
 lead of other ranks it has them compute their parts. Raises BatonError."""
 Measure = Callable[[WorkerSettings, Engine, CoreBoard | None], StepCosts]
@@ -115,7 +116,7 @@ def place(
     return Placement(f"cuda:{gpu}", memory_fraction / max(1, sharing))
 
 
-def start_engine(settings: WorkerSettings, allocate: Allocate, lead: LeadRank | None) -> Engine:
+def start_engine(settings: WorkerSettings, allocate: Allocate, lead: Leader | None) -> Engine:
     """Load the model; the KV pool's memory comes from ``allocate``. Raises BatonError.
 
     With the ``lead`` of other ranks it waits for them first.

@@ -14,8 +14,7 @@ from baton.errors import InvalidRequest, Unavailable
 from baton.grammars.grammar_gate import GrammarGate
 from baton.request import SequenceSpec
 from baton.telemetry.worker_metrics import WorkerMetrics
-from engine.engine import Engine
-from engine.local import make_sequence
+from engine.engine import Engine, make_sequence
 from engine.scheduling.sequence import Sequence
 from kvtransfer.memory.memory import BlockMemory
 from worker.core.engine_core import EngineCore, StepListener

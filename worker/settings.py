@@ -1,8 +1,8 @@
-"""What a worker process is told at its start."""
+"""The settings of a worker process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
@@ -26,7 +26,7 @@ class WorkerSettings:
     core_lines: int = 0
     """How many workers have a place on it; 0 takes ``workers_here``."""
     costs_folder: str = ""
-    """Where a slot's next life on this machine finds what its steps cost; empty forgets it."""
+    """Folder of this machine with measured costs of steps, for later processes; empty: none."""
     draft_model_path: str = ""
     """The drafter's folder; empty where it has none."""
     number: int = 0
@@ -38,5 +38,14 @@ class WorkerSettings:
 
     @property
     def group_host(self) -> str:
-        """Where its ranks speak to each other, unencrypted: on their machine, if all have one."""
+        """Where its ranks connect to each other, unencrypted: on their machine, if all have one."""
         return "127.0.0.1" if self.pool.rank_placement == "strict_pack" else self.host
+
+    def in_role(self, role: str) -> WorkerSettings:
+        """Those of the same worker in another role: it joins the first pool of that role.
+
+        Memory and threads stay.
+        """
+        same = (pool.name for pool in self.config.pools if pool.role == role)
+        pool = self.pool.model_copy(update={"name": next(same, role), "role": role})
+        return replace(self, pool=pool)

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in plain words and with the place where it is written."""
+"""Faults of a configuration in plain words, with the flag, variable or line that has them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from baton.config.renames import advice
 from baton.config.sources import PREFIX, FlagSource, Location, Sources, has
 
 _UNNAMED = ("extra_forbidden", "missing")
-"""Faults of a field whose own name no source can give."""
+"""Faults of fields that no source names."""
 _LONGEST = 80
-"""Of a value that is repeated, in characters."""
+"""Maximum length of a value that a message repeats, in characters."""
 _TABLES = {"pools": "pool", "classes": "class", "tenants": "tenant", "keys": "key"}
-"""What one entry of a list of named tables is called."""
+"""By list of tables: the name of one entry."""
 _SECRET = re.compile("sha256|url|^(keys|gcs_store|otlp_endpoint)$")
 """Fields whose values, and whatever is in them, are not repeated: a password or a token in a URL,
 or a key in place of its hash."""
@@ -75,13 +75,13 @@ def fault_lines(error: ValidationError, model: type[BaseModel], sources: Sources
 def plain_faults(
     error: ValidationError, model: type[BaseModel], *, show_values: bool = True
 ) -> list[str]:
-    """The same of what no source of the configuration has, by its field alone."""
+    """A line for each fault of values without sources: it names the field alone."""
     faults = _own_faults(error.errors(include_url=False, include_input=show_values))
     return [_sentence(_quoted(fault["loc"]), fault, model) for fault in faults]
 
 
 def _own_faults(faults: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Without those of lists that seem too short because their entries are at fault."""
+    """The faults except for lists that seem too short because their entries are at fault."""
     return [
         fault
         for fault in faults

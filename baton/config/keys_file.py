@@ -1,7 +1,7 @@
-"""A file of API keys by their hashes, beside those of the configuration: JSON, ``{"keys": […]}``.
+"""A file of hashed API keys, in addition to those of the configuration: ``{"keys": […]}`` in JSON.
 
-The entries have the fields of ``[[keys]]``. Whoever changes the file puts a whole new one in its
-place, so that a reader finds the old or the new one.
+The entries have the fields of ``[[keys]]``. A change replaces the whole file, so that a reader
+finds the old or the new one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.config.errors import plain_faults
 from baton.errors import ConfigError
 
 PREFIX = "baton-"
-"""Keys begin with it, so that whoever finds one knows what it opens."""
+"""Keys begin with it, so that a leaked key can be recognized as Baton's."""
 _SECRET_BYTES = 32
 MAX_BYTES = 64 << 20
 _LOCK_S = 10.0
@@ -46,17 +46,17 @@ class _Contents(BaseModel):
 
 
 def new_key() -> str:
-    """A key that nobody can guess: 256 bits of it are random."""
+    """A new key with 256 random bits."""
     return PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
 
 
 def hash_of(key: str) -> str:
-    """What is kept of a key."""
+    """The SHA-256 of a key, which Baton stores in its place."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
-    """Raises ConfigError that says what is wrong with the file."""
+    """Read the entries of a file. Raises ConfigError with what is wrong with the file."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:

@@ -32,9 +32,9 @@ _OTHER_VARIABLES = frozenset(
         "RUN_DIRECTORY",
     }
 )
-"""What Baton's commands and processes read beside the configuration, without the prefix."""
+"""Variables of Baton's commands and processes that are no fields, without the prefix."""
 _CLOSE = 0.8
-"""How alike an unknown variable and a field must be, from 0 to 1, before a warning is given."""
+"""Minimum similarity of an unknown variable and a field for a warning, from 0 to 1."""
 
 
 def variable_of(field: Iterable[str]) -> str:
@@ -43,7 +43,7 @@ def variable_of(field: Iterable[str]) -> str:
 
 
 PoolsOf = Literal["", "all", "prefill", "decode"]
-"""Whose field it is: the cluster's, every pool's, or that of the only pool of a role."""
+"""Tables that a flag changes: the cluster's, those of all pools, or the only pool of a role."""
 Location = tuple[str | int, ...]
 """Where a value is in the configuration: ``("pools", 0, "count")``."""
 
@@ -72,7 +72,7 @@ class Source(Protocol):
 
 
 class FlagSource:
-    """The command line. What it sets of pools lies over the pools of other sources."""
+    """The command line. Flags for fields of pools change the pools of other sources."""
 
     def __init__(self, flags: Iterable[Flag], pools: Sequence[Any]) -> None:
         """``pools``: those that the other sources have, as they are written there."""
@@ -183,9 +183,9 @@ class FileSource:
         return f"{self._path}:{self._line_of(location)}"
 
     def _line_of(self, location: Location) -> int:
-        """The first line after which the file has the value: of a statement over several lines
+        """The line at which the value begins: the first one after which the file has it.
 
-        the first one, as none of them makes sense without the last.
+        The lines of one statement count together, since none of them parses without the last.
         """
         lines = self._text.split("\n")
 
@@ -266,7 +266,7 @@ def has(values: Any, location: Location) -> bool:
 
 
 def unknown_variables(settings: type[BaseSettings]) -> list[str]:
-    """A warning for each variable that looks like a field misspelled. It is not read."""
+    """A warning for each variable that looks like a misspelled field. Baton does not read it."""
     fields = {name.upper() for name in settings.model_fields}
     # The variables of old names are errors.
     known = fields | _OTHER_VARIABLES | {old[0].upper() for old in (*RENAMED, *REMOVED)}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
 """The longest that a task may take to clean up after its cancellation."""
 _AGAIN_S = 0.05
+INLINE = 4096
+"""Characters to tokenize, tokens or numbers to write: about two milliseconds of the event loop."""
 LOOK_S = 0.1
 """Interval between two observations of the loop's lag; every longer standstill is observed."""
 
@@ -57,3 +61,11 @@ async def watch_loop(observe: Callable[[float], None], every_s: float = LOOK_S) 
         due = loop.time() + every_s
         await asyncio.sleep(every_s)
         observe(max(0.0, loop.time() - due))
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run work whose length a client decides: here while it is short, else on a thread.
+
+    ``size`` is its length, in the unit of ``INLINE``. Raises what ``work`` raises.
+    """
+    return work() if size <= INLINE else await asyncio.to_thread(work)

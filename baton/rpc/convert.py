@@ -42,13 +42,8 @@ def finish_from_proto(number: inference_pb2.FinishReason.ValueType) -> FinishRea
     return _FINISH_FROM_PROTO.get(number, FinishReason.STOP)
 
 
-def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParameters:
-    message = sampling_pb2.SamplingParameters()
-    _write_sampling(message, params)
-    return message
-
-
-def _write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingParams) -> None:
+def write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingParams) -> None:
+    """Write sampling parameters into an empty message."""
     message.stop.extend(params.stop)
     message.stop_token_ids.extend(params.stop_token_ids)
     message.logit_bias.update(params.logit_bias)
@@ -129,7 +124,7 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.router_id = spec.router_id
     message.token_ids.extend(spec.token_ids)
     message.prompt_length = spec.prompt_length
-    _write_sampling(message.sampling, spec.sampling)
+    write_sampling(message.sampling, spec.sampling)
     message.cache_salt = spec.cache_salt
     message.context_class = spec.context_class
     message.principal.tenant = spec.principal.tenant

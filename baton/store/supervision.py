@@ -69,7 +69,7 @@ def _sizes(told: dict[bytes, bytes]) -> list[tuple[str, int]]:
 
 
 def supervision_key(cluster_id: str) -> str:
-    """Return the key of the JSON value that ``deploy.supervisor.slot_board`` writes."""
+    """Return the key of the JSON value that ``deploy.supervisor.status_store`` writes."""
     return f"baton:{{{cluster_id}}}:supervision"
 
 

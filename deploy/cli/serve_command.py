@@ -195,6 +195,7 @@ def _show_all(ctx: typer.Context, wanted: bool | None) -> None:
     if wanted:
         from deploy.cli.options.long_help import show_help  # noqa: PLC0415
 
+        assert isinstance(ctx.command, ServeCommand)
         show_help(ctx.command, ctx)
         raise typer.Exit
 

@@ -42,7 +42,7 @@ _REDIS_S = 3.0
 _RAY_S = 3.0
 _TOOL_S = 10.0
 _UNSYNCHRONIZED = 5
-"""What ``ntp_gettime`` returns where nobody disciplines the clock."""
+"""The result of ``ntp_gettime`` for a clock that is not synchronized."""
 _TIME_BYTES = 256
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICE = Path("/dev/nvidiactl")

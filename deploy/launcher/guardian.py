@@ -26,7 +26,7 @@ from deploy.processes.child import Child
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 
 RELEASE = b"released\n"
-"""What the launcher writes when it has ended everything itself."""
+"""Written by the launcher when it has ended everything itself."""
 GRACE_S = 2.0
 _DEADLINE_S = 30.0
 _POLL_S = 0.05
@@ -90,7 +90,10 @@ if __name__ == "__main__":
 
 
 class Guardian:
-    """While it runs, no process of the cluster outlives the launcher."""
+    """The launcher's handle of the guardian process.
+
+    While that runs, no process of the cluster outlives the launcher.
+    """
 
     def __init__(self, mark: ClusterMark, run: RunDirectory) -> None:
         self._mark = mark
@@ -107,7 +110,7 @@ class Guardian:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start it, or the next one after one has died. Raises OSError."""
+        """Start the process, also after its death. Raises OSError."""
         arguments = [sys.executable, "-P", "-m", "deploy.launcher.guardian"]
         arguments += [self._mark.cluster_id, str(self._mark.run_directory)]
         self._child = await Child.spawn(
@@ -115,12 +118,12 @@ class Guardian:
         )
 
     async def wait(self) -> str:
-        """Wait for its end, which only somebody else can have brought about."""
+        """Wait for its end, which is unexpected. Returns how it ended."""
         assert self._child is not None
         return await self._child.wait()
 
     async def release(self) -> None:
-        """Let it go without a sweep: everything has been ended in order."""
+        """End it without a sweep: everything was ended in order."""
         if self._child is None:
             return
         await self._child.say(RELEASE)

@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from baton.errors import BatonError
 from deploy.launcher.guardian import Guardian, sweep
-from deploy.launcher.launcher import log_to_file
 from deploy.launcher.part_watch import PartWatch
+from deploy.processes.foreground import LogFile, StopSignals, first_leaf
 from deploy.processes.progress import Progress
 from deploy.processes.run_directory import PREFIX, ClusterMark, RunDirectory, parent_directory
 from deploy.ray.joined_ray import RayNode, refuse_work
@@ -32,47 +32,47 @@ from deploy.workers.node import PLACES_VARIABLE, NodeWorker, NodeWorkers
 from deploy.workers.ranks import WORKER_RESOURCE
 
 ENDING_S = 20.0
-"""How much later than its drain's deadline a worker may end."""
+"""Time after its drain's deadline within which a worker may end."""
 _POLL_S = 0.1
 
 log = logging.getLogger(__name__)
 
 
-def node_rolls() -> list[NodeWorkers]:
-    """Of all nodes that this user's workers are on here: in a container there is one."""
-    rolls = []
+def node_workers() -> list[NodeWorkers]:
+    """The worker lists of all nodes of this user on this machine; a container has one."""
+    nodes = []
     for path in parent_directory().glob(f"{PREFIX}*/"):
         with contextlib.suppress(OSError):
             if path.stat().st_uid == os.getuid():
-                rolls.append(NodeWorkers(RunDirectory(path).workers))
-    return rolls
+                nodes.append(NodeWorkers(RunDirectory(path).workers))
+    return nodes
 
 
-def workers_by_cluster(rolls: Collection[NodeWorkers]) -> dict[str, list[str]]:
-    """The slots of the workers that live, by the id of their cluster."""
+def workers_by_cluster(nodes: Collection[NodeWorkers]) -> dict[str, list[str]]:
+    """The slots of the running workers, by the id of their cluster."""
     found: dict[str, list[str]] = {}
-    for worker in (worker for roll in rolls for worker in roll.living()):
+    for worker in (worker for node in nodes for worker in node.running()):
         found.setdefault(worker.cluster or "unknown", []).append(worker.slot)
     return {cluster: sorted(slots) for cluster, slots in sorted(found.items())}
 
 
 async def leave(
-    rolls: Collection[NodeWorkers], tell: Callable[[str], None], deadline_s: float | None = None
+    nodes: Collection[NodeWorkers], tell: Callable[[str], None], deadline_s: float | None = None
 ) -> bool:
-    """Returns once no worker is left; whether all left by themselves.
+    """Make all workers leave, and wait. Returns whether all left by themselves.
 
-    ``deadline_s``: after so many seconds those that are left are ended; None waits for as long as
-    their clusters let them.
+    Workers that are left after ``deadline_s`` seconds are ended; None takes the deadlines of their
+    clusters.
     """
     began = time.monotonic()
     asked: set[NodeWorker] = set()
     refused: set[str] = set()
     longest_s = 0.0
     while True:
-        workers = [worker for roll in rolls for worker in roll.living()]
+        workers = [worker for node in nodes for worker in node.running()]
         if not workers:
             return True
-        # Also those that came while Ray did not know yet.
+        # Also workers that came before Ray knew that the node leaves.
         for worker in workers:
             if worker in asked:
                 continue
@@ -99,7 +99,7 @@ async def _refuse(worker: NodeWorker, for_s: float, tell: Callable[[str], None])
     try:
         await asyncio.to_thread(refuse_work, worker.gcs, worker.node, for_s)
     except BatonError as error:
-        # What comes after them is told to leave as well.
+        # Workers that Ray still places here are made to leave as well.
         tell(error.message)
 
 
@@ -113,11 +113,15 @@ def run_node(
     progress: Progress,
 ) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1."""
-    return asyncio.run(Joiner(address, places, cpus, gpus, resources, port, progress).run())
+
+    async def run() -> int:
+        return await NodeAgent(address, places, cpus, gpus, resources, port, progress).run()
+
+    return asyncio.run(run())
 
 
-class Joiner:
-    """One stay of this machine in a cluster."""
+class NodeAgent:
+    """One stay of this machine in a cluster. Owned by one event loop."""
 
     def __init__(
         self,
@@ -129,65 +133,51 @@ class Joiner:
         port: int,
         progress: Progress,
     ) -> None:
-        """``resources`` are Ray's, beside ``places`` of workers; ``port`` as for ``RayNode``."""
+        """``resources`` are Ray resources besides ``places``; ``port`` is as for ``RayNode``."""
         self._address = address
         self._places = places
         self._cpus, self._gpus = cpus, gpus
         self._port = port
         self._resources = {WORKER_RESOURCE: float(places), **resources}
         self._progress = progress
-        self._stop = asyncio.Event()
-        self._hurry = asyncio.Event()
-        self._drains = False
+        self._signals = StopSignals()
 
     async def run(self) -> int:
-        """The whole life; returns the exit code."""
-        self._take_signals()
+        """The whole stay; returns the exit code."""
         run = RunDirectory.create()
         mark = ClusterMark(f"node-{secrets.token_hex(6)}", run.path)
         os.environ.update({**mark.variables, PLACES_VARIABLE: str(self._places)})
-        handler = log_to_file(run, "node")
+        log_file = LogFile(run, "node")
         guardian, node = Guardian(mark, run), RayNode(self._address, mark)
         failure = await self._serve(guardian, node, run)
         if failure is not None:
             self._progress.line(f"error: {failure}", "red")
-        elif self._drains:
+        elif self._signals.drains:
             await self._leave(NodeWorkers(run.workers))
         self._progress.line("ending ...")
         await node.stop()
         spare = {os.getpid(), guardian.pid} if guardian.started else {os.getpid()}
         await asyncio.to_thread(sweep, mark, spare)
         await guardian.release()
-        handler.close()
-        logging.getLogger().removeHandler(handler)
+        log_file.close()
         if failure is not None:
             self._progress.line(f"logs are kept in {run.keep_logs()}")
             return 1
         run.remove()
         return 0
 
-    def _take_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        self._drains = self._drains or number == signal.SIGTERM
-        (self._hurry if self._stop.is_set() else self._stop).set()
-
     async def _serve(self, guardian: Guardian, node: RayNode, run: RunDirectory) -> str | None:
-        """Until a signal; says what failed."""
-        told = asyncio.create_task(self._stop.wait())
+        """Stay until a signal. Returns what failed, or None."""
+        stopped = asyncio.create_task(self._signals.stop.wait())
         works = asyncio.create_task(self._work(guardian, node, run))
-        await asyncio.wait({told, works}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        await asyncio.wait({stopped, works}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
         if not works.done():
             works.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await works
             return None
-        error = works.exception()
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = first_leaf(works.exception())
         log.error("this node ends", exc_info=error)
         return error.message if isinstance(error, BatonError) else repr(error)
 
@@ -197,7 +187,7 @@ class Joiner:
         with self._progress.step(f"joining Ray at {self._address}"):
             await node.start(self._resources, self._cpus, self._gpus, self._port)
         # Ray has put handlers in front of ours.
-        self._take_signals()
+        self._signals.take()
         watch = PartWatch(lambda text: self._progress.line(text, "yellow"), lambda name, pid: None)
         workers = "worker" if self._places == 1 else "workers"
         self._progress.line(
@@ -212,7 +202,7 @@ class Joiner:
     async def _leave(self, roll: NodeWorkers) -> None:
         self._progress.line("leaving ...")
         leaving = asyncio.create_task(leave([roll], self._progress.line))
-        hurry = asyncio.create_task(self._hurry.wait())
+        hurry = asyncio.create_task(self._signals.hurry.wait())
         await asyncio.wait({leaving, hurry}, return_when=asyncio.FIRST_COMPLETED)
         for task in (leaving, hurry):
             task.cancel()

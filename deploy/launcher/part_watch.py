@@ -1,6 +1,6 @@
-"""The launcher's eye on a running cluster: its children are started again, or end the cluster.
+"""The launcher's watch over a running cluster: children are started again, or end the cluster.
 
-The workers are the supervisor's; what it says of them is passed on.
+The supervisor replaces workers; the launcher shows what it reports.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionS
 
 SUPERVISOR = "supervisor"
 GCS = "gcs"
-"""What they are called where process ids are listed; the second is Ray's control store."""
+"""Names in lists of process ids; the second is Ray's control store."""
 _POLL_S = 0.5
 _LONGEST_PAUSE_S = 4.0
-_MOST = 5
+_MAX_DEATHS = 5
 _WINDOW_S = 60.0
 _FIRST_PAUSE_S = 0.2
 
@@ -45,9 +45,9 @@ class PartWatch:
     """Each method watches one part, until it is cancelled or raises."""
 
     def __init__(self, report: Callable[[str], None], note_pid: Callable[[str, int], None]) -> None:
-        """``report`` shows a line; ``note_pid`` learns a part's new process id, 0 once it is gone
+        """``report`` shows a line; ``note_pid`` gets a part's name and its new process id.
 
-        for good.
+        The process id is 0 once the part is gone for good.
         """
         self._report = report
         self._note_pid = note_pid
@@ -62,16 +62,10 @@ class PartWatch:
                 raise BatonError(f"{name} keeps ending, last by {how}")
             self._report(f"{name} ended ({how}); it is started again")
             await asyncio.sleep(pause)
-            try:
-                await part.start()
-            except (BatonError, OSError) as error:
-                how = str(error)
-            else:
-                self._note_pid(name, part.pid)
-                how = await part.wait()
+            how = await self._run_again(name, part)
 
-    async def keep_at_it(self, name: str, part: Part) -> NoReturn:
-        """As ``keep``, and never give up: it may be what it needs that is away."""
+    async def keep_forever(self, name: str, part: Part) -> NoReturn:
+        """As ``keep``, but never give up: the part may need something that is away."""
         deaths, began = 0, time.monotonic()
         how = await part.wait()
         while True:
@@ -82,32 +76,35 @@ class PartWatch:
                 self._report(f"{name} ended ({how}); it is started again, until it stays")
             await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_after(deaths)))
             began = time.monotonic()
-            try:
-                await part.start()
-            except (BatonError, OSError) as error:
-                how = str(error)
-            else:
-                self._note_pid(name, part.pid)
-                how = await part.wait()
+            how = await self._run_again(name, part)
+
+    async def _run_again(self, name: str, part: Part) -> str:
+        """Start ``part`` and wait for its end. Returns how it ended, or why it did not start."""
+        try:
+            await part.start()
+        except (BatonError, OSError) as error:
+            return str(error)
+        self._note_pid(name, part.pid)
+        return await part.wait()
 
     async def ray(self, cluster: RayCluster | JoinedRay) -> NoReturn:
         """Raises BatonError when one of Ray's daemons dies that cannot be started again."""
         raise BatonError(f"{await cluster.lost()} has died: the cluster cannot go on")
 
-    async def supervision(self, board: StatusStore, pids: Mapping[str, int]) -> NoReturn:
-        """The supervisor starts dead workers again: pass on what it says, and new process ids.
+    async def supervision(self, store: StatusStore, pids: Mapping[str, int]) -> NoReturn:
+        """Show what the supervisor reports, and pass on new process ids.
 
-        ``pids`` are known: those of the workers, and of the supervisor.
+        ``pids`` are those known so far, of the workers and the supervisor.
         """
-        news = SlotWatch(self._report, self._note_pid, pids)
+        slots = SlotWatch(self._report, self._note_pid, pids)
         while True:
             with contextlib.suppress(redis.RedisError):
-                news.take(await board.read())
+                slots.take(await store.read())
             await asyncio.sleep(_POLL_S)
 
 
 class SlotWatch:
-    """Tells of changes in what the supervisor says."""
+    """Shows what changes in the supervisor's reports."""
 
     def __init__(
         self,
@@ -115,19 +112,19 @@ class SlotWatch:
         note_pid: Callable[[str, int], None],
         pids: Mapping[str, int],
     ) -> None:
-        """As for ``PartWatch``; ``pids`` are known."""
+        """The arguments are as for ``PartWatch``; ``pids`` are those known so far."""
         self._report = report
         self._note_pid = note_pid
         self._pids = dict(pids)
         self._known: dict[str, SlotStatus] = {}
 
-    def take(self, told: SupervisionStatus | None) -> None:
-        """What is told now; None changes nothing."""
-        if told is None:
+    def take(self, status: SupervisionStatus | None) -> None:
+        """Show what is new in a report; None changes nothing."""
+        if status is None:
             return
-        if self._is_new(SUPERVISOR, told.pid):
+        if self._is_new(SUPERVISOR, status.pid):
             self._report("the supervisor was started again")
-        for slot, news in told.slots.items():
+        for slot, news in status.slots.items():
             known = self._known.get(slot)
             self._known[slot] = news
             if news.state.phase is Phase.RUNNING:
@@ -136,7 +133,7 @@ class SlotWatch:
                     self._report(f"{slot} is back" if was_there else f"{slot} has joined")
             elif known is not None and known.state.deaths < news.state.deaths:
                 self._report(self._obituary(slot, news))
-        for slot in self._known.keys() - told.slots.keys():
+        for slot in self._known.keys() - status.slots.keys():
             del self._known[slot]
             if self._pids.pop(slot, 0):
                 self._note_pid(slot, 0)
@@ -167,6 +164,6 @@ class Restarts:
         while self._deaths and now - self._deaths[0] > _WINDOW_S:
             self._deaths.popleft()
         self._deaths.append(now)
-        if len(self._deaths) > _MOST:
+        if len(self._deaths) > _MAX_DEATHS:
             return None
         return float(_FIRST_PAUSE_S * 2 ** (len(self._deaths) - 1))

@@ -1,19 +1,61 @@
-"""Whether the fronts may listen where they are to: beyond this machine only with keys and TLS."""
+"""What is checked before anything starts: addresses, certificates, keys, and named servers.
+
+Addresses beyond this machine need API keys and TLS.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from baton.config.cluster import Config
 from baton.config.fields import split_host_port
+from baton.config.keys_file import read_keys
 from baton.errors import ConfigError
+from deploy.processes.ports import choose_ports
+from deploy.ray.gcs_store import EMBEDDED, check_gcs_store
+from deploy.store.redis_access import STORE_USERS, StoreUser, check_redis, store_url
 from router.access.access import is_loopback
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A configuration that may be started."""
+
+    config: Config
+    """With free ports in place of port 0."""
+    redis_urls: dict[StoreUser, str]
+    """Addresses of the operator's own store, by user; empty where an embedded one is started."""
+    advice: tuple[str, ...]
+    """What the operator should change in named servers."""
+
+
+async def preflight(config: Config) -> Checked:
+    """Check all that can be known before the start. Raises ConfigError for the first fault."""
+    check_exposure(config)
+    _check_certificates(config)
+    if config.routers:
+        config = choose_ports(config)
+    if config.keys_file:
+        read_keys(Path(config.keys_file))
+    redis_urls: dict[StoreUser, str] = {}
+    advice = []
+    if config.redis_url:
+        redis_urls = {user: store_url(config, user) for user in STORE_USERS}
+        advised = {url: await check_redis(url) for url in set(redis_urls.values())}
+        advice.append(advised[redis_urls["supervisor"]])
+    check_gcs_store(config.gcs_store, config.redis_url)
+    if config.gcs_store not in ("", EMBEDDED):
+        advice.append(await check_redis(config.gcs_store, "--gcs-store"))
+    return Checked(config, redis_urls, tuple(filter(None, advice)))
+
+
 def check_exposure(config: Config) -> None:
-    """Raises ConfigError, with what to do, where something would be open untold."""
-    fronts = ("http", config.http), ("admin-http", config.admin_http), ("grpc", config.grpc)
+    """Raises ConfigError where an address beyond this machine lacks API keys or TLS."""
+    listeners = ("http", config.http), ("admin-http", config.admin_http), ("grpc", config.grpc)
     exposed = [
         f"--{name} {address}"
-        for name, address in fronts
+        for name, address in listeners
         if config.routers and address and not is_loopback(split_host_port(address)[0])
     ]
     missing = []
@@ -40,3 +82,11 @@ def _remedies(missing: list[str]) -> str:
     if missing != ["API keys"]:
         remedies.append("make certificates with `baton certs init certs` and give --certs certs")
     return ", and ".join(remedies)
+
+
+def _check_certificates(config: Config) -> None:
+    """Raises ConfigError where a file is missing, or holds no certificate or key."""
+    tls = config.tls
+    for files in (tls.fronts, tls.of("router"), tls.of("worker"), tls.of("supervisor")):
+        if files is not None:
+            files.check()

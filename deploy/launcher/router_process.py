@@ -18,6 +18,7 @@ import httpx
 import redis
 from prometheus_client.multiprocess import mark_process_dead
 
+from baton.client.headers import ROUTER_HEADER
 from baton.config.cluster import Config
 from baton.errors import BatonError, ConfigError
 from baton.security.tls import TlsFiles, pinned_context
@@ -30,23 +31,22 @@ from deploy.processes.child import Child
 from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import store_url
-from router.process_number import ROUTER_HEADER
 from router.workers.model_commit import commit_of
 
 _HEALTHY_S = 60.0
 _PROBE_S = 2.0
 _POLL_S = 0.1
 _OTHER_S = 0.01
-"""Until the next try where another process answered."""
+"""Pause before the next try where another process answered."""
 _STOP_S = 8.0
 WHAT_IF = (sys.executable, "-P", "-m", "planning.what_if")
-"""A program and its arguments; see ``router.console.what_if``."""
+"""The simulator that answers the console's what-if questions: a program and its arguments."""
 
 log = logging.getLogger(__name__)
 
 
 class RouterProcess:
-    """It is told its settings over standard input: a command line would show the password."""
+    """A child with its settings on standard input: a command line would show the password."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RouterProcess:
         model_name: str,
         number: int = 0,
     ) -> None:
-        """``number`` counts from 0 to ``config.routers``."""
+        """``number`` is below ``config.routers``."""
         self.name = "router" if config.routers == 1 else f"router-{number}"
         self._number = number
         self._shares_port = config.routers > 1
@@ -85,7 +85,7 @@ class RouterProcess:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start it, or the next one after one has died. Raises OSError."""
+        """Start the process, also after its death. Raises OSError."""
         arguments = [sys.executable, "-P", "-m", "router.main"]
         variables = {}
         if self._shares_port:
@@ -96,11 +96,11 @@ class RouterProcess:
         await self._child.say(json.dumps(self._settings).encode() + b"\n")
 
     async def wait(self) -> str:
-        """Wait for its death; says how it ended."""
+        """Wait for its death. Returns how it ended."""
         assert self._child is not None
         how = await self._child.wait()
         if self._shares_port:
-            # Its gauges go with it; what it has counted stays.
+            # Its gauges go with it; its counters stay.
             mark_process_dead(  # type: ignore[no-untyped-call]
                 self.pid, str(self._run.router_metrics)
             )
@@ -113,7 +113,7 @@ class RouterProcess:
         raise BatonError(f"{self.name} ended ({how}):\n{self._child.last_lines()}")
 
     async def healthy(self) -> None:
-        """Wait until its /health says 200; raises BatonError with the last answer after 60 s."""
+        """Wait until its /health answers 200. Raises BatonError with the last answer after 60 s."""
         last = ["no answer"]
         try:
             async with asyncio.timeout(_HEALTHY_S):
@@ -124,7 +124,7 @@ class RouterProcess:
             ) from None
 
     async def stop(self, drain_s: float | None = None) -> None:
-        """End it, with time for its requests where ``drain_s`` says how much; SIGKILL 8 s later."""
+        """End it, after at most ``drain_s`` seconds for its requests; SIGKILL 8 s later."""
         if self._child is None:
             return
         if drain_s is None:
@@ -133,9 +133,9 @@ class RouterProcess:
             await self._child.end(drain_s + _STOP_S)
 
     async def _healthy(self, last: list[str]) -> None:
-        # Each try a new connection: the kernel may pick another process for it.
+        # A new connection for each try: the kernel may pick another process for it.
         limits = httpx.Limits(max_keepalive_connections=0)
-        # Of a server that is known there is no name to check: it may have any.
+        # The certificate itself is known, so that its names need no check.
         known = None if self._fronts is None else self._fronts.certificate
         verify = False if known is None else pinned_context(known, self._shown)
         url = f"{'http' if known is None else 'https'}://{self._http}/health"
@@ -168,7 +168,7 @@ def serve_router(config: Config) -> None:
         )
     check_exposure(config)
     config = choose_ports(config.model_copy(update={"routers": 1}))
-    # Slow to import; whoever is told what is missing need not wait.
+    # Slow to import, and not needed for the errors above.
     from router.main import RouterSettings, run  # noqa: PLC0415
 
     url = store_url(config, "router")
@@ -192,7 +192,7 @@ def serve_router(config: Config) -> None:
 
 
 async def _revision(config: Config, redis_url: str) -> str:
-    """That of the workers; where none is known yet, the configured one."""
+    """The workers' commit of the model; the configured revision where none is known."""
     async with redis_client(redis_url) as client:
         try:
             records = await Registry(client, config.cluster_id).all()

@@ -41,7 +41,7 @@ _TOKEN = "set HF_TOKEN to a token of an account with access, or run `hf auth log
 
 
 class Cancelled(Exception):
-    """The download was told to end."""
+    """The download was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,9 @@ class HubDownload:
         self._watch = watch
 
     def fetch(self, sizes: Mapping[str, int]) -> None:
-        """Get those files, of so many bytes, that the cache lacks.
+        """Download the files that the cache lacks; ``sizes`` has the bytes of each file.
 
-        Raises ConfigError when the disk is too small or the hub fails, ``Cancelled`` when told to.
+        Raises ConfigError when the disk is too small or the hub fails, ``Cancelled`` when stopped.
         """
         missing = {name: size for name, size in sizes.items() if not self._is_cached(name)}
         if not missing:

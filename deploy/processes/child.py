@@ -18,7 +18,7 @@ TAIL_BYTES = 64 << 10
 
 
 class Child:
-    """One life of a child process."""
+    """One incarnation of a child process."""
 
     def __init__(self, name: str, process: Process, log: Path) -> None:
         self.name = name
@@ -61,7 +61,7 @@ class Child:
         return self._process.returncode is None
 
     async def say(self, words: bytes) -> None:
-        """Write ``words`` to its standard input and close that; a child that is gone is silent."""
+        """Write ``words`` to its standard input and close that; ignores a child that is gone."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ class Child:
             await stdin.wait_closed()
 
     async def wait(self) -> str:
-        """Wait for its end, however long that takes; says how it ended."""
+        """Wait for its end, without a deadline. Returns how it ended."""
         return _describe(await self._process.wait())
 
     def kill(self) -> None:
@@ -81,7 +81,7 @@ class Child:
                 self._process.kill()
 
     async def end(self, grace_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """The signal ``number``, and SIGKILL if it has not ended after ``grace_s`` seconds."""
+        """Send the signal ``number``, and SIGKILL if it has not ended after ``grace_s`` seconds."""
         if not self.running:
             return
         with contextlib.suppress(ProcessLookupError):

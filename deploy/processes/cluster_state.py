@@ -1,4 +1,4 @@
-"""What a running cluster tells other commands on its machine: a file in its run directory."""
+"""The state of a running cluster for other commands on its machine: a file in its run directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE_NAME = "cluster.json"
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """Where a cluster's parts are. Holds the store's password: keep it out of logs."""
+    """The addresses and processes of a cluster. Holds the store's password: keep it out of logs."""
 
     cluster_id: str
     run_directory: str
@@ -32,11 +32,11 @@ class ClusterState:
     admin_http: str = ""
     """Where metrics and the operators' endpoints are, if not at ``http``."""
     tls: bool = False
-    """Whether the fronts serve TLS."""
+    """Whether the listeners serve TLS."""
     authority: str = ""
-    """Whose certificates of the fronts this machine's commands trust; empty: the system's."""
+    """CA file that this machine's commands trust for the listeners; empty: the system's CAs."""
     certificate: str = ""
-    """What they show, where the fronts ask for one."""
+    """Client certificate of these commands, where the listeners require one."""
     certificate_key: str = ""
 
     @property

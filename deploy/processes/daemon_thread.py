@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class DaemonThread:
-    """Unlike an executor's, its thread doesn't keep the process from ending while a call hangs."""
+    """Unlike an executor's thread, this one lets the process end while a call hangs."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

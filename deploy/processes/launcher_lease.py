@@ -34,8 +34,8 @@ TTL_S = 15
 RENEW_S = 3.0
 GONE_S = 60.0
 _POLL_S = 2.0
-# Where a lease lasts for longer than its TTL, the clock of the server was set back. What is left is
-# cut: a holder that lives renews it in time.
+# A lease that lasts longer than its TTL shows that the server's clock was set back. The rest is
+# cut: a holder that runs renews it in time.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 class LauncherLease:
-    """One launcher's hold on a cluster. Owned by one event loop."""
+    """One launcher's lease of a cluster. Owned by one event loop."""
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str, holder: str) -> None:
         """``holder`` names this launcher, and no other."""
@@ -72,8 +72,8 @@ class LauncherLease:
         self._holder = holder
 
     async def take(self) -> None:
-        """Hold it, once whoever had it before is gone. Raises BatonError where that goes on."""
-        # One that was killed has it until its TTL is over.
+        """Take the lease once its last holder is gone. Raises BatonError if that runs on."""
+        # A launcher that was killed holds it until its TTL is over.
         ends_at = time.monotonic() + TTL_S + RENEW_S
         while not await self._hold():
             if time.monotonic() > ends_at:
@@ -84,7 +84,7 @@ class LauncherLease:
             await asyncio.sleep(1.0)
 
     async def keep(self) -> NoReturn:
-        """Renew it until this is cancelled. Raises BatonError when another launcher has it."""
+        """Renew it until cancelled. Raises BatonError when another launcher has it."""
         while True:
             await asyncio.sleep(RENEW_S)
             try:
@@ -96,7 +96,7 @@ class LauncherLease:
                 raise BatonError(f"another launcher has taken the cluster {self._cluster_id}")
 
     async def give_up(self) -> None:
-        """Free it, if it is held here. Raises ``redis.RedisError``."""
+        """Free the lease if this launcher holds it. Raises ``redis.RedisError``."""
         await cast(Any, self._client.eval(_GIVE_UP, 1, self._key, self._holder))
 
     async def _hold(self) -> bool:
@@ -105,7 +105,7 @@ class LauncherLease:
 
 
 async def lease_lost(redis_url: str, cluster_id: str) -> None:
-    """Return when the launcher of a cluster is gone, as its lease has it."""
+    """Return when the lease of a cluster's launcher has been free for ``GONE_S``."""
     free = SilenceWatch[str](GONE_S)
     async with redis_client(redis_url) as client:
         while True:
@@ -124,22 +124,22 @@ def _key(cluster_id: str) -> str:
 
 
 class LauncherClaim:
-    """Owned by the launcher's event loop."""
+    """The lease, and the hash of the workers' configuration. Owned by the launcher's event loop."""
 
     def __init__(self, config: Config, redis_url: str, cluster_id: str) -> None:
-        self._told = what_workers_are_told(config)
+        self._hash = workers_hash(config)
         self._client = redis_client(redis_url)
         self._lease = LauncherLease(self._client, cluster_id, secrets.token_hex(8))
-        self._key = told_key(cluster_id)
+        self._key = workers_hash_key(cluster_id)
 
     async def take(self) -> bool:
-        """Take the lease. Returns whether workers may be left that were told something else.
+        """Take the lease. Returns whether workers with another configuration may be left.
 
         Raises BatonError where another launcher has it, ``redis.RedisError``.
         """
         await self._lease.take()
-        before = await self._client.getset(self._key, self._told)
-        return before is not None and before != self._told.encode()
+        before = await self._client.getset(self._key, self._hash)
+        return before is not None and before != self._hash.encode()
 
     async def keep(self) -> NoReturn:
         """As ``LauncherLease.keep``."""
@@ -154,14 +154,17 @@ class LauncherClaim:
         await self._client.aclose()
 
 
-def what_workers_are_told(config: Config) -> str:
-    """Two configurations that make the same workers have the same one."""
-    left_out = {**dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True), "advanced": set(_ADVANCED)}
+def workers_hash(config: Config) -> str:
+    """A hash of all of a configuration that makes a difference to workers."""
+    left_out: dict[str, Any] = {
+        **dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True),
+        "advanced": set(_ADVANCED),
+    }
     said = config.model_dump(mode="json", exclude=left_out)
     text = json.dumps([version("baton"), said], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def told_key(cluster_id: str) -> str:
-    """In Redis: what the workers of a cluster were told."""
+def workers_hash_key(cluster_id: str) -> str:
+    """The key in Redis of the hash of a cluster's workers."""
     return f"baton:{{{cluster_id}}}:told"

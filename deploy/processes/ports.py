@@ -1,4 +1,4 @@
-"""Ports: whether one is free, and who has it if not."""
+"""Ports: whether one is free, and which process has it if not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port of ``host`` that is free at this moment."""
+    """A port of ``host`` that is free now."""
     with _bound(host, 0) as probe:
         return int(probe.getsockname()[1])
 
@@ -24,7 +24,7 @@ def free_port(host: str = LOOPBACK) -> int:
 def choose_ports(config: Config) -> Config:
     """The configuration with port 0 replaced by free ports.
 
-    Raises ConfigError when a port is in use or cannot be had, or when the fronts share one.
+    Raises ConfigError when a port is in use or not allowed, or when two listeners share one.
     """
     given = {"--http": config.http, "--grpc": config.grpc, "--admin-http": config.admin_http}
     chosen: dict[str, str] = {}

@@ -23,7 +23,7 @@ _ENDED = ("Z", "X")
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One life of a process. It travels as JSON."""
+    """One incarnation of a process. It travels as JSON."""
 
     pid: int
     start_ticks: int
@@ -33,18 +33,18 @@ class ProcessIdentity:
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """That of this process. Raises OSError where /proc cannot be read."""
+        """The identity of this process. Raises OSError where /proc cannot be read."""
         return cls.of(os.getpid())
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """That of the process that has a pid here now. Raises OSError where there is none."""
+        """The identity of the process with this pid. Raises OSError where there is none."""
         _, ticks = _look(pid)
         return cls(pid, ticks, pid_space())
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was started; of a process that can be seen from here."""
+        """Seconds since its start; for a process that can be seen from here."""
         started_s = self.start_ticks / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
@@ -55,12 +55,12 @@ class ProcessIdentity:
 
     @property
     def is_running(self) -> bool:
-        """Whether it is seen to run; False of one that cannot be seen from here."""
+        """Whether it is seen to run; False where it cannot be seen from here."""
         return self._is_seen_to(run=True)
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is known to have ended; False of one that cannot be seen from here."""
+        """Whether it is known to have ended; False where it cannot be seen from here."""
         return self._is_seen_to(run=False)
 
     def _is_seen_to(self, *, run: bool) -> bool:
@@ -99,13 +99,13 @@ def _look(pid: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Of one process; it travels as JSON."""
+    """A process and its node: enough to end it from anywhere. It travels as JSON."""
 
     process: ProcessIdentity
     node: str
-    """Ray's id of its node."""
+    """Ray's id of the node."""
 
     @classmethod
     def own(cls, node: str) -> Whereabouts:
-        """Of this process, which runs on ``node``."""
+        """This process, which runs on ``node``."""
         return cls(ProcessIdentity.own(), node)

@@ -1,4 +1,4 @@
-"""What `baton serve` shows while it works: a spinner on a terminal, plain lines elsewhere."""
+"""Progress of `baton serve`: a spinner on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Progress:
 
 
 class _Running:
-    """Drawn anew with each turn of the spinner."""
+    """Drawn again with each turn of the spinner."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -128,5 +128,5 @@ class _Running:
 
 
 def log_progress(text: str) -> None:
-    """For a process that nobody watches."""
+    """Progress of a process without a terminal."""
     log.info("%s", text)

@@ -22,7 +22,7 @@ RUN_VARIABLE = "BATON_RUN_DIRECTORY"
 
 
 def parent_directory() -> Path:
-    """Where run directories lie: the system's temporary directory.
+    """The folder of run directories: the system's temporary directory.
 
     A path of a UNIX socket ends at 107 bytes, and Ray's own part of it takes about 70.
     """
@@ -32,7 +32,7 @@ def parent_directory() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Readable by its owner alone."""
+    """The directory of one run. Only its owner can read it."""
 
     path: Path
 
@@ -44,9 +44,9 @@ class RunDirectory:
 
     @classmethod
     def of_node(cls, cluster_id: str) -> RunDirectory:
-        """That of a node which nobody of Baton has started, for the workers of a cluster.
+        """The directory of a Ray node that Baton did not start, for the workers of a cluster.
 
-        Raises PermissionError where it is not this user's.
+        Raises PermissionError where another user owns it.
         """
         run = cls(parent_directory() / f"{PREFIX}node-{cluster_id}")
         run.path.mkdir(mode=0o700, exist_ok=True)
@@ -57,12 +57,12 @@ class RunDirectory:
 
     @property
     def workers(self) -> Path:
-        """Where the workers of this node have their numbers."""
+        """The list of this node's workers: see ``deploy.workers.node.NodeWorkers``."""
         return self.path / "workers"
 
     @property
     def costs(self) -> Path:
-        """What the workers of this node know of their steps."""
+        """The step costs that this node's workers have measured."""
         return self.path / "costs"
 
     @property
@@ -76,7 +76,7 @@ class RunDirectory:
 
     @property
     def router_metrics(self) -> Path:
-        """Where the router processes count together, if there are several."""
+        """The shared metrics of several router processes."""
         return self.path / "router-metrics"
 
     def log(self, name: str) -> Path:
@@ -84,7 +84,7 @@ class RunDirectory:
         return self.logs / f"{name}.log"
 
     def write_secret(self, name: str, content: str) -> Path:
-        """A new file that its owner alone may read."""
+        """Write a new file that only its owner can read."""
         path = self.path / name
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -92,11 +92,11 @@ class RunDirectory:
         return path
 
     def remove(self) -> None:
-        """Everything goes; what is gone already is no error."""
+        """Delete the directory; idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def keep_logs(self) -> Path:
-        """Everything but the logs goes; Ray's are put beside the others."""
+        """Delete all but the logs, and move Ray's logs next to the others."""
         with contextlib.suppress(OSError):
             (self.ray / "session_latest" / "logs").resolve(strict=True).rename(self.logs / "ray")
         for entry in self.path.iterdir():
@@ -120,7 +120,7 @@ class ClusterMark:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a child's environment carries."""
+        """The environment variables of a child."""
         return {CLUSTER_VARIABLE: self.cluster_id, RUN_VARIABLE: str(self.run_directory)}
 
     def environment(self) -> dict[str, str]:
@@ -128,7 +128,7 @@ class ClusterMark:
         return {**os.environ, **self.variables}
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process that carries the mark; dead ones not yet waited for don't."""
+        """Every running process that carries the mark; zombies do not count."""
         return [process for process in psutil.process_iter() if self._is_on(process)]
 
     def _is_on(self, process: psutil.Process) -> bool:

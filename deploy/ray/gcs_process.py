@@ -30,7 +30,7 @@ from deploy.processes.run_directory import ClusterMark, RunDirectory
 _POLL_S = 0.2
 _STOP_S = 3.0
 SILENT_S = 15.0
-"""Without an answer. It starts, and reads its store, in less."""
+"""Time without an answer after which it is killed. A start with a read of its store takes less."""
 _ASK_S = 2.0
 _EACH_S = 1.0
 _KEY = b"baton"
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class GcsProcess:
-    """Implements ``deploy.launcher.part_watch.Part``."""
+    """The control store's process; a ``deploy.launcher.part_watch.Part``."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class GcsProcess:
         self._child = await Child.spawn("gcs", self._command, self._mark, self._run.log("gcs"))
 
     async def wait(self) -> str:
-        """Wait for its death; says how it ended."""
+        """Wait for its death. Returns how it ended."""
         if self._child is not None:
             return await self._child.wait()
-        # Ray's child, not ours, so only asking again tells.
+        # It is Ray's child, not this process's, so it is polled.
         while runs(self._first):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         return "it died"
 
     def kill(self) -> None:
-        """SIGKILL, if it lives."""
+        """Send SIGKILL, if it runs."""
         if self._child is not None:
             self._child.kill()
             return
@@ -81,13 +81,13 @@ class GcsProcess:
             self._first.kill()
 
     async def stop(self) -> None:
-        """End what was started here; Ray ends its own."""
+        """End a process that was started here; Ray ends its own."""
         if self._child is not None:
             await self._child.end(_STOP_S)
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether a process lives; a zombie does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -95,25 +95,28 @@ def runs(process: psutil.Process) -> bool:
 
 
 class GcsProbe:
-    """Asks the control store by way of this driver. Owned by one event loop."""
+    """Queries the control store by way of this driver. Owned by one event loop."""
 
     def __init__(self) -> None:
         self._thread = DaemonThread("gcs questions")
 
     async def ask(self, timeout_s: float) -> None:
-        """As ``RayCluster.ask_gcs``."""
+        """Make the control store read from its store. Raises what Ray raises when it does not.
+
+        Raises TimeoutError where Ray exceeds its own deadline.
+        """
         try:
             async with asyncio.timeout(2 * timeout_s):
                 # The control store reads a key from its own store each time, also a missing one.
                 await self._thread.call(lambda: ray_internals.read_gcs_key(_KEY, timeout_s))
         except TimeoutError:
-            # The next question must not wait for this one.
+            # The next query must not wait for this one.
             self._thread = DaemonThread("gcs questions")
             raise
 
 
 class GcsWatch:
-    """Lives in the launcher's loop; it never blocks."""
+    """Kills a silent control store. Owned by the launcher's event loop; never blocks."""
 
     def __init__(
         self,
@@ -122,9 +125,9 @@ class GcsWatch:
         report: Callable[[str], None],
         max_s: float = SILENT_S,
     ) -> None:
-        """``ask(timeout_s)`` returns once the GCS has read from its store, and raises else: about
+        """``ask(timeout_s)`` returns once the control store has read from its store.
 
-        then, never much later.
+        Otherwise it raises an error after about that time. ``report`` shows a line.
         """
         self._gcs = gcs
         self._ask = ask
@@ -137,7 +140,7 @@ class GcsWatch:
         """Until it is cancelled."""
         while True:
             await self._ask_it()
-            # The next process has the same time to start.
+            # The next process gets the same time to start.
             if self._silence.tick({self._gcs.pid: self._answers}, time.monotonic()):
                 self._report(f"gcs has not answered for {self._max_s:.0f} s; it is ended")
                 self._gcs.kill()
@@ -153,7 +156,7 @@ class GcsWatch:
 
 
 class RemoteGcsWatch:
-    """Of one that others start again: says when it is silent, and when it is back."""
+    """Reports when a control store that Baton did not start is silent, and when it is back."""
 
     def __init__(
         self,
@@ -161,14 +164,14 @@ class RemoteGcsWatch:
         report: Callable[[str], None],
         max_s: float = SILENT_S,
     ) -> None:
-        """As for ``GcsWatch``."""
+        """The arguments are those of ``GcsWatch``."""
         self._ask = ask
         self._report = report
         self._max_s = max_s
 
     async def run(self) -> NoReturn:
         """Until it is cancelled."""
-        silence, answers, told = SilenceWatch[str](self._max_s), 0, False
+        silence, answers, reported = SilenceWatch[str](self._max_s), 0, False
         while True:
             try:
                 await self._ask(_ASK_S)
@@ -178,8 +181,8 @@ class RemoteGcsWatch:
                 answers += 1
             silence.tick({"gcs": answers}, time.monotonic())
             silent = silence.is_silent("gcs")
-            if silent != told:
-                told = silent
+            if silent != reported:
+                reported = silent
                 self._report(
                     "Ray's control store does not answer: workers serve on, and none is replaced"
                     if silent

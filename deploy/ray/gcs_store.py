@@ -1,10 +1,10 @@
-"""The store behind Ray's control store (GCS), where it has one: then the GCS may die.
+"""The store behind Ray's control store (GCS), if it has one: then the GCS may die.
 
-A GCS that has a store reads all it knows from there when it is started again; meanwhile actors run
-on, and calls between them go through. It has the store of Baton's registry never: what loses one
-must not lose the other.
+A GCS with a store reads its state from there when it is started again. Meanwhile actors run on, and
+calls between them go through. It never shares the store of Baton's registry, so that a fault of one
+does not lose both.
 
-An embedded one keeps what it is told in a file of the run directory: its own death loses nothing.
+An embedded store keeps its data in a file of the run directory: its own death loses nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _FOREVER_S = 10 * 365 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class GcsStore:
-    """Where it is. Holds the password: keep it out of logs."""
+    """The address of the store. It holds the password: keep it out of logs."""
 
     url: str
     namespace: str
-    """What is this cluster's in it."""
+    """The prefix of this cluster's keys."""
 
     def environment(self) -> dict[str, str]:
-        """What Ray's daemons and workers must find in theirs."""
+        """Environment variables of Ray's daemons and workers."""
         return {
             # They would end themselves after a minute without a GCS.
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(_FOREVER_S),
@@ -49,7 +49,7 @@ class GcsStore:
         }
 
     async def forget(self) -> None:
-        """Drop what the cluster has left in an operator's own server. Never raises."""
+        """Delete the cluster's keys in an operator's own server. Never raises."""
         try:
             async with asyncio.timeout(_FORGET_S), redis_client(self.url) as client:
                 keys = [key async for key in client.scan_iter(match=f"*{self.namespace}*")]
@@ -59,7 +59,7 @@ class GcsStore:
             log.warning("Ray's tables are left in Redis: %s", error)
 
     def flags(self) -> list[str]:
-        """What Ray's ``gcs_server`` is told; the password comes from its environment."""
+        """Arguments of Ray's ``gcs_server``; the password comes from its environment."""
         parts = urlsplit(self.url)
         flags = [
             f"--redis_address={parts.hostname}",
@@ -89,7 +89,7 @@ class GcsStore:
 
 
 def check_gcs_store(gcs_store: str, redis_url: str) -> None:
-    """Raises ConfigError where a store does not do."""
+    """Raises ConfigError for a store that Ray cannot use."""
     if gcs_store in ("", EMBEDDED):
         return
     parts = urlsplit(gcs_store)

@@ -38,13 +38,13 @@ _START_S = 60.0
 _STOP_S = 10.0
 _POLL_S = 0.2
 _GCS_AWAY_S = 600
-"""A node whose control store is away for so many seconds gives up: its machine is gone for good."""
+"""Seconds without its control store after which a node gives up."""
 AUTO = "auto"
 _CONNECT_S = 60.0
 
 
 def check_token() -> None:
-    """Raises ConfigError unless Ray will find the cluster's token, or is told to do without."""
+    """Raises ConfigError unless Ray finds the cluster's token, or needs none."""
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode != "token":
         return
@@ -58,7 +58,7 @@ def check_token() -> None:
 
 
 def joined_environment() -> dict[str, str]:
-    """What Ray must find in the environment before it is imported: of a cluster of others."""
+    """Environment variables of a joined cluster, to be set before Ray is imported."""
     return {
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GCS_AWAY_S),
@@ -79,13 +79,13 @@ def own_address(other: str) -> str:
 
 
 class RayNode:
-    """Its daemons are children of this process."""
+    """This machine's node. Its daemons are children of this process."""
 
     def __init__(self, address: str, mark: ClusterMark) -> None:
-        """``address``: host:port of the cluster's control store."""
+        """``address`` is host:port of the cluster's control store."""
         self.address = address
         self.id = ""
-        """Ray's, once it has started."""
+        """Ray's id of the node, once it has started."""
         self._mark = mark
         # The daemons end with the thread that started them, so it is one that stays.
         self._thread = DaemonThread("ray node")
@@ -95,9 +95,9 @@ class RayNode:
     async def start(
         self, resources: Mapping[str, float], cpus: int, gpus: int, port: int = 0
     ) -> None:
-        """Join with these resources of Ray's. Raises BatonError.
+        """Join with these Ray resources. Raises BatonError.
 
-        ``port`` is where its node manager listens; 0 takes any.
+        ``port`` is the port of its node manager; 0 takes any.
         """
         check_token()
         host = own_address(self.address)
@@ -141,14 +141,14 @@ class RayNode:
         return self._node.host
 
     async def lost(self) -> str:
-        """Wait for the death of its node manager, and name it."""
+        """Wait for the death of its node manager. Returns its name."""
         assert self._raylet is not None, "it has started"
         while runs(self._raylet):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         return "Ray's node manager"
 
     async def stop(self) -> None:
-        """End its daemons, and with them what Ray runs there; idempotent."""
+        """End its daemons, and with them what Ray runs on the node; idempotent."""
         if self._node is None:
             return
         node, self._node = self._node, None
@@ -160,9 +160,9 @@ class RayNode:
 
 
 def refuse_work(address: str, node: str, for_s: float) -> None:
-    """Have Ray place nobody on a node any more, which is to end within ``for_s`` seconds.
+    """Make Ray place no more workers on a node, which ends within ``for_s`` seconds.
 
-    Blocks for some seconds at most. Raises BatonError where Ray does not take it.
+    Blocks for some seconds at most. Raises BatonError where Ray refuses.
     """
     os.environ.update(joined_environment())
     until_ms = int((time.time() + for_s) * 1000)
@@ -175,10 +175,10 @@ def refuse_work(address: str, node: str, for_s: float) -> None:
 
 
 class JoinedRay:
-    """Takes the place of ``deploy.ray.ray_cluster.RayCluster``."""
+    """The launcher's connection; has the methods of ``deploy.ray.ray_cluster.RayCluster``."""
 
     gcs = None
-    """Ray's control store is for others to start again."""
+    """Ray's control store is not the launcher's to start again."""
 
     def __init__(self, config: Config, mark: ClusterMark) -> None:
         self._mark = mark
@@ -190,7 +190,7 @@ class JoinedRay:
         self._started = False
 
     async def start(self, gcs_store: GcsStore | None = None) -> None:
-        """Connect. Raises BatonError. A store would be for whoever starts Ray."""
+        """Connect. Raises BatonError. ``gcs_store`` is ignored: Ray has its store already."""
         check_token()
         if self._node is not None:
             await self._node.start({}, cpus=0, gpus=0)
@@ -218,18 +218,18 @@ class JoinedRay:
         )
 
     async def lost(self) -> str:
-        """Wait for the death of this launcher's own node; for ever, where it is not its own."""
+        """Wait for the death of the launcher's own node; for ever, if it has none."""
         if self._node is None:
             await asyncio.Event().wait()
         assert self._node is not None
         return await self._node.lost()
 
     async def ask_gcs(self, timeout_s: float) -> None:
-        """As ``deploy.ray.ray_cluster.RayCluster.ask_gcs``."""
+        """As ``deploy.ray.gcs_process.GcsProbe.ask``."""
         await self._questions.ask(timeout_s)
 
     async def stop(self) -> bool:
-        """Disconnect, and end the own node; False if that took too long and may hang for ever."""
+        """Disconnect, and end the own node. False if that took too long and may hang."""
         if not self._started:
             return True
         try:

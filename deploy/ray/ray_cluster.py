@@ -26,17 +26,17 @@ from deploy.workers.ray_worker import namespace
 from deploy.workers.standby import PRELOAD_MODULE, PRELOAD_VARIABLE
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Ray's least, about: nothing of ours goes through it."""
+"""About Ray's minimum: Baton stores no objects in it."""
 _DAEMONS = ("gcs_server", "raylet")
 _PLACES = 1024
-"""For workers: a pool may grow while the cluster runs."""
+"""Places for workers: a pool may grow while the cluster runs."""
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
-    """What Ray must find in the environment before it is imported: of a Ray on loopback."""
+    """Environment variables of a Ray on loopback, to be set before Ray is imported."""
     return {
         # Without it Ray listens on every interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -47,7 +47,7 @@ def ray_environment(token_file: Path) -> dict[str, str]:
 
 
 def common_environment() -> dict[str, str]:
-    """What every Ray of Baton's must find there."""
+    """Environment variables of every Ray node that Baton starts."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray would add 15: anything else that runs on the host would push the workers aside.
@@ -71,7 +71,7 @@ class RayCluster:
         self._started = False
         self._questions = GcsProbe()
         self.gcs: GcsProcess | None = None
-        """Ray's control store, where it may be started again; there once Ray has started."""
+        """Ray's control store if it may be started again; None before the start."""
 
     async def start(self, gcs_store: GcsStore | None = None) -> None:
         """Start the daemons and connect to them. Raises BatonError.
@@ -94,7 +94,7 @@ class RayCluster:
         """The control store, and how the next one is started at its address."""
         first = next(daemon for daemon in self._daemons if _name(daemon) == "gcs_server")
         self._daemons.remove(first)
-        # Behind the program that Ray was given, and what that adds.
+        # The arguments after the program that Ray was given, and what that program adds.
         given = first.cmdline()[1 + len(store.flags()) :]
         port = f"--gcs_server_port={address.rpartition(':')[2]}"
         arguments = [port if flag.startswith("--gcs_server_port=") else flag for flag in given]
@@ -110,10 +110,7 @@ class RayCluster:
             await asyncio.sleep(_POLL_S)
 
     async def ask_gcs(self, timeout_s: float) -> None:
-        """Have the control store read from its store. Raises what Ray does when it does not.
-
-        Raises TimeoutError where Ray does not keep to its own deadline.
-        """
+        """As ``GcsProbe.ask``."""
         await self._questions.ask(timeout_s)
 
     async def stop(self) -> bool:
@@ -167,7 +164,7 @@ _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node mana
 
 
 def _totals(config: Config) -> dict[str, int]:
-    """What the workers ask of Ray beside places, all together; one machine offers just that."""
+    """The sum of the workers' resources besides places; one machine offers exactly that."""
     totals: dict[str, float] = {}
     for pool in config.pools:
         for name, amount in pool.resources.items():
@@ -177,7 +174,7 @@ def _totals(config: Config) -> dict[str, int]:
 
 
 def _gpus(asked: int) -> int | None:
-    """None lets Ray look for them; it must not when nobody asks, since that takes time."""
+    """None lets Ray look for GPUs, which takes time: only where workers need some."""
     return None if asked else 0
 
 

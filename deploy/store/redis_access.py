@@ -36,35 +36,35 @@ def user_rules(passwords: Mapping[StoreUser, str]) -> list[str]:
 
 
 def url_with_user(url: str, user: StoreUser, password: str) -> str:
-    """The same server by another user."""
+    """The address of the same server with another user."""
     parts = urlsplit(url)
     where = parts.netloc.rpartition("@")[2]
     return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{where}").geturl()
 
 
 def store_url(config: Config, user: StoreUser) -> str:
-    """An operator's own server, as a role reaches it; empty where there is none.
+    """The address of an operator's own server for a role; empty where there is none.
 
-    A ``rediss`` address says itself which certificates are shown and trusted, or the cluster's are.
+    A ``rediss`` address names certificates in its query; otherwise the cluster's are used.
     """
     own = {"router": config.redis_router_url, "worker": config.redis_worker_url}.get(user)
     return url_with_certificates(own or config.redis_url, config.tls, user)
 
 
 def url_with_certificates(url: str, tls: TlsConfig, user: StoreUser) -> str:
-    """With the files of the cluster's certificates in its query, where it says ``rediss``."""
+    """The address with the cluster's certificates in its query, if its scheme is ``rediss``."""
     parts = urlsplit(url)
     files = tls.of(user)
     if parts.scheme != "rediss":
         return url
-    told = dict(parse_qsl(parts.query))
+    query = dict(parse_qsl(parts.query))
     if tls.redis_ca:
-        told.setdefault("ssl_ca_certs", tls.redis_ca)
+        query.setdefault("ssl_ca_certs", tls.redis_ca)
     if files is not None:
-        told.setdefault("ssl_ca_certs", str(files.authority))
-        if "ssl_certfile" not in told and told["ssl_ca_certs"] == str(files.authority):
-            told |= {"ssl_certfile": str(files.certificate), "ssl_keyfile": str(files.key)}
-    return parts._replace(query=urlencode(told)).geturl()
+        query.setdefault("ssl_ca_certs", str(files.authority))
+        if "ssl_certfile" not in query and query["ssl_ca_certs"] == str(files.authority):
+            query |= {"ssl_certfile": str(files.certificate), "ssl_keyfile": str(files.key)}
+    return parts._replace(query=urlencode(query)).geturl()
 
 
 async def check_redis(url: str, flag: str = "--redis-url") -> str:
@@ -85,7 +85,7 @@ async def check_redis(url: str, flag: str = "--redis-url") -> str:
 
 
 async def eviction_policy(client: redis.asyncio.Redis) -> str | None:
-    """A server's eviction policy: ``noeviction`` where it evicts none, None where it does not say.
+    """A server's eviction policy; ``noeviction`` without a memory limit, None where it is unknown.
 
     Raises ``redis.RedisError``.
     """
@@ -101,7 +101,7 @@ async def eviction_policy(client: redis.asyncio.Redis) -> str | None:
 
 
 def eviction_advice(policy: str | None) -> str:
-    """What an operator should do about an ``eviction_policy``; empty where that is nothing."""
+    """What an operator should change about an ``eviction_policy``; empty if nothing."""
     if policy == "noeviction":
         return ""
     if policy is None:

@@ -1,7 +1,9 @@
-"""The store: an embedded Valkey server. ``own_redis`` checks one that the operator names.
+"""The store: an embedded Valkey server.
 
-States of the embedded server: new → running → (died → running, on the same port) → stopped.
-The registry's keeps nothing on disk: workers register again and send their index snapshots again.
+    new → running → (died → running, on the same port) → stopped
+
+The registry's server keeps nothing on disk: workers register again, and send their index snapshots
+again.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import STORE_USERS, StoreUser, url_with_user, user_rules
 
 REST_BYTES = 128 * MIB
-"""For all but the prefix index. The server refuses writes beyond both, and evicts nothing: a lost
-entry of the registry would look like a dead worker."""
+"""Memory for all but the prefix index. The server refuses writes beyond both, and evicts nothing: a
+lost entry of the registry would look like a dead worker."""
 _START_S = 10.0
 _STOP_S = 3.0
 _ATTEMPTS = 3
@@ -40,9 +42,9 @@ class EmbeddedValkey:
         name: str = "valkey",
         keeps: bool = False,
     ) -> None:
-        """``index_mib``: the most memory of the prefix index. ``name`` is that of its log; one that
+        """``index_mib`` is the max memory of the prefix index; ``name`` is that of the log.
 
-        ``keeps`` has what it was told in a file, and still has it after its death.
+        A server that ``keeps`` its data writes it to a file, and has it after a death.
         """
         self.name = name
         self._keeps = keeps
@@ -67,7 +69,7 @@ class EmbeddedValkey:
         return self._url(self._port)
 
     def url_of(self, user: StoreUser) -> str:
-        """The same by the user of a role, who may do what that role needs."""
+        """The address with the user of a role, who may do what that role needs."""
         return url_with_user(self.url, user, self._passwords[user])
 
     @property
@@ -78,8 +80,8 @@ class EmbeddedValkey:
     async def start(self) -> None:
         """Start it, or start it again after a death; returns when it answers. Raises Unavailable.
 
-        The first start may choose another port when somebody was quicker to take the free one;
-        later ones may not, since the cluster knows the address.
+        The first start chooses another port when the free one was taken meanwhile; later starts
+        keep it, since the cluster knows the address.
         """
         if self._port is not None:
             await self._start(self._port)
@@ -95,7 +97,7 @@ class EmbeddedValkey:
                 return
 
     async def wait(self) -> str:
-        """Wait for its death; says how it ended."""
+        """Wait for its death. Returns how it ended."""
         assert self._child is not None
         return await self._child.wait()
 

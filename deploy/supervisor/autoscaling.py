@@ -38,42 +38,47 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from deploy.supervisor.reconciler import Phase, split
 
 NOTICE_S = 10.0
-"""Within which the supervisor acts on a size that was written down."""
+"""Time within which the supervisor acts on a stored size."""
 _POLL_S = 0.1
 ChangeOneRole = Callable[[WorkerRecord, Role, float], Awaitable[float]]
 Phases = Callable[[], Mapping[str, Phase]]
-"""The state of each slot, as the supervisor sees it."""
+"""The phase of each slot, as the supervisor sees it."""
 ANSWER_S = 10.0
-"""How much later than its deadline the answer may come."""
+"""Time after its deadline within which a worker answers."""
 
 log = logging.getLogger(__name__)
 
 
 class ClusterObserver:
-    """Three sources: the supervisor's slots, the workers' registry, what routers have counted."""
+    """Observes a live cluster: the supervisor's slots, the workers' registry, the routers' counts.
+
+    Owned by the supervisor's event loop.
+    """
 
     def __init__(
-        self, config: Config, registry: Registry, board: TrafficStore, phases: Phases
+        self, config: Config, registry: Registry, store: TrafficStore, phases: Phases
     ) -> None:
         self.records: Mapping[str, WorkerRecord] = {}
-        """By slot, of the workers that serve, as of the last look."""
+        """The registry's records of the workers that serve, by slot, as last observed."""
         self._roles = {pool.name: pool.role for pool in config.pools}
         self._registry = registry
-        self._board = board
+        self._store = store
         self._phases = phases
-        self._flow = TrafficTracker()
+        self._tracker = TrafficTracker()
         self._demand = DemandReader(config.slo_tpot_s)
 
-    async def look(self, now: float) -> ClusterFigures:
-        """``now`` on the monotonic clock. Raises ``redis.RedisError``, OSError."""
+    async def observe(self, now: float) -> ClusterFigures:
+        """What the autoscaler decides on, at the monotonic time ``now``.
+
+        Raises ``redis.RedisError``, OSError.
+        """
         records = await self._registry.all()
-        told = await self._board.read()
-        traffic = self._flow.look(told, now)
+        traffic = self._tracker.look(await self._store.read(), now)
         phases = self._phases()
         ready = {one.slot: one for one in records.values() if one.state != DRAINING}
         workers = workers_of(phases, ready, self._roles)
         self.records = {one.slot: ready[one.slot] for one in workers if one.incarnation}
-        # While a worker that runs is not in the registry, nobody knows its role.
+        # The role of a running worker that is missing in the registry is unknown.
         listed = {record.slot for record in records.values()}
         running = {one.slot for one in workers if phases[one.slot] is Phase.RUNNING}
         if traffic is None or not running <= listed or not self.records:
@@ -81,9 +86,9 @@ class ClusterObserver:
         return ClusterFigures(workers, self._demand.read(traffic, list(self.records.values())))
 
     async def forget_gone(self, now: float) -> None:
-        """Strike off routers that will not speak again. Never raises what Redis does."""
+        """Delete the counts of routers that are gone. Never raises what Redis does."""
         try:
-            await self._board.remove(self._flow.gone(now))
+            await self._store.remove(self._tracker.gone(now))
         except (redis.RedisError, OSError):
             return
 
@@ -93,9 +98,9 @@ def workers_of(
     ready: Mapping[str, WorkerRecord],
     pools: Mapping[str, Role],
 ) -> tuple[WorkerFigures, ...]:
-    """A line for each slot in which a worker is wanted.
+    """The figures of each slot in which a worker is wanted.
 
-    ``ready`` are the records, by slot, of workers that take requests.
+    ``ready`` has the records, by slot, of workers that accept requests.
     """
     found = []
     for slot, phase in sorted(phases.items()):
@@ -118,10 +123,10 @@ def workers_of(
 async def change_role(
     record: WorkerRecord, role: Role, deadline_s: float, tls: TlsFiles | None = None
 ) -> float:
-    """Seconds from taking no more work to serving again.
+    """Make a worker play another role. Returns the seconds until it serves again.
 
-    What is left of its work after ``deadline_s`` seconds is placed elsewhere. ``tls``: what the
-    caller shows the worker. Raises BatonError.
+    Its requests that run after ``deadline_s`` seconds are placed elsewhere. ``tls`` has the
+    caller's certificate. Raises BatonError.
     """
     channel = open_channel(record.address, tls, "worker")
     request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
@@ -138,21 +143,21 @@ async def change_role(
 
 
 class Autoscaling:
-    """See the module's text."""
+    """Observes, decides and acts, once every interval. Owned by the supervisor's event loop."""
 
     def __init__(
         self,
         config: Config,
-        look: ClusterObserver,
+        observer: ClusterObserver,
         phases: Phases,
         sizes: PoolSizes,
         metrics: SupervisorMetrics,
         change: ChangeOneRole = change_role,
     ) -> None:
-        """``change`` has a worker play a role within some seconds, and raises BatonError."""
+        """``change`` makes a worker play a role within a deadline, and raises BatonError."""
         self._settings = config.autoscaler
         self._drain_s = config.drain_deadline_s
-        self._look = look
+        self._observer = observer
         self._phases = phases
         self._sizes = sizes
         self._metrics = metrics
@@ -165,37 +170,37 @@ class Autoscaling:
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        log.info("the autoscaler looks every %g s (%s)", self._settings.interval_s, self._mode)
+        log.info("the autoscaler decides every %g s (%s)", self._settings.interval_s, self._mode)
         while True:
             began = time.monotonic()
             try:
                 await self._once(began)
             except (redis.RedisError, OSError) as error:
-                log.info("the autoscaler sees nothing: %s", error)
+                log.info("the autoscaler cannot observe the cluster: %s", error)
             except Exception:
-                # Without it workers are still kept; a supervisor that ends over it would not.
-                log.exception("the autoscaler's look has failed")
+                # Workers are still replaced without it, but not without the supervisor.
+                log.exception("the autoscaler has failed")
             await asyncio.sleep(max(0.0, began + self._settings.interval_s - time.monotonic()))
 
     def note(self) -> str:
-        """For `baton status`: what it sees, and what it did last."""
+        """For `baton status`: what it observes, and its last action."""
         said = f"{self._autoscaler.summary}{self._last}"
         return f"dry run: {said}" if self._settings.dry_run else said
 
     async def _once(self, now: float) -> None:
-        seen = await self._look.look(now)
+        seen = await self._observer.observe(now)
         actions = self._autoscaler.decide(seen, now)
         for role in ROLES:
             self._metrics.autoscaler_needed_workers.labels(role).set(self._autoscaler.needs[role])
         for action in actions:
-            self._tell(action)
+            self._log(action)
         if actions and not self._settings.dry_run:
             await asyncio.gather(*(self._carry_out(action) for action in actions))
         if actions:
             self._autoscaler.acted(time.monotonic())
-        await self._look.forget_gone(now)
+        await self._observer.forget_gone(now)
 
-    def _tell(self, action: Action) -> None:
+    def _log(self, action: Action) -> None:
         text = f"{words(action)} ({action.reason.value}: {action.why})"
         log.info("%s%s", "would: " if self._settings.dry_run else "", text)
         self._last = f"; last: {words(action)} at {time.strftime('%H:%M:%S')}"
@@ -206,7 +211,7 @@ class Autoscaling:
     async def _carry_out(self, action: Action) -> None:
         try:
             if isinstance(action, ChangeRole):
-                record = self._look.records[action.slot]
+                record = self._observer.records[action.slot]
                 took_s = await self._change(record, action.role, self._drain_s)
                 log.info("%s: it took %.1f s", words(action), took_s)
             else:
@@ -216,20 +221,20 @@ class Autoscaling:
             self._metrics.autoscaler_failures.labels(action.name).inc()
 
     async def _resize(self, action: Resize) -> None:
-        """Write the size down, unless somebody else has just done so; wait until it is seen."""
+        """Store the size, unless an operator has just done so; wait until the supervisor acts."""
         count = self._count(action.pool)
         if (await self._sizes.read()).get(action.pool, count) != count:
-            raise Unavailable(f"somebody has just given {action.pool} another size")
+            raise Unavailable(f"{action.pool} has just got another size")
         await self._sizes.write(action.pool, count + action.by)
         deadline = time.monotonic() + NOTICE_S
-        # The supervisor looks every half second; the next decision is not to precede it.
+        # The supervisor looks every half second; the next decision must not precede that.
         while self._count(action.pool) == count:
             if time.monotonic() > deadline:
                 raise Unavailable("the supervisor has not acted on it yet")
             await asyncio.sleep(_POLL_S)
 
     def _count(self, pool: str) -> int:
-        """Workers that are wanted in it."""
+        """The number of workers that are wanted in a pool."""
         return sum(
             split(slot)[0] == pool and phase is not Phase.LEAVING
             for slot, phase in self._phases().items()
@@ -237,7 +242,7 @@ class Autoscaling:
 
 
 def words(action: Action) -> str:
-    """What is done, for people."""
+    """The action as a message."""
     if isinstance(action, ChangeRole):
         return f"{action.slot} becomes a {action.role} worker"
     return f"{action.pool} {'gets' if action.by > 0 else 'loses'} a worker"

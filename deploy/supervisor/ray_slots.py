@@ -1,11 +1,11 @@
-"""What of the workers can be seen through Ray, and what can be done about them.
+"""The workers' slots as Ray shows them: which worker is there, and actions on it.
 
-This process may be deaf: Ray's control store knows of a death, and what it tells of that does not
-come, for minutes, after it was itself started again. Then a new process is needed, which hears.
+After Ray's control store (GCS) was started again, its notifications of deaths may not reach this
+process for minutes. Then the supervisor must end: its next process receives them.
 
-Calls to living workers go from process to process, so that they need no control store (GCS); to
-find one, to place one and to end one takes it. Those calls block while it is away: they are made on
-a thread of their own, and answers are awaited elsewhere. Owned by the supervisor's event loop.
+Calls to running workers go from process to process, and need no control store. To find, to place
+and to end a worker, it is needed, and those calls block while it is away: they run on a thread of
+their own, and answers are awaited elsewhere. Owned by the supervisor's event loop.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from deploy.supervisor.reconciler import Observed
 from deploy.workers.actor_process import end_other, reason
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node import run_directory_here
-from deploy.workers.ranks import give_places_back
+from deploy.workers.ranks import remove_places
 from deploy.workers.ray_worker import RayWorker, end_at, find, find_all, is_known, place
 from deploy.workers.worker_actor import PingReply, WorkerActor
 
 ANSWER_S = 3.0
-"""A worker that has not answered a ping for so long is silent."""
+"""A worker that has not answered a ping for this long is silent."""
 _DEAF_S = 6.0
-"""So much longer than ``ANSWER_S`` a silent worker's death may take to be told, and half of it once
-the control store is known to know."""
+"""How much longer than ``ANSWER_S`` the notification of a silent worker's death may take. Half
+of it applies once the control store is known to know of the death."""
 _LONGEST_GAP_S = 5.0
-"""Between two looks at the registry no more is counted as time without an entry: the supervisor may
-have stood still itself."""
+"""Longest time between two looks at the registry that counts as time without an entry: the
+supervisor itself may have been stopped."""
 
 _STALE_S = 5.0
 """An entry that was not renewed for this long, or for its TTL where that is longer, lists no
@@ -54,10 +54,10 @@ class SlotObservation:
 
     observed: Observed
     error: str = ""
-    """Why nobody is there."""
+    """Why no worker is there."""
     pid: int = 0
     node: str = ""
-    """Ray's id of the node where it is."""
+    """Ray's id of its node."""
 
 
 _ABSENT = SlotObservation(Observed.ABSENT)
@@ -70,47 +70,47 @@ class RaySlots:
     def __init__(
         self,
         settings: Callable[[str], ActorSettings],
-        roll: Callable[[], Awaitable[Mapping[str, Hashable] | None]],
+        list_registry: Callable[[], Awaitable[Mapping[str, Hashable] | None]],
         registry_ttl_s: float,
         actor_class: type = WorkerActor,
     ) -> None:
-        """``settings`` returns those of a slot.
+        """``settings`` returns those of a slot's worker.
 
-        ``roll`` returns the slots whose workers the registry lists, each with a value that every
-        renewal of its entries changes; None where the registry cannot be asked. ``registry_ttl_s``
-        is the TTL of these entries in seconds.
+        ``list_registry`` returns the slots whose workers the registry lists, each with a value that
+        every renewal of its entries changes; None where the registry cannot be read.
+        ``registry_ttl_s`` is the TTL of these entries in seconds.
         """
         self._settings = settings
-        self._roll = roll
+        self._list_registry = list_registry
         self._listed: Collection[str] | None = None
         self._renewals = SilenceWatch[str](max(_STALE_S, registry_ttl_s))
         self._refreshed_at = time.monotonic()
         self._actor_class = actor_class
-        self._thread = DaemonThread("fleet")
+        self._thread = DaemonThread("ray slots")
         self._far_ends = DaemonThread("far ends")
-        self._lives: dict[str, _Life] = {}
+        self._incarnations: dict[str, _Incarnation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._death = asyncio.Event()
 
-    async def recall(self) -> None:
-        """Find the workers that live, whoever has started them. Raises what Ray raises."""
+    async def find_running(self) -> None:
+        """Find the workers that run. Raises what Ray raises."""
         for worker in await self._thread.call(find_all):
-            if worker.slot not in self._lives:
-                self._lives[worker.slot] = _Life(worker, self._death.set)
+            if worker.slot not in self._incarnations:
+                self._incarnations[worker.slot] = _Incarnation(worker, self._death.set)
 
     @property
-    def slots(self) -> Collection[str]:
-        """Where somebody is."""
-        return self._lives.keys()
+    def names(self) -> Collection[str]:
+        """The slots with a worker."""
+        return self._incarnations.keys()
 
     async def death(self) -> None:
-        """Wait until one is heard of that nobody has looked at yet."""
+        """Wait for a death that was not observed yet."""
         await self._death.wait()
 
     async def refresh(self) -> None:
-        """See whom the registry lists. A look at every slot follows."""
+        """Read the registry; an observation of every slot follows."""
         self._death.clear()
-        entries = await self._roll()
+        entries = await self._list_registry()
         now = time.monotonic()
         passed = min(now - self._refreshed_at, _LONGEST_GAP_S)
         self._refreshed_at = now
@@ -119,52 +119,56 @@ class RaySlots:
         else:
             self._renewals.tick(entries, now)
             self._listed = {slot for slot in entries if not self._renewals.is_silent(slot)}
-        for slot, life in self._lives.items():
-            # Where nobody is listed, the registry is to blame.
+        for slot, incarnation in self._incarnations.items():
+            # An empty registry says nothing about this worker.
             lost = self._listed is not None and slot not in self._listed and len(self._listed) > 0
-            life.unlisted_s = life.unlisted_s + passed if lost else 0.0
+            incarnation.unlisted_s = incarnation.unlisted_s + passed if lost else 0.0
 
-    async def look(self, slot: str) -> SlotObservation:
+    async def observe(self, slot: str) -> SlotObservation:
         """What is there now; does not wait for an answer.
 
-        Raises BatonError when this process hears nothing of Ray any more.
+        Raises BatonError when Ray's notifications do not reach this process any more.
         """
-        life = self._lives.get(slot)
-        if life is None:
+        incarnation = self._incarnations.get(slot)
+        if incarnation is None:
             return _ABSENT
         now = time.monotonic()
-        seen = life.look(now)
+        seen = incarnation.look(now)
         if seen.observed in (Observed.SILENT, Observed.STARTING):
-            self._doubt(slot, life, now)
+            self._doubt(slot, incarnation, now)
         if seen.observed is Observed.ABSENT:
-            self._lives.pop(slot).close()
-            if life.failed_to_start:
-                # It stays until it is ended, so that it could say why.
-                self._in_background(self._kill(life))
+            self._incarnations.pop(slot).close()
+            if incarnation.failed_to_start:
+                # Its process stays until it is ended, so that it could report why.
+                self._in_background(self._kill(incarnation))
             else:
-                self._in_background(self._clear(life))
-            return SlotObservation(Observed.ABSENT, seen.error + self._last_words(slot, life))
+                self._in_background(self._clear(incarnation))
+            return SlotObservation(
+                Observed.ABSENT, seen.error + self._last_words(slot, incarnation)
+            )
         if seen.observed is Observed.SILENT and (self._listed is None or slot in self._listed):
-            # Silence in Redis condemns nobody.
+            # A worker that the registry lists, or may list, is not silent.
             return SlotObservation(Observed.SERVING, pid=seen.pid, node=seen.node)
         return seen
 
-    def _doubt(self, slot: str, life: _Life, now: float) -> None:
-        """Whether it is the worker that is silent, or Ray."""
-        if life.dead_since is not None and now - life.dead_since > _DEAF_S / 2:
-            raise BatonError(f"Ray knows that {slot} is dead, and does not tell")
-        if not life.doubted and life.silent_s(now) > ANSWER_S + _DEAF_S:
-            life.doubted = True
-            self._in_background(self._ask_ray(slot, life))
+    def _doubt(self, slot: str, incarnation: _Incarnation, now: float) -> None:
+        """Find out whether the worker or Ray is silent. Raises BatonError where it is Ray."""
+        if incarnation.dead_since is not None and now - incarnation.dead_since > _DEAF_S / 2:
+            raise BatonError(
+                f"Ray reports {slot} dead but sent no notification; the supervisor must restart"
+            )
+        if not incarnation.doubted and incarnation.silent_s(now) > ANSWER_S + _DEAF_S:
+            incarnation.doubted = True
+            self._in_background(self._query_ray(slot, incarnation))
 
-    async def _ask_ray(self, slot: str, life: _Life) -> None:
+    async def _query_ray(self, slot: str, incarnation: _Incarnation) -> None:
         try:
             known = await self._thread.call(lambda: is_known(slot))
         except Exception as error:
-            log.warning("%s: Ray does not say whether it lives: %s", slot, error)
+            log.warning("%s: Ray does not report whether it runs: %s", slot, error)
             known = True
-        life.dead_since = None if known else time.monotonic()
-        life.doubted = not known
+        incarnation.dead_since = None if known else time.monotonic()
+        incarnation.doubted = not known
 
     async def start(self, slot: str) -> None:
         """Have Ray place a worker. Raises what Ray raises."""
@@ -174,48 +178,50 @@ class RaySlots:
             try:
                 return place(settings, self._actor_class)
             except ValueError:
-                # An earlier call was thought to be lost, and was not.
+                # An earlier call seemed lost, and was not.
                 found = find(slot)
                 if found is None:
                     raise
                 return found
 
-        self._lives[slot] = _Life(await self._thread.call(start), self._death.set)
+        self._incarnations[slot] = _Incarnation(await self._thread.call(start), self._death.set)
 
     async def drain(self, slot: str, deadline_s: float) -> None:
-        """Have a worker take nothing more, and end by itself. Raises what Ray raises."""
-        life = self._lives.get(slot)
-        if life is not None:
+        """Make a worker reject new requests and end by itself. Raises what Ray raises."""
+        incarnation = self._incarnations.get(slot)
+        if incarnation is not None:
             async with asyncio.timeout(ANSWER_S):
-                await life.worker.drain(deadline_s)
+                await incarnation.worker.drain(deadline_s)
 
     async def end(self, slot: str) -> None:
         """End a worker's process, frozen or not; idempotent. Raises what Ray raises."""
-        life = self._lives.get(slot)
-        if life is not None:
-            await self._kill(life)
+        incarnation = self._incarnations.get(slot)
+        if incarnation is not None:
+            await self._kill(incarnation)
 
-    async def _kill(self, life: _Life) -> None:
-        # Ray calls a worker dead that it could not end, because it was stopped (SIGSTOP).
-        if life.whereabouts is not None:
-            self._end_process(life.worker.slot, life.whereabouts)
-        await self._clear(life, life.worker.kill)
+    async def _kill(self, incarnation: _Incarnation) -> None:
+        # Ray reports a worker dead that it could not end, because it was stopped (SIGSTOP).
+        if incarnation.whereabouts is not None:
+            self._end_process(incarnation.worker.slot, incarnation.whereabouts)
+        await self._clear(incarnation, incarnation.worker.kill)
 
-    async def _clear(self, life: _Life, first: Callable[[], None] = lambda: None) -> None:
-        """Do ``first``, and end the other ranks of a worker that has ended, with their places.
+    async def _clear(
+        self, incarnation: _Incarnation, first: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call ``first``, then end the other ranks of a worker that has ended, with their places.
 
         A rank that was stopped (SIGSTOP) does not end by itself. Raises what Ray raises.
         """
-        slot = life.worker.slot
-        for rank in life.other_ranks:
+        slot = incarnation.worker.slot
+        for rank in incarnation.other_ranks:
             self._end_process(slot, rank)
         has_places = self._settings(slot).own_pool().ranks > 1
 
-        # In one call: the next life's places come after it.
+        # In one call, before the next incarnation's places.
         def clear() -> None:
             first()
             if has_places:
-                give_places_back(slot)
+                remove_places(slot)
 
         await self._thread.call(clear)
 
@@ -229,7 +235,7 @@ class RaySlots:
         try:
             await end_at(whereabouts, self._far_ends)
         except Exception as error:
-            # Its node may be gone, and it with it.
+            # Its node may be gone, and the process with it.
             log.info("%s was not ended on its node: %s", slot, reason(error))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -237,10 +243,10 @@ class RaySlots:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _last_words(self, slot: str, life: _Life) -> str:
-        """What a worker's log ends with, where it is on this node: an error, or a traceback."""
+    def _last_words(self, slot: str, incarnation: _Incarnation) -> str:
+        """The last line of a worker's log, where that is on this node: an error or a traceback."""
         settings = self._settings(slot)
-        is_near = life.whereabouts is not None and life.whereabouts.process.is_near
+        is_near = incarnation.whereabouts is not None and incarnation.whereabouts.process.is_near
         if not (is_near or settings.is_on_one_machine):
             return ""
         line = last_lines(run_directory_here(settings.cluster_id).log(slot), 1)
@@ -250,41 +256,41 @@ class RaySlots:
         return f" ({line.strip()})" if line else ""
 
     def close(self) -> None:
-        """Look no more. The workers go on."""
-        for life in self._lives.values():
-            life.close()
+        """Observe no more. The workers go on."""
+        for incarnation in self._incarnations.values():
+            incarnation.close()
 
 
-class _Life:
-    """One life of a worker, seen by what it answers."""
+class _Incarnation:
+    """One incarnation of a worker, seen by what it answers."""
 
     def __init__(self, worker: RayWorker, tell_death: Callable[[], None]) -> None:
         self.worker = worker
         self._tell_death = tell_death
         self.whereabouts: Whereabouts | None = None
-        """Once it serves."""
+        """Where it is, once it serves."""
         self.other_ranks: list[Whereabouts] = []
-        """Of a worker of several."""
+        """Where its other ranks are."""
         self.failed_to_start = False
         self.unlisted_s = 0.0
-        """For how long the registry has not listed it, though it lists others."""
+        """Seconds for which the registry has listed other workers and not this one."""
         self.doubted = False
-        """Whether Ray is being asked if it lives."""
+        """Whether Ray's control store is queried for it."""
         self.dead_since: float | None = None
-        """Since when Ray's control store is known to know that it does not."""
+        """When Ray's control store was first seen to report it dead, monotonic."""
         self._serves = False
         self._leaves = False
         self._asked_at = time.monotonic()
-        self._heard_at = self._asked_at
+        self._answered_at = self._asked_at
         self._asking = asyncio.create_task(self._ask())
 
     def look(self, now: float) -> SlotObservation:
-        """What the last question has brought; asks the next one."""
+        """Evaluate the last call, and begin the next one."""
         if not self._asking.done():
             return self._seen(silent=self._serves and now - self._asked_at > ANSWER_S)
         error = self._asking.exception()
         if error is None:
-            self._heard(self._asking.result(), now)
+            self._record(self._asking.result(), now)
         elif isinstance(error, WorkerFailed):
             self.failed_to_start = True
             return SlotObservation(Observed.ABSENT, error.message)
@@ -292,11 +298,11 @@ class _Life:
             return SlotObservation(Observed.ABSENT, reason(error))  # type: ignore[arg-type]
         self._asked_at = now
         self._asking = asyncio.create_task(self._ask())
-        return self._seen(silent=self._serves and now - self._heard_at > ANSWER_S)
+        return self._seen(silent=self._serves and now - self._answered_at > ANSWER_S)
 
     def silent_s(self, now: float) -> float:
         """Seconds since its last answer."""
-        return now - self._heard_at
+        return now - self._answered_at
 
     async def _ask(self) -> dict[str, Any] | PingReply:
         try:
@@ -308,8 +314,8 @@ class _Life:
                 self._tell_death()
             raise
 
-    def _heard(self, answer: dict[str, Any] | PingReply, now: float) -> None:
-        self._heard_at = now
+    def _record(self, answer: dict[str, Any] | PingReply, now: float) -> None:
+        self._answered_at = now
         if isinstance(answer, PingReply):
             self._leaves = answer is PingReply.LEAVING
             return

@@ -32,63 +32,63 @@ from enum import StrEnum
 from baton.liveness.silence import SilenceWatch
 
 FIRST_PAUSE_S = 0.25
-"""Before the next life of a worker that died once."""
+"""Pause before the next incarnation of a worker that died once."""
 LONGEST_PAUSE_S = 60.0
 """Each death doubles the pause, up to this."""
 HEALTHY_S = 30.0
-"""A worker that has served for this long has no past deaths any more."""
+"""After a worker has served for this long, its past deaths are forgotten."""
 CRASH_LOOP_DEATHS = 5
-"""So many deaths with no healthy while between them are a crash loop. It is still tried again, once
-in ``LONGEST_PAUSE_S`` in the end: what kept it down may have gone."""
+"""This many deaths without a healthy period between them are a crash loop. The worker is still
+started again, in the end every ``LONGEST_PAUSE_S``: the cause may have gone."""
 START_S = 600.0
-"""A worker that serves no earlier than this has failed to start. Waiting for a place counts, too:
+"""A worker that does not serve after this time has failed to start. The wait for a place counts:
 there may be no node that offers one."""
 SILENCE_S = 30.0
-"""A worker of which neither Ray nor the registry has heard for this long hangs for good: it is
-ended and replaced. Requests have left it long before that."""
+"""A worker that neither Ray nor the registry has heard from for this long hangs: it is ended and
+replaced. Routers have moved its requests long before that."""
 PATIENCE_S = 10.0
 LEAVE_S = 20.0
-"""How much later than the deadline of its drain a worker that is not wanted may end by itself."""
+"""Time after its drain's deadline in which a worker that is not wanted may end by itself."""
 
 
 class Observed(StrEnum):
-    """What is seen of a slot."""
+    """What is there in a slot."""
 
     ABSENT = "absent"
-    """No worker is there, or the one that was is dead."""
+    """No worker is there, or the last one is dead."""
     STARTING = "starting"
-    """One is there, and does not serve yet."""
+    """A worker is there, and does not serve yet."""
     SERVING = "serving"
     SILENT = "silent"
-    """One is there and should serve, and nothing is heard of it."""
+    """A worker is there and should serve, and does not answer."""
     LEAVING = "leaving"
-    """One is there, takes nothing more, and will end by itself."""
+    """A worker is there, accepts no new requests, and will end by itself."""
 
 
 class Phase(StrEnum):
-    """What a slot is told to be in; see the module's text."""
+    """The published state of a slot; the module's docstring has the transitions."""
 
     STARTING = "starting"
     RUNNING = "running"
     BACKING_OFF = "backing off"
     CRASH_LOOP = "crash loop"
     DRAINING = "draining"
-    """Whoever is there leaves; another one follows."""
+    """The worker leaves; another one follows."""
     LEAVING = "leaving"
-    """Nobody is wanted there any more."""
+    """No worker is wanted there any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """What a person is shown of a slot."""
+    """The published status of a slot."""
 
     phase: Phase
     deaths: int = 0
-    """Lives that ended since there was a healthy one."""
+    """Incarnations that ended since the last healthy one."""
     last_error: str = ""
-    """Why the last of them did."""
+    """Why the last of them ended."""
     wait_s: float = 0.0
-    """Until the next start; 0 where none is awaited."""
+    """Seconds until the next start; 0 where none is due."""
 
 
 class SlotAction(StrEnum):
@@ -96,7 +96,7 @@ class SlotAction(StrEnum):
 
     START = "start"
     DRAIN = "drain"
-    """Have it take nothing more, and end by itself."""
+    """Make the worker reject new requests, and end by itself."""
     END = "end"
 
 
@@ -104,42 +104,42 @@ class SlotAction(StrEnum):
 class _Slot:
     observed: Observed = Observed.ABSENT
     since: float = 0.0
-    """When ``observed`` was seen first."""
+    """When ``observed`` was first reported."""
     occupied: bool = False
-    """Whether somebody was seen there, or ordered to be, whose end was not seen yet."""
+    """A worker was observed or started and has not been seen to exit."""
     deaths: int = 0
     last_error: str = ""
     start_at: float = 0.0
-    """Not to be started before this."""
-    order: SlotAction | None = None
-    ordered_at: float = 0.0
+    """Earliest time of the next start."""
+    action: SlotAction | None = None
+    acted_at: float = 0.0
     unwanted_since: float | None = None
-    """When it was decided first that nobody is to be there."""
+    """Since when no worker is wanted here."""
 
 
 class Reconciler:
-    """See the module's text. No I/O, no clock; owned by one event loop."""
+    """Decides for all slots. No I/O, no clock; owned by one event loop."""
 
     def __init__(self, drain_s: float) -> None:
-        """``drain_s``: how long a worker that is not wanted may take to end what it runs."""
+        """``drain_s`` is how long a worker that is not wanted may take to finish its requests."""
         self._leave_s = drain_s + LEAVE_S
         self._slots: dict[str, _Slot] = {}
         self._silence = SilenceWatch[str](SILENCE_S)
         self._wanted: frozenset[str] = frozenset()
 
     def want(self, slots: Collection[str]) -> None:
-        """The slots in which a worker is to be; of all others it is to go."""
+        """Set the slots that should have a worker. Workers of all others leave."""
         self._wanted = frozenset(slots)
         for name in self._wanted - self._slots.keys():
             self._slots[name] = _Slot()
 
     def remember(self, name: str, deaths: int, last_error: str) -> None:
-        """What an earlier reconciler knew of a slot's past."""
+        """Take over what an earlier reconciler knew of a slot."""
         slot = self._slots.setdefault(name, _Slot())
         slot.deaths, slot.last_error = deaths, last_error
 
     def started(self, name: str) -> None:
-        """An order to start was carried out: somebody is there, however soon that one dies."""
+        """Record that a start was carried out: a worker is there, however soon it dies."""
         if name in self._slots:
             self._slots[name].occupied = True
 
@@ -155,11 +155,11 @@ class Reconciler:
             slot.observed, slot.since = observed, now
         if observed is not Observed.ABSENT:
             slot.occupied = True
-            if slot.order is SlotAction.START:
-                slot.order = None
+            if slot.action is SlotAction.START:
+                slot.action = None
         elif slot.occupied:
             if left:
-                slot.occupied, slot.order = False, None
+                slot.occupied, slot.action = False, None
                 return False
             self._died(slot, now, error)
             return True
@@ -168,39 +168,39 @@ class Reconciler:
         return False
 
     def _died(self, slot: _Slot, now: float, error: str) -> None:
-        reason = slot.last_error if slot.order is SlotAction.END and slot.last_error else error
-        slot.occupied, slot.order = False, None
+        reason = slot.last_error if slot.action is SlotAction.END and slot.last_error else error
+        slot.occupied, slot.action = False, None
         slot.deaths += 1
-        slot.last_error = reason or "it ended, and nobody knows why"
+        slot.last_error = reason or "it ended, for an unknown reason"
         slot.start_at = now + pause_after(slot.deaths)
 
     def failed(self, name: str, error: str) -> None:
-        """An order could not be carried out, which is no death: it is given again in a while."""
+        """Record that an action failed. That is no death: the action is repeated later."""
         if name in self._slots:
             self._slots[name].last_error = error
 
     def decide(self, now: float) -> dict[str, SlotAction]:
-        """What to do now, by slot. Each order is given once, and again if nothing comes of it."""
+        """The actions to begin now, by slot. An action without an effect is repeated."""
         silent = {name for name, slot in self._slots.items() if slot.observed is Observed.SILENT}
         self._silence.tick(dict.fromkeys(silent), now)
-        orders: dict[str, SlotAction] = {}
+        actions: dict[str, SlotAction] = {}
         for name, slot in list(self._slots.items()):
             if name in self._wanted:
                 slot.unwanted_since = None
             elif slot.unwanted_since is None:
                 slot.unwanted_since = now
-            order = self._order(name, slot, now)
-            if order is None:
+            action = self._action(name, slot, now)
+            if action is None:
                 if name not in self._wanted and not slot.occupied:
                     del self._slots[name]
                 continue
-            if slot.order is order and now - slot.ordered_at < PATIENCE_S:
+            if slot.action is action and now - slot.acted_at < PATIENCE_S:
                 continue
-            slot.order, slot.ordered_at = order, now
-            orders[name] = order
-        return orders
+            slot.action, slot.acted_at = action, now
+            actions[name] = action
+        return actions
 
-    def _order(self, name: str, slot: _Slot, now: float) -> SlotAction | None:
+    def _action(self, name: str, slot: _Slot, now: float) -> SlotAction | None:
         if slot.unwanted_since is not None:
             return self._farewell(slot, now - slot.unwanted_since) if slot.occupied else None
         if slot.observed is Observed.ABSENT:
@@ -219,8 +219,12 @@ class Reconciler:
         return SlotAction.DRAIN if slot.observed is Observed.SERVING else None
 
     def states(self, now: float) -> dict[str, SlotState]:
-        """What is to be shown, by slot."""
+        """The status of each slot."""
         return {name: self._state(name, slot, now) for name, slot in self._slots.items()}
+
+    def phases(self, now: float) -> dict[str, Phase]:
+        """The phase of each slot."""
+        return {name: state.phase for name, state in self.states(now).items()}
 
     def _state(self, name: str, slot: _Slot, now: float) -> SlotState:
         shown = SlotState(Phase.RUNNING, slot.deaths, slot.last_error)
@@ -239,7 +243,7 @@ class Reconciler:
 
 
 def pause_after(deaths: int) -> float:
-    """Seconds before the next life of a slot that has seen so many deaths, at least one."""
+    """Seconds before the next incarnation in a slot with ``deaths`` deaths, at least one."""
     # The exponent is bounded: a float has no room for thousands of deaths.
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(deaths - 1, 30)))
 
@@ -248,10 +252,10 @@ class WantedSlots:
     """Owned by the supervisor's event loop."""
 
     def __init__(self, configured: Mapping[str, int], living: Collection[str] = ()) -> None:
-        """``configured``: workers by pool. ``living``: the slots of those that were found.
+        """``configured`` has the number of workers by pool, ``living`` the slots with a worker.
 
-        Whoever lives is wanted until somebody says otherwise: a pool that had grown keeps its size
-        even where what was chosen is lost, or cannot be read.
+        A running worker is wanted until an operator changes that: a pool that had grown keeps its
+        size even where its size is lost in Redis, or cannot be read.
         """
         self._sizes = dict(configured)
         self._chosen: dict[str, int] = {}
@@ -261,9 +265,9 @@ class WantedSlots:
                 self._sizes[pool] = self._chosen[pool] = number + 1
 
     def choose(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """What operators have chosen, as far as it is known there; of other pools nothing changes.
+        """Take over the sizes in Redis, which operators have chosen; other pools keep theirs.
 
-        Returns what is not known there and should be.
+        Returns the chosen sizes that are missing in Redis.
         """
         known = {pool: count for pool, count in sizes.items() if pool in self._sizes}
         self._sizes.update(known)
@@ -271,12 +275,12 @@ class WantedSlots:
         return {pool: count for pool, count in self._chosen.items() if pool not in known}
 
     def slots(self) -> frozenset[str]:
-        """All of them."""
+        """The slots of all pools."""
         sizes = self._sizes.items()
         return frozenset(f"{pool}-{number}" for pool, count in sizes for number in range(count))
 
 
 def split(slot: str) -> tuple[str, int]:
-    """A slot's pool, and its number there; ("", 0) of what is no slot's name."""
+    """A slot's pool and its number in that; ("", 0) for a name that is not a slot's."""
     pool, _, number = slot.rpartition("-")
     return (pool, int(number)) if number.isdecimal() else ("", 0)

@@ -1,6 +1,6 @@
-"""What the supervisor tells of itself and of the workers' slots: one value in Redis with a TTL.
+"""The status of the supervisor and of the slots, which it publishes in Redis with a TTL.
 
-It is news, and nobody's truth: without it nothing but the telling is missing.
+Readers only show it. The cluster runs the same without it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from baton.store.supervision import supervision_key
 from deploy.supervisor.reconciler import Phase, SlotState
 
 TTL_S = 15
-"""What a supervisor that is gone has said is forgotten after this many seconds."""
+"""Seconds after which the status of a supervisor that is gone expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotStatus:
-    """Of one slot."""
+    """The status of one slot and its worker."""
 
     state: SlotState
     pid: int = 0
-    """Process id of the worker that serves there; 0 where none does."""
+    """Process id of the worker that serves; 0 without one."""
     node: str = ""
-    """Ray's id of the node that it runs on."""
+    """Ray's id of its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisionStatus:
-    """All that is told at a time."""
+    """All that the supervisor publishes."""
 
     pid: int
     """The supervisor's."""
@@ -39,37 +39,37 @@ class SupervisionStatus:
     """host:port of the supervisor's /metrics page."""
     slots: Mapping[str, SlotStatus] = field(default_factory=dict)
     autoscaler: str = ""
-    """What the autoscaler sees, and what it did last; empty where there is none."""
+    """What the autoscaler observes, and its last action; empty without one."""
 
 
 class StatusStore:
-    """Reads and writes the value. Raises ``redis.RedisError``. Owned by one event loop."""
+    """Reads and writes the status. Raises ``redis.RedisError``. Owned by one event loop."""
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
         self._client = client
         self._key = supervision_key(cluster_id)
 
     async def write(self, supervision: SupervisionStatus) -> None:
-        """Replace it, for ``TTL_S`` seconds."""
+        """Replace the status, for ``TTL_S`` seconds."""
         await self._client.set(self._key, json.dumps(asdict(supervision)), ex=TTL_S)
 
     async def read(self) -> SupervisionStatus | None:
-        """None where no supervisor has said anything lately."""
-        told = await self._client.get(self._key)
-        return None if told is None else _parse(told)
+        """The status; None where no supervisor has published one lately."""
+        stored = await self._client.get(self._key)
+        return None if stored is None else _parse(stored)
 
     async def clear(self) -> None:
-        """The cluster ends."""
+        """Delete the status: the cluster ends."""
         await self._client.delete(self._key)
 
 
-def _parse(told: bytes | str) -> SupervisionStatus | None:
+def _parse(stored: bytes | str) -> SupervisionStatus | None:
     try:
-        fields = json.loads(told)
+        fields = json.loads(stored)
         slots = {name: _slot(news) for name, news in fields.pop("slots").items()}
         return SupervisionStatus(**fields, slots=slots)
     except (ValueError, TypeError, KeyError):
-        # Another version's supervisor.
+        # A supervisor of another version wrote it.
         return None
 
 

@@ -1,6 +1,6 @@
-"""The Ray actor that houses the supervisor. Ray starts it again whenever it dies.
+"""The Ray actor of the supervisor. Ray starts it again whenever it dies.
 
-It imports no torch: a Python process with Ray in it is all that it costs.
+It imports no torch: it needs no more memory than any Python process with Ray.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +33,7 @@ from deploy.processes.ports import join_host_port
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.supervisor.autoscaling import Autoscaling, ClusterObserver, change_role
 from deploy.supervisor.ray_slots import RaySlots
-from deploy.supervisor.reconciler import split
+from deploy.supervisor.reconciler import Phase, Reconciler, split
 from deploy.supervisor.status_store import StatusStore
 from deploy.supervisor.supervisor import Supervisor
 from deploy.workers.actor_process import RayPlace, end_with, log_to
@@ -48,14 +49,14 @@ log = logging.getLogger(__name__)
 
 
 class SupervisorSettings(BaseModel):
-    """What the launcher tells it; it travels as JSON and holds the store's password."""
+    """The supervisor's settings; they travel as JSON and hold the store's password."""
 
     model_config = ConfigDict(frozen=True)
 
     workers: tuple[ActorSettings, ...]
-    """One of each slot with which the cluster came up; further ones are made like them."""
+    """Settings of the workers with which the cluster starts; further workers are like them."""
     drain_s: float
-    """How long a worker of a pool that shrinks may take to end what it runs."""
+    """How long a worker of a pool that shrinks may take to finish its requests, in seconds."""
     redis_url: str
     cluster_id: str
     log_level: str
@@ -75,17 +76,17 @@ class SupervisorActor:
         log_to(str(log_file), self._settings.log_level, self._settings.log_format)
         self._started: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._supervising: asyncio.Task[None] | None = None
         threading.Thread(target=self._live, name="supervisor", daemon=True).start()
 
     def ready(self) -> int:
-        """Its process id, once it keeps the workers. Raises TimeoutError."""
+        """Its process id, once it watches the workers. Raises TimeoutError."""
         return self._started.result(timeout=_START_S)
 
     def stop(self) -> None:
-        """Keep nobody any more: the cluster ends."""
-        if self._loop is not None and self._keeping is not None:
-            self._loop.call_soon_threadsafe(self._keeping.cancel)
+        """Replace no worker any more: the cluster ends."""
+        if self._loop is not None and self._supervising is not None:
+            self._loop.call_soon_threadsafe(self._supervising.cancel)
 
     def _live(self) -> None:
         try:
@@ -105,7 +106,7 @@ class SupervisorActor:
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 
-            async def roll() -> dict[str, frozenset[tuple[str, float]]] | None:
+            async def list_registry() -> dict[str, frozenset[tuple[str, float]]] | None:
                 try:
                     records, leases = await registry.all(), await registry.leases()
                 except redis.RedisError:
@@ -116,40 +117,47 @@ class SupervisorActor:
                     listed[slot] = listed.get(slot, frozenset()) | {entry}
                 return listed
 
-            slots = SlotSettings(settings.workers)
+            workers = SlotSettings(settings.workers)
             sizes = PoolSizes(client, settings.cluster_id)
+            reconciler = Reconciler(settings.drain_s)
+            autoscaling = None
+            if config.autoscaler.enabled:
+
+                def phases() -> dict[str, Phase]:
+                    return reconciler.phases(time.monotonic())
+
+                # With a registry of its own: a reader keeps what it has read.
+                observer = ClusterObserver(
+                    config,
+                    Registry(client, settings.cluster_id),
+                    TrafficStore(client, settings.cluster_id),
+                    phases,
+                )
+                change = partial(change_role, tls=tls)
+                autoscaling = Autoscaling(config, observer, phases, sizes, metrics, change)
             supervisor = Supervisor(
-                slots.pools,
-                RaySlots(slots.of, roll, config.advanced.registry_ttl_s, self.worker_class),
+                workers.pools,
+                reconciler,
+                RaySlots(
+                    workers.of, list_registry, config.advanced.registry_ttl_s, self.worker_class
+                ),
                 StatusStore(client, settings.cluster_id),
                 sizes,
                 metrics,
                 join_host_port(host, server.port),
                 drain_s=settings.drain_s,
+                note=str if autoscaling is None else autoscaling.note,
             )
-            autoscaling = None
-            if config.autoscaler.enabled:
-                # With a registry of its own: a reader keeps what it has read.
-                look = ClusterObserver(
-                    config,
-                    Registry(client, settings.cluster_id),
-                    TrafficStore(client, settings.cluster_id),
-                    supervisor.phases,
-                )
-                autoscaling = Autoscaling(
-                    config, look, supervisor.phases, sizes, metrics, partial(change_role, tls=tls)
-                )
-                supervisor.note = autoscaling.note
             async with asyncio.TaskGroup() as group:
                 group.create_task(
                     end_with(settings.launcher, settings.redis_url, settings.cluster_id)
                 )
-                self._keeping = group.create_task(_keep(supervisor, autoscaling))
+                self._supervising = group.create_task(_keep(supervisor, autoscaling))
                 self._started.set_result(os.getpid())
 
 
 async def _keep(supervisor: Supervisor, autoscaling: Autoscaling | None) -> None:
-    """Until it is cancelled: workers in their slots, and the slots as the traffic asks."""
+    """Run both until cancelled."""
     async with asyncio.TaskGroup() as group:
         group.create_task(supervisor.run())
         if autoscaling is not None:
@@ -157,7 +165,7 @@ async def _keep(supervisor: Supervisor, autoscaling: Autoscaling | None) -> None
 
 
 class RaySupervisor:
-    """The launcher's hold on it."""
+    """The launcher's handle of the supervisor."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -166,7 +174,7 @@ class RaySupervisor:
     def place(
         cls, settings: SupervisorSettings, actor_class: type = SupervisorActor
     ) -> RaySupervisor:
-        """Have Ray start it, and start it again whenever it dies; the one that is there, if one is.
+        """Make Ray start it, and start it again whenever it dies; or find the one that runs.
 
         Blocks while Ray's control store is away.
         """
@@ -178,7 +186,7 @@ class RaySupervisor:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
-            # Beside the launcher, as long as that is there.
+            # On the launcher's node, while that exists.
             scheduling_strategy=NodeAffinitySchedulingStrategy(RayPlace.own().node, soft=True),
             max_restarts=-1,
             max_task_retries=-1,
@@ -188,7 +196,7 @@ class RaySupervisor:
 
     @classmethod
     def find(cls) -> RaySupervisor | None:
-        """The one that is there. Blocks while Ray's control store is away."""
+        """The supervisor that runs, if one does. Blocks while Ray's control store is away."""
         import ray  # noqa: PLC0415
 
         try:
@@ -197,7 +205,7 @@ class RaySupervisor:
             return None
 
     async def ready(self) -> int:
-        """Its process id, once it keeps the workers. Raises what Ray raises."""
+        """Its process id, once it watches the workers. Raises what Ray raises."""
         return int(await asyncio.wrap_future(self._handle.ready.remote().future()))
 
     def kill(self) -> None:
@@ -208,22 +216,22 @@ class RaySupervisor:
             ray.kill(self._handle)
 
     async def stop(self, deadline_s: float) -> None:
-        """Have it keep nobody any more. Raises TimeoutError, or what Ray raises."""
+        """Make it replace no worker any more. Raises TimeoutError, or what Ray raises."""
         async with asyncio.timeout(deadline_s):
             await asyncio.wrap_future(self._handle.stop.remote().future())
 
 
 class SlotSettings:
-    """Pure."""
+    """The settings of the worker of each slot, also of slots that are added later. Pure."""
 
     def __init__(self, first: Sequence[ActorSettings]) -> None:
-        """``first``: of the slots that the cluster came up with, at least one of each pool."""
+        """``first`` has the slots with which the cluster starts, at least one of each pool."""
         self._first = {settings.slot: settings for settings in first}
         self.pools = Counter(settings.pool for settings in first)
-        """How many of each pool."""
+        """The number of workers by pool."""
 
     def of(self, slot: str) -> ActorSettings:
-        """Raises KeyError for one of an unknown pool."""
+        """The settings of a slot. Raises KeyError for a slot of an unknown pool."""
         known = self._first.get(slot)
         return self._further(slot) if known is None else known
 

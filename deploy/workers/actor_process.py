@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 async def end_with(launcher: ProcessIdentity, redis_url: str, cluster_id: str) -> NoReturn:
-    """End this process when the launcher has gone.
+    """End this process when the launcher is gone.
 
-    The guardian of its machine ends orphans there; this is for the case that it was killed as well,
-    and for other machines. There the launcher's lease tells.
+    On the launcher's machine the guardian ends orphans; this is for the case that the guardian was
+    killed as well, and for other machines, which watch the launcher's lease.
     """
     if launcher.is_near:
-        # Not our child, so only asking again tells.
+        # It is not a child of this process, so it is polled.
         while not launcher.is_gone:  # noqa: ASYNC110
             await asyncio.sleep(_LAUNCHER_POLL_S)
     else:
@@ -43,34 +43,34 @@ async def end_with(launcher: ProcessIdentity, redis_url: str, cluster_id: str) -
 
 
 def end_other(process: ProcessIdentity) -> None:
-    """Send SIGKILL to a process, if it runs here. Never raises."""
+    """Send SIGKILL to a process, if it runs on this machine. Never raises."""
     with contextlib.suppress(OSError):
         process.send(signal.SIGKILL)
 
 
 def end_others(workers: Path, slot: str) -> None:
-    """SIGKILL for all other processes of a node that house what this one houses.
+    """Send SIGKILL to all other processes of a node that have the same slot.
 
-    ``workers`` is the folder of the node's ``NodeWorkers``, in which ``slot`` names it.
+    ``workers`` is the folder of the node's ``NodeWorkers``, in which ``slot`` names a process.
     """
-    for other in NodeWorkers(workers).living():
+    for other in NodeWorkers(workers).running():
         if other.slot == slot and other.process.pid != os.getpid():
             end_other(other.process)
 
 
 def take_sigterm(handler: Callable[[int, object], None]) -> None:
-    """Instead of Ray's handler, by which a worker process ends at once.
+    """Replace Ray's handler of SIGTERM, which ends a worker process at once.
 
     Ray creates an actor on the main thread, and runs signal handlers there between its own calls,
-    every 10 ms or so; but not one whose class has a single ``async`` method: then this does
-    nothing, as in a process that has the class without Ray.
+    about every 10 ms. An actor whose class has any ``async`` method is created on another thread:
+    then this does nothing, as in a process that has the class without Ray.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def log_to(file: str, level: str, kind: str) -> TextIO:
-    """Have this process's log, and crashes inside native code, written to ``file``. Returns it.
+    """Write this process's log, and crashes inside native code, to ``file``. Returns the stream.
 
     ``kind`` is ``text`` or ``json``.
     """
@@ -83,18 +83,18 @@ def log_to(file: str, level: str, kind: str) -> TextIO:
 
 @dataclass(frozen=True, slots=True)
 class RayPlace:
-    """A node of Ray's."""
+    """The Ray node of a process."""
 
     host: str
     """The node's address: loopback, where all of the cluster is on one machine."""
     node: str
-    """Ray's id of it."""
+    """Ray's id of the node."""
     gcs: str
     """host:port of Ray's control store."""
 
     @classmethod
     def own(cls) -> RayPlace:
-        """That of this worker process of Ray's, or of this driver."""
+        """The node of this process, which is a worker process of Ray's or a driver."""
         import ray  # noqa: PLC0415
 
         context = ray.get_runtime_context()
@@ -106,7 +106,7 @@ class RayPlace:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong in an actor, without Ray's wrapping and tracebacks."""
+    """The error of an actor as a message, without Ray's wrapping and tracebacks."""
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, BatonError):
         return cause.message

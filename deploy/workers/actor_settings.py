@@ -1,4 +1,4 @@
-"""What a worker's Ray actor is told."""
+"""The settings of a worker's Ray actor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deploy.processes.process_identity import ProcessIdentity
 
 
 class ActorSettings(BaseModel):
-    """What the launcher tells an actor; it travels as JSON and holds the store's password.
+    """The launcher's settings for an actor; they travel as JSON and hold the store's password.
 
-    What differs from node to node is not in it: see ``deploy.workers.node``.
+    ``deploy.workers.node`` has what differs from node to node.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -34,19 +34,19 @@ class ActorSettings(BaseModel):
     """The name of its ranks' placement group; empty where it has one rank."""
 
     def own_pool(self) -> PoolConfig:
-        """Its pool."""
+        """The worker's pool."""
         return self.pool_of(Config(**self.config))
 
     def pool_of(self, config: Config) -> PoolConfig:
-        """Its pool, of those in ``config``."""
+        """The worker's pool in ``config``."""
         return next(pool for pool in config.pools if pool.name == self.pool)
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether all of the cluster is on the launcher's."""
+        """Whether all of the cluster is on the launcher's machine."""
         return not self.config["ray_address"]
 
     @property
     def drain_s(self) -> float:
-        """How long it may take to end what it runs, in seconds."""
+        """How long the worker may take to finish its requests, in seconds."""
         return float(self.config["drain_deadline_s"])

@@ -24,51 +24,51 @@ from deploy.processes.run_directory import RUN_VARIABLE, RunDirectory
 from deploy.workers.actor_settings import ActorSettings
 
 CORE_LINES = 8
-"""So many workers may be added on a node and share its cores step by step with those before."""
+"""How many workers may be added on a node and still share its cores with those before."""
 PLACES_VARIABLE = "BATON_NODE_PLACES"
-"""How many workers a node has room for; of one that has joined a cluster."""
+"""How many workers a node that has joined a cluster has room for."""
 _MOST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """One worker's."""
+    """What one worker gets of its node."""
 
     host: str
-    """Where its servers listen, and others reach them."""
+    """The address at which its servers listen, and are reached."""
     run: RunDirectory
-    """The node's."""
+    """The node's run directory."""
     log_file: Path
     number: int
-    """Its place among the workers of this node, from 0; each rank of a worker has one."""
+    """Its number among the workers of this node, from 0; each rank of a worker has one."""
     workers_here: int
-    """How many workers the node is to have, those of several ranks counted so many times."""
+    """How many workers the node has room for; each rank counts."""
     threads: int
     """Compute threads on the CPU, where the engine cannot change them from step to step."""
     core_board: str
-    """By which the node's workers share its cores; empty where this one has threads of its own."""
+    """The file by which the node's workers share its cores; empty with threads of its own."""
     core_lines: int
-    """How many workers have a place on it."""
+    """How many workers the board has room for."""
 
     @classmethod
     def take(
         cls, settings: ActorSettings, host: str, node: str = "", gcs: str = "", rank: int = 0
     ) -> NodeShare:
-        """This process's, for as long as it lives. Raises OSError.
+        """Register this process on its node for as long as it runs. Raises OSError.
 
-        A rank of a worker has a share as a worker has. ``host`` is the node's address, ``node``
-        Ray's id of it, ``gcs`` host:port of Ray's control store.
+        Each rank of a worker has a share. ``host`` is the node's address, ``node`` Ray's id of it,
+        ``gcs`` host:port of Ray's control store.
         """
         config = Config(**settings.config)
         run = run_directory_here(settings.cluster_id)
         name = f"{settings.slot}.rank-{rank}" if rank else settings.slot
-        number = NodeWorkers(run.workers).sign(
+        number = NodeWorkers(run.workers).register(
             name, settings.drain_s, node, gcs, settings.cluster_id
         )
         workers = workers_of_node(config.ranks)
         own_threads = settings.pool_of(config).threads
         lines = workers + CORE_LINES
-        # Whoever comes without a line on the board takes a fixed share of the cores.
+        # Workers without a line on the board take a fixed share of the cores.
         shares = not own_threads and number < lines
         return cls(
             host=host,
@@ -83,7 +83,7 @@ class NodeShare:
 
 
 def run_directory_here(cluster_id: str) -> RunDirectory:
-    """This node's. Raises OSError where another user has it."""
+    """The run directory of this node. Raises OSError where another user has it."""
     given = os.environ.get(RUN_VARIABLE)
     if given:
         return RunDirectory(Path(given))
@@ -91,7 +91,7 @@ def run_directory_here(cluster_id: str) -> RunDirectory:
 
 
 def workers_of_node(of_cluster: int) -> int:
-    """How many workers this node is to have, of a cluster with so many."""
+    """How many workers this node has room for, of a cluster with ``of_cluster`` workers."""
     places = os.environ.get(PLACES_VARIABLE, "")
     return max(1, min(of_cluster, int(places))) if places.isdecimal() else of_cluster
 
@@ -127,12 +127,12 @@ def model_paths(settings: ActorSettings) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class NodeWorker:
-    """A process that houses a worker."""
+    """A process with a worker, or with one of its ranks."""
 
     slot: str
     process: ProcessIdentity
     drain_s: float
-    """How long it takes at most to leave, once it gets SIGTERM."""
+    """How long it takes at most to leave after SIGTERM, in seconds."""
     node: str = ""
     """Ray's id of its node."""
     gcs: str = ""
@@ -145,15 +145,15 @@ _NODE_WORKER = TypeAdapter(NodeWorker)
 
 
 class NodeWorkers:
-    """Of one node."""
+    """The list of the worker processes of one node, as locked files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def sign(
+    def register(
         self, slot: str, drain_s: float, node: str = "", gcs: str = "", cluster: str = ""
     ) -> int:
-        """The lowest free number; it is this process's until it ends. Raises OSError."""
+        """Take the lowest free number, until this process ends. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         me = NodeWorker(slot, ProcessIdentity.own(), drain_s, node, gcs, cluster)
         for number in range(_MOST):
@@ -168,8 +168,8 @@ class NodeWorkers:
             return number
         raise OSError(f"no number is free in {self._folder}")
 
-    def living(self) -> list[NodeWorker]:
-        """Those whose process lives."""
+    def running(self) -> list[NodeWorker]:
+        """The processes that run."""
         found = []
         for path in sorted(self._folder.glob("[0-9]*")):
             with contextlib.suppress(OSError, ValueError):

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 WORKER_RESOURCE = "baton_worker"
 _REMOVED = "REMOVED"
 OnEnded = Callable[[str], None]
-"""Told, on a thread of its own, that a rank has ended, and why."""
+"""Called on a thread of its own with the reason when a rank has ended."""
 
 log = logging.getLogger(__name__)
 
 
-def ask_for_places(settings: ActorSettings) -> tuple[str, Any]:
-    """A group with a bundle for each rank, and its name; Ray gives it when it can."""
+def request_places(settings: ActorSettings) -> tuple[str, Any]:
+    """Request a group with a bundle for each rank. Returns its name and handle."""
     import ray  # noqa: PLC0415
 
     pool = settings.own_pool()
@@ -58,46 +58,49 @@ def ask_for_places(settings: ActorSettings) -> tuple[str, Any]:
 
 
 def in_place(group: Any, rank: int) -> Any:
-    """The scheduling strategy of an actor that is to have a rank's place."""
+    """The scheduling strategy of an actor in a rank's place."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415
 
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
 
 
-def give_places_back(slot: str) -> None:
-    """Those of all lives in a slot; idempotent. Blocks while Ray's control store is away."""
+def remove_places(slot: str) -> None:
+    """Remove the places of all incarnations in a slot; idempotent.
+
+    Blocks while Ray's control store is away.
+    """
     import ray  # noqa: PLC0415
 
-    for told in ray.util.placement_group_table().values():
-        if told["name"].startswith(f"{slot}#") and told["state"] != _REMOVED:
-            ray.util.remove_placement_group(ray.util.get_placement_group(told["name"]))
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(f"{slot}#") and group["state"] != _REMOVED:
+            ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
 
 
 class RankActor:
-    """Lives in a Ray worker process. No method is ``async``, as in ``WorkerActor``."""
+    """The actor of one rank above 0. No method is ``async``, as in ``WorkerActor``."""
 
     build = staticmethod(build_following)
 
     def __init__(self, settings_json: str, rank: int, address: dict[str, str | int]) -> None:
-        """``address``: the fields of rank 0's ``GroupAddress``."""
+        """``address`` has the fields of rank 0's ``GroupAddress``."""
         take_here()
         self._settings = ActorSettings.model_validate_json(settings_json)
         self._rank = rank
         self._address = address
         place = RayPlace.own()
         self._share = NodeShare.take(self._settings, place.host, place.node, place.gcs, rank)
-        # One that stood still while it loaded: nobody else was told of it, and it has a GPU.
+        # An earlier process that was stopped while it loaded has a GPU; only this list names it.
         end_others(self._share.run.workers, f"{self._settings.slot}.rank-{rank}")
         self._process = json.dumps(asdict(Whereabouts.own(place.node)))
         config = self._settings.config
         log_to(str(self._share.log_file), str(config["log_level"]), str(config["log_format"]))
         # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(self._share.threads)
-        # A worker is told to leave by way of its rank 0, and takes its ranks along.
+        # Rank 0 handles SIGTERM for the worker, and ends its ranks.
         take_sigterm(lambda number, frame: None)
 
     def run(self) -> None:
-        """Compute what rank 0 says, until that one closes. Raises what keeps it from that."""
+        """Compute the steps of rank 0 until that closes. Raises what prevents it."""
         ended: Future[None] = Future()
         threading.Thread(target=self._follow, args=(ended,), name="engine", daemon=True).start()
         ended.result()
@@ -117,7 +120,7 @@ class RankActor:
 
 
 def start_ranks(settings: ActorSettings, address: GroupAddress, on_ended: OnEnded) -> None:
-    """Have Ray start ranks 1 and up, where this worker's places are; does not wait for them."""
+    """Make Ray start ranks 1 and up in this worker's places; does not wait for them."""
     import ray  # noqa: PLC0415
 
     group = ray.util.get_placement_group(settings.places)
@@ -140,7 +143,7 @@ def start_ranks(settings: ActorSettings, address: GroupAddress, on_ended: OnEnde
 
 
 _KEPT: list[Any] = []
-"""Ray ends an actor that nobody holds."""
+"""Ray ends an actor without a handle."""
 
 
 def _watch(ends: dict[Any, int], on_ended: OnEnded) -> None:

@@ -1,8 +1,7 @@
-"""Ray imports this in each process that it starts on a node of Baton's: see
-``deploy.workers.standby``."""
+"""Ray imports this module in each process of a node: see ``deploy.workers.standby``."""
 
-# Those who may be placed here come first, on the main thread, which would import them beside the
-# one that stands by: two threads may meet modules half made.
+# The modules of the actors that Ray may place here are imported first, on the main thread: later
+# the main thread and the standby's would import them at once, and see modules half made.
 from deploy.workers.standby import begin_here
 from deploy.workers.worker_process import import_worker
 

@@ -1,9 +1,9 @@
-"""Workers as Ray actors: placed, found by their slot's name, asked, and ended.
+"""Workers as Ray actors: placed, found by the name of their slot, called, and ended.
 
-Their names are those of one Ray namespace, the cluster's own.
+Each cluster has a Ray namespace for these names.
 
-They are detached: whoever has placed one, the launcher or the supervisor, may go without taking it
-along. Ray itself starts none again; that is the supervisor's part.
+The actors are detached: they outlive the launcher or supervisor that placed them. Ray restarts none
+of them; the supervisor does.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from deploy.workers.actor_process import end_other, reason
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ranks import (
     WORKER_RESOURCE,
-    ask_for_places,
-    give_places_back,
     in_place,
+    remove_places,
+    request_places,
 )
 from deploy.workers.worker_actor import PingReply, WorkerActor
 
 SUPERVISOR_NAME = "supervisor"
-# ready, ping and stop must not wait for one another, whoever calls them.
+# ready, ping and stop must not wait for one another.
 _CONCURRENT_CALLS = 8
 _END_S = 20.0
 
 
 class RayWorker:
-    """One life of a worker, wherever Ray has put it."""
+    """One incarnation of a worker, on any node."""
 
     def __init__(self, slot: str, handle: Any) -> None:
         self.slot = slot
         self._handle = handle
 
     async def ready(self) -> dict[str, Any]:
-        """Wait until it serves: see ``deploy.workers.worker_actor.WorkerThread.record``.
+        """Wait until it serves; see ``deploy.workers.worker_actor.WorkerThread.record``.
 
         Raises WorkerFailed with the reason, and what Ray raises where that is no failure.
         """
@@ -53,18 +53,15 @@ class RayWorker:
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
 
     async def ping(self, unlisted_s: float = 0.0) -> PingReply:
-        """What the process answers, by way of Ray; see ``WorkerActor.ping``. Raises what Ray
-
-        raises.
-        """
+        """The process's answer; see ``WorkerActor.ping``. Raises what Ray raises."""
         return PingReply(await result(self._handle.ping.remote(unlisted_s)))
 
     async def drain(self, deadline_s: float) -> None:
-        """Have it take nothing more, and end by itself. Raises what Ray raises."""
+        """Make it reject new requests, and end by itself. Raises what Ray raises."""
         await result(self._handle.drain.remote(deadline_s))
 
     async def stop(self, deadline_s: float) -> None:
-        """Ask it to leave in order. Raises TimeoutError, or what Ray raises when it is gone."""
+        """Make it leave in order. Raises TimeoutError, or what Ray raises when it is gone."""
         async with asyncio.timeout(deadline_s):
             await result(self._handle.stop.remote())
 
@@ -76,19 +73,19 @@ class RayWorker:
 
 
 def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker:
-    """Have Ray start a worker. Blocks while Ray's control store is away.
+    """Make Ray start a worker. Blocks while Ray's control store is away.
 
-    One of several ranks gets places for all of them together, and starts the others itself.
+    A worker of several ranks gets places for all of them, and starts the other ranks itself.
 
-    Raises ValueError where its slot's worker lives.
+    Raises ValueError where a worker runs in the slot.
     """
     import ray  # noqa: PLC0415
 
     pool = settings.own_pool()
     strategy: dict[str, Any] = {}
     if pool.ranks > 1:
-        give_places_back(settings.slot)
-        places, group = ask_for_places(settings)
+        remove_places(settings.slot)
+        places, group = request_places(settings)
         settings = settings.model_copy(update={"places": places})
         strategy["scheduling_strategy"] = in_place(group, 0)
     asked = dict(pool.resources)
@@ -106,14 +103,15 @@ def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker
 
 
 def namespace(cluster_id: str) -> str:
-    """Of Ray, in which a cluster's actors have their names: others may use the same Ray."""
+    """The Ray namespace of a cluster's actors: other programs may use the same Ray."""
     return f"baton-{cluster_id}"
 
 
 async def end_at(whereabouts: Whereabouts, submit: DaemonThread) -> None:
-    """End a process on its node, frozen or not, by a task there. Raises TimeoutError, or what Ray
+    """End a process on its node, stopped or not, by a task there.
 
-    raises. ``submit`` makes the call, which blocks while Ray's control store is away.
+    ``submit`` makes the call, which blocks while Ray's control store is away. Raises TimeoutError,
+    or what Ray raises.
     """
     import ray  # noqa: PLC0415
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
@@ -125,7 +123,7 @@ async def end_at(whereabouts: Whereabouts, submit: DaemonThread) -> None:
 
 
 def find(slot: str) -> RayWorker | None:
-    """The worker that lives in a slot, if one does. Blocks while Ray's control store is away."""
+    """The worker that runs in a slot, if one does. Blocks while Ray's control store is away."""
     import ray  # noqa: PLC0415
 
     try:
@@ -135,9 +133,9 @@ def find(slot: str) -> RayWorker | None:
 
 
 def is_known(slot: str) -> bool:
-    """Whether Ray's control store knows of a worker that lives in a slot. Blocks while it is away.
+    """Whether Ray's control store knows a worker in a slot. Blocks while it is away.
 
-    It is asked itself: what this process has heard of actors may be old.
+    The control store is queried: this process's own view of actors may be old.
     """
     from ray.util import list_named_actors  # noqa: PLC0415
 
@@ -145,7 +143,7 @@ def is_known(slot: str) -> bool:
 
 
 def find_all() -> list[RayWorker]:
-    """All workers that live, whatever their slots. Blocks while Ray's control store is away."""
+    """All workers that run, whatever their slots. Blocks while Ray's control store is away."""
     from ray.util import list_named_actors  # noqa: PLC0415
 
     found = (find(name) for name in list_named_actors() if name != SUPERVISOR_NAME)
@@ -153,5 +151,5 @@ def find_all() -> list[RayWorker]:
 
 
 def result(reference: Any) -> Awaitable[Any]:
-    """What a Ray reference stands for."""
+    """The value of a Ray reference."""
     return asyncio.wrap_future(reference.future())

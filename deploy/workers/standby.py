@@ -30,33 +30,32 @@ from pathlib import Path
 from deploy.ray_internals import prestart_worker, session_folder
 
 FRESH_S = 2.0
-"""A process that was started for somebody has him by then, and imports what he needs himself."""
+"""Processes younger than this may already be assigned an actor; only older idle ones stand by."""
 _LOOK_S = 0.5
 _NICENESS = 10
-"""As threads that compute: whoever serves goes first."""
+"""The niceness of computing threads: serving has precedence."""
 LOOK_S = 5.0
-"""Whoever has just died is replaced first: to import beside him would make him late."""
+"""A worker that has just died is replaced first: an import at the same time would delay it."""
 PATIENCE_S = 60.0
 MAX_ASKS = 3
 PRELOAD_VARIABLE = "RAY_preload_python_modules"
 PRELOAD_MODULE = "deploy.workers.ray_preload"
 _ASK_S = 30.0
 _KEEP_S = 24 * 3600
-"""For so long Ray keeps the process, however many it has in stock; then another one is asked for.
-"""
+"""How long Ray keeps the process, however many idle ones it has; then another one is requested."""
 
 log = logging.getLogger(__name__)
 
 
 class FileLock:
-    """Held by one process at most, which need not end in order. Each object is one thread's."""
+    """A lock that one process holds, until it ends. Each object is for one thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Whether it is held here from now on, or was. Raises OSError."""
+        """Take the lock, and return whether this object holds it. Raises OSError."""
         if self._descriptor is not None:
             return True
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -72,48 +71,48 @@ class FileLock:
         return True
 
     def give_back(self) -> None:
-        """Idempotent."""
+        """Release the lock; idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def is_held(self) -> bool:
-        """Whether another one holds it, now. Raises OSError."""
+        """Whether another holder has it now. Raises OSError."""
         if not self.take():
             return True
         self.give_back()
         return False
 
 
-class StandbyPlace:
-    """A node's, in a folder of its own Ray's: nodes may share a machine, and a folder."""
+class StandbyFiles:
+    """The files of a node's standby, in Ray's folder: nodes may share a machine, and a folder."""
 
     def __init__(self, folder: Path, node: str) -> None:
         self._stem = folder / f"baton-standby-{node}"
 
     @classmethod
-    def own(cls) -> StandbyPlace:
-        """That of the node where this process is one of Ray's."""
+    def own(cls) -> StandbyFiles:
+        """The files of the node of this process, which is one of Ray's."""
         import ray  # noqa: PLC0415
 
         return cls(session_folder(), ray.get_runtime_context().get_node_id())
 
     @property
     def lock(self) -> FileLock:
-        """Of whoever stands by."""
+        """The standby's lock."""
         return FileLock(self._stem.with_suffix(".lock"))
 
     @property
     def duty(self) -> FileLock:
-        """Of the worker that sees to it that somebody does."""
+        """Lock of the worker that requests standbys on this node."""
         return FileLock(self._stem.with_suffix(".duty"))
 
-    def ask(self) -> None:
-        """Have the next process in stock stand by. Raises OSError."""
+    def request(self) -> None:
+        """Request that the next idle process stands by. Raises OSError."""
         self._asked.touch(mode=0o600)
 
-    def was_asked(self) -> bool:
-        """Whether somebody is to stand by; true once for each time. Raises OSError."""
+    def take_request(self) -> bool:
+        """Whether a standby is requested; removes the request. Raises OSError."""
         try:
             self._asked.unlink()
         except FileNotFoundError:
@@ -126,28 +125,28 @@ class StandbyPlace:
 
 
 class Standby:
-    """Of this process."""
+    """Makes this process a standby, if one is requested."""
 
     def __init__(
-        self, place: StandbyPlace, prepare: Callable[[], None], fresh_s: float = FRESH_S
+        self, place: StandbyFiles, prepare: Callable[[], None], fresh_s: float = FRESH_S
     ) -> None:
-        """``prepare`` imports."""
+        """``prepare`` imports what a worker needs."""
         self._place, self._prepare, self._fresh_s = place, prepare, fresh_s
         self._taken = threading.Event()
         self._thread = threading.Thread(target=self._stand_by, name="standby", daemon=True)
 
     def begin(self) -> None:
-        """Once."""
+        """Start the thread; called once."""
         self._thread.start()
 
     def leave(self) -> None:
-        """Somebody is placed in this process, who needs none of what is imported."""
+        """An actor that needs no such import was placed in this process."""
         self._taken.set()
 
     def take(self) -> None:
-        """A worker is placed in this process. Imports that are under way end first:
+        """A worker was placed in this process: wait for the import that runs.
 
-        two threads that import the same modules may meet them half made.
+        Two threads that import the same modules may see them half made.
         """
         self._taken.set()
         self._thread.join()
@@ -155,7 +154,7 @@ class Standby:
     def _stand_by(self) -> None:
         lock = self._place.lock
         try:
-            if self._taken.wait(self._fresh_s) or not self._place.was_asked():
+            if self._taken.wait(self._fresh_s) or not self._place.take_request():
                 return
             while not lock.take():
                 if self._taken.wait(_LOOK_S):
@@ -164,7 +163,7 @@ class Standby:
             self._prepare()
             self._taken.wait()
         except Exception as error:
-            # A worker that is placed here meets the same, and says so.
+            # A worker that is placed here fails in the same way, and reports it.
             log.warning("this process does not stand by: %r", error)
         finally:
             lock.give_back()
@@ -181,25 +180,25 @@ class _Own:
 
 
 def begin_here(prepare: Callable[[], None]) -> None:
-    """Have this process, which Ray has just started, stand by if it is asked to."""
-    _Own.standby = Standby(StandbyPlace.own(), prepare)
+    """Make this process, which Ray has just started, a standby if one is requested."""
+    _Own.standby = Standby(StandbyFiles.own(), prepare)
     _Own.standby.begin()
 
 
 def take_here() -> None:
-    """As ``Standby.take``, where this process has one."""
+    """As ``Standby.take``, if this process has a ``Standby``."""
     if _Own.standby is not None:
         _Own.standby.take()
 
 
 def leave_here() -> None:
-    """As ``Standby.leave``, where this process has one."""
+    """As ``Standby.leave``, if this process has a ``Standby``."""
     if _Own.standby is not None:
         _Own.standby.leave()
 
 
 class StandbyWatch:
-    """Owned by the thread that looks."""
+    """Decides when to request a standby. Pure; owned by one thread."""
 
     def __init__(self) -> None:
         self._missing = 0
@@ -207,7 +206,7 @@ class StandbyWatch:
         self._asked_at = float("-inf")
 
     def look(self, now: float, *, stands_by: bool) -> bool:
-        """Whether to ask for one; ``now`` is monotonic, in seconds."""
+        """Whether to request one; ``now`` is monotonic, in seconds."""
         if stands_by:
             self._missing, self._asks = 0, 0
             self._asked_at = float("-inf")
@@ -221,14 +220,14 @@ class StandbyWatch:
 
     @property
     def gave_up(self) -> bool:
-        """Whether none has come, however often one was asked for."""
+        """Whether the last requests all failed."""
         return self._asks >= MAX_ASKS
 
 
 def keep_standby() -> None:
-    """Begin, on a thread of its own, which lasts as long as this process; once.
+    """Request standbys, on a thread that lasts as long as this process; called once.
 
-    Does nothing where Ray was started by others, and prepares no process.
+    Does nothing on a Ray cluster that was started without the preload module.
     """
     if PRELOAD_MODULE in os.environ.get(PRELOAD_VARIABLE, "").split(","):
         threading.Thread(target=_keep, name="standby keeper", daemon=True).start()
@@ -237,22 +236,22 @@ def keep_standby() -> None:
 def _keep() -> None:
     watch = StandbyWatch()
     try:
-        place = StandbyPlace.own()
+        place = StandbyFiles.own()
         duty, standby = place.duty, place.lock
         while not watch.gave_up:
             time.sleep(LOOK_S)
             if duty.take() and watch.look(time.monotonic(), stands_by=standby.is_held()):
-                ask_for_standby(place)
+                request_standby(place)
         log.warning("no process stands by: a worker that dies here is back later")
     except Exception as error:
-        # Nothing depends on it; and it goes by what Ray does not promise to keep.
+        # Nothing depends on a standby, and this uses private names of Ray.
         log.warning("no process can be had that stands by: %r", error)
 
 
-def ask_for_standby(place: StandbyPlace) -> None:
-    """Have this node's Ray take one more process into its stock, to stand by; does not wait for it.
+def request_standby(place: StandbyFiles) -> None:
+    """Make this node's Ray start one more idle process, as a standby; does not wait for it.
 
     Raises OSError, and what Ray or gRPC raises.
     """
-    place.ask()
+    place.request()
     prestart_worker(_KEEP_S, _ASK_S)

@@ -53,21 +53,21 @@ if TYPE_CHECKING:
 
 UNLISTED_S = 60.0
 """A worker that the registry has not listed for this long, while it listed others, and to which
-nobody is connected, is of no use."""
+nothing is connected, ends."""
 _STOP_S = 10.0
 _TELL_S = 2.0
-"""How long a worker that was drained waits for the supervisor to ask."""
+"""How long a drained worker waits for the supervisor's ping."""
 _RESOLVER_THREADS = 2
 _ANSWER_S = 0.1
-"""For an answer to leave this process."""
+"""Time for an answer to leave this process."""
 LOOK_S = 1.0
 STUCK_S = 60.0
-"""So long without a heartbeat, while this thread ran: the event loop is stuck, or what it waits for
-will not come. A heartbeat without Redis takes some seconds."""
+"""Time without a heartbeat after which the event loop counts as stuck. A heartbeat without Redis
+takes some seconds."""
 END_S = 30.0
-"""How much later than the deadline of its drain a worker may end."""
+"""Time after its drain's deadline within which a worker has to end."""
 START_S = 600.0
-"""A model that takes longer to load, in seconds, has failed."""
+"""Seconds after which a model that is not loaded has failed."""
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class WorkerLoop(asyncio.SelectorEventLoop):
 
 
 class WorkerThread:
-    """See the module's text."""
+    """The worker's thread in an actor's process, and the process's end."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class WorkerThread:
         log_file: TextIO,
         build: BuildProcess = build_process,
     ) -> None:
-        """``node`` is Ray's id of its node; ``build`` makes the worker, on its own thread."""
+        """``node`` is Ray's id of the node; ``build`` makes the worker, on the worker's thread."""
         self._settings = settings
         self._share = share
         self._node = node
@@ -117,41 +117,41 @@ class WorkerThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._process: WorkerProcess | None = None
         self._drains: set[asyncio.Task[bool]] = set()
-        self._leaving_told = threading.Event()
+        self._leaving_known = threading.Event()
         self._terms = 0
         self._leave_by: float | None = None
-        """Until when it may run what it has, once this process was told to leave; monotonic."""
+        """Deadline of its running requests, once this process has to leave; monotonic."""
         self._life = threading.Thread(target=self._live, name="worker", daemon=True)
 
     def begin(self) -> None:
-        """Once."""
+        """Start the threads; called once."""
         self._life.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def record(self, timeout_s: float) -> dict[str, Any]:
-        """The worker's registry record, once it serves, and where that is.
+        """The worker's registry record, once it serves, and its location.
 
-        The latter are the fields of ``Whereabouts``, and ``other_ranks``, those of each.
+        The location is the fields of ``Whereabouts``, and those of each of ``other_ranks``.
 
         Raises what kept it from starting, or TimeoutError.
         """
         return self._started.result(timeout=timeout_s)
 
     def ask(self, unlisted_s: float) -> bool:
-        """Whether it leaves. One that was not listed for so long, and is of no use, ends."""
+        """Whether it leaves. A worker that nothing can reach ends: see ``UNLISTED_S``."""
         process = self._process
         if process is not None and process.leave_by is not None:
-            self._leaving_told.set()
+            self._leaving_known.set()
             return True
         if unlisted_s > UNLISTED_S and self._serves() and not self._is_reached():
             fail(
                 f"worker {self._settings.slot} ends: for {unlisted_s:.0f} s it was not in the"
-                " registry, though others were, and nobody was connected to it"
+                " registry, though others were, and nothing was connected to it"
             )
         return False
 
     def drain(self, deadline_s: float) -> None:
-        """Have the worker take nothing more, and end once nothing is left; does not wait."""
+        """Make the worker reject new requests, and end after its last one; does not wait."""
         loop, process = self._loop, self._process
         if loop is None or process is None or not self._serves():
             end_process(0)
@@ -164,14 +164,14 @@ class WorkerThread:
         task.add_done_callback(self._drains.discard)
 
     def on_sigterm(self, number: int, frame: object) -> None:
-        """Instead of Ray's, by which the process would end at once. On the main thread."""
+        """Drain at the first SIGTERM, end soon at the second. Runs on the main thread."""
         self._terms += 1
         loop, process = self._loop, self._process
         gone = self._settings.launcher.is_gone
         if loop is None or process is None or gone or not self._serves():
             end_process(0)
         if self._terms == 1:
-            log.info("worker %s was told to leave (SIGTERM)", self._settings.slot)
+            log.info("worker %s leaves (SIGTERM)", self._settings.slot)
             self.drain(self._settings.drain_s)
         else:
             self._leave_by = time.monotonic()
@@ -181,11 +181,11 @@ class WorkerThread:
         return self._started.done() and not self._failed() and not self._stopping
 
     def _failed(self) -> bool:
-        """Whether it could not start: then the process stays, and can be asked why."""
+        """Whether it could not start: then the process stays, to report why."""
         return self._started.done() and self._started.exception() is not None
 
     def _is_reached(self) -> bool:
-        """Whether anybody is connected to the worker's server."""
+        """Whether a client is connected to the worker's server."""
         process = self._process
         assert process is not None, "it serves"
         assert process.record is not None, "it serves"
@@ -248,7 +248,7 @@ class WorkerThread:
                 self._started.set_exception(error)
                 return
             if known:
-                # The last line of its log: the supervisor tells of it.
+                # The last line of its log, which the supervisor reports.
                 fail(f"worker {self._settings.slot} ends: {reason}")
             end_process()
         if self._stopping:
@@ -256,11 +256,11 @@ class WorkerThread:
         if self._process is not None and self._process.drained:
             log.info("worker %s was drained", self._settings.slot)
             end_tracing()
-            # Its end is a death to a supervisor that does not know.
-            self._leaving_told.wait(_TELL_S)
+            # A supervisor that does not know of the drain would count a death.
+            self._leaving_known.wait(_TELL_S)
             time.sleep(_ANSWER_S)
             end_process(0)
-        log.error("worker %s ended unasked", self._settings.slot)
+        log.error("worker %s ended unexpectedly", self._settings.slot)
         end_process()
 
     async def _serve(self) -> None:
@@ -294,7 +294,7 @@ def _leaf(error: BaseException) -> BaseException:
 
 
 class Watchdog:
-    """Owned by the thread that looks."""
+    """Decides whether the process must end, once every ``LOOK_S``. Owned by one thread."""
 
     def __init__(self) -> None:
         self._silence = SilenceWatch[str](STUCK_S)
@@ -302,11 +302,11 @@ class Watchdog:
     def look(
         self, now: float, *, beats: int | None, ended: bool, leave_by: float | None
     ) -> str | None:
-        """Why the process is to end, None where it is to go on.
+        """Why the process must end, or None.
 
-        ``beats``: heartbeats so far, None while it does not serve. ``ended``: whether the worker's
-        own thread has, though nobody told it to. ``leave_by``: until when a worker that is drained
-        may run what it has; on the clock of ``now``, monotonic, in seconds.
+        ``beats`` is the number of heartbeats so far, None while the worker does not serve.
+        ``ended`` says whether the worker's thread ended unexpectedly. ``leave_by`` is the deadline
+        of a drained worker, on the clock of ``now``: monotonic, in seconds.
         """
         if ended:
             return "its thread has ended"
@@ -318,22 +318,22 @@ class Watchdog:
 
 
 class PingReply(StrEnum):
-    """To a ping."""
+    """A worker's answer to a ping."""
 
     SERVING = "serving"
     LEAVING = "leaving"
-    """It takes nothing more and will end: that is no death."""
+    """It rejects new requests and will end: that is no death."""
 
 
 class WorkerActor:
-    """Lives in a Ray worker process, and ends that process when its worker has failed.
+    """The actor of rank 0; it ends its process when its worker has failed.
 
-    No method is ``async``: Ray would create it elsewhere than on the main thread, which alone can
-    take signals, and have its calls wait for one another.
+    No method is ``async``: Ray would not create it on the main thread, which alone can handle
+    signals, and its calls would wait for one another.
     """
 
     build = staticmethod(build_process)
-    """What makes the worker."""
+    """Makes the worker."""
 
     def __init__(self, settings_json: str) -> None:
         take_here()
@@ -351,21 +351,21 @@ class WorkerActor:
             keep_standby()
 
     def ready(self) -> dict[str, Any]:
-        """The worker's registry record, and what ``WorkerThread.record`` adds, once it serves.
+        """The worker's registry record, and its location, as in ``WorkerThread.record``.
 
         Raises what kept it from starting, or TimeoutError.
         """
         return self._life.record(START_S)
 
     def ping(self, unlisted_s: float = 0.0) -> str:
-        """The process lives and Ray reaches it: an ``PingReply``.
+        """Show that the process runs and Ray reaches it: returns a ``PingReply``.
 
-        ``unlisted_s``: for how many seconds the registry has listed other workers and not this one.
+        ``unlisted_s`` is how long the registry has listed other workers and not this one.
         """
         return (PingReply.LEAVING if self._life.ask(unlisted_s) else PingReply.SERVING).value
 
     def drain(self, deadline_s: float) -> None:
-        """Have the worker take nothing more, and end once nothing is left; does not wait."""
+        """Make the worker reject new requests, and end after its last one; does not wait."""
         self._life.drain(deadline_s)
 
     def stop(self) -> None:

@@ -1,6 +1,6 @@
-"""Makes the worker of a Ray actor, of what the actor was told.
+"""Makes the worker of a Ray actor from the actor's settings.
 
-What needs torch is imported when it is called: on the worker's own thread.
+Modules that need torch are imported in a call, on the worker's own thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node import NodeShare, model_paths
 
 if TYPE_CHECKING:
-    from worker.following import FollowingWorker
+    from worker.follower import FollowerWorker
     from worker.process import WorkerProcess
     from worker.role import RoleFactory
     from worker.settings import WorkerSettings
@@ -24,13 +24,13 @@ BuildProcess: TypeAlias = "Callable[[ActorSettings, NodeShare], WorkerProcess]"
 
 
 def import_worker() -> None:
-    """Import all that ``build_process`` needs, which takes seconds."""
+    """Import all that ``build_process`` needs. That takes seconds."""
     for module in ("decode_worker.role", "prefill_worker.role", "worker.process"):
         import_module(module)
 
 
 def build_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
-    """A worker as users have it."""
+    """A worker with the roles of the product."""
     from decode_worker.role import DecodeRole  # noqa: PLC0415
     from prefill_worker.role import PrefillRole  # noqa: PLC0415
     from worker.process import WorkerProcess  # noqa: PLC0415
@@ -40,7 +40,7 @@ def build_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
 
 
 def worker_settings(settings: ActorSettings, share: NodeShare) -> WorkerSettings:
-    """What the worker itself is told. Raises BatonError where its node cannot have the model."""
+    """The worker's settings. Raises BatonError where its node cannot get the model."""
     from worker.settings import WorkerSettings  # noqa: PLC0415
 
     config = Config(**settings.config)
@@ -70,10 +70,10 @@ def build_following(
     rank: int,
     address: Mapping[str, str | int],
     process: str,
-) -> FollowingWorker:
-    """Another rank than 0 of a worker; ``address`` has the fields of a ``GroupAddress``."""
+) -> FollowerWorker:
+    """A rank above 0 of a worker; ``address`` has the fields of a ``GroupAddress``."""
     from engine.parallel.step_channel import GroupAddress  # noqa: PLC0415
-    from worker.following import FollowingWorker  # noqa: PLC0415
+    from worker.follower import FollowerWorker  # noqa: PLC0415
 
     found = GroupAddress(str(address["host"]), int(address["port"]), str(address["token"]))
-    return FollowingWorker(worker_settings(settings, share), rank, found, process)
+    return FollowerWorker(worker_settings(settings, share), rank, found, process)

@@ -10,8 +10,7 @@ from typing import TypeVar
 import torch
 
 from engine.cpu.decoder import CpuDecoder
-from engine.cpu.logprobs import cpu_logprobs
-from engine.cpu.sampler import cpu_sampler
+from engine.cpu.sampler import cpu_logprobs, cpu_sampler
 from engine.execution.grammar_rows import GrammarRows
 from engine.kv.kv_cache import KvCache
 from engine.model.embedding import Embedder

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from engine.gpu.kernels.activation import gate_launch
 from engine.gpu.kernels.attention.chunk import chunk_launch
 from engine.gpu.kernels.attention.decode import SPLIT, decode_launches
-from engine.gpu.kernels.attention.reference import Scoring
+from engine.gpu.kernels.attention.paged import Scoring
 from engine.gpu.kernels.block_pack import move_launch
 from engine.gpu.kernels.embedding import embed_launch
 from engine.gpu.kernels.kv_blocks import KvBlocks, empty_kv_blocks

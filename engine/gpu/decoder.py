@@ -32,7 +32,7 @@ from engine.gpu.step_tensors import (
 from engine.kv.kv_cache import KvCache
 from engine.parallel.context_parallel import ContextSteps, StepPart
 from engine.parallel.rank_group import RankGroup
-from engine.parallel.ranks import LeadRank
+from engine.parallel.ranks import Leader
 from engine.sampling.grammar_state import Mask, pack
 from engine.step.step import StepInput, StepOutput
 
@@ -44,14 +44,14 @@ _CHUNKS = (2, 8, 16, 32, 128)
 
 
 def gpu_decoder(
-    weights: GpuWeights, cache: KvCache, max_rows: int, lead: LeadRank | None = None
+    weights: GpuWeights, cache: KvCache, max_rows: int, leader: Leader | None = None
 ) -> GpuStepModel:
     """A GPU's decoder, whose decode steps are captured.
 
-    ``max_rows`` bounds the sequences of a step. Of several ranks the first one has the ``lead``.
+    ``max_rows`` bounds the sequences of a step. Of several ranks the first one has the ``leader``.
     """
     capture = CudaCapture(cache.data.device)
-    return GpuStepModel(weights, cache, max_rows, capture=capture, lead=lead)
+    return GpuStepModel(weights, cache, max_rows, capture=capture, leader=leader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,15 @@ class GpuStepModel:
         max_rows: int,
         *,
         capture: Capture | None = None,
-        lead: LeadRank | None = None,
+        leader: Leader | None = None,
     ) -> None:
-        """Without ``capture`` no step is captured. With the ``lead`` other ranks hear of each
+        """Without ``capture`` no step is captured. With the ``leader`` other ranks hear of each
         step.
 
         With deterministic weights a row's logits depend on its sequence alone, bit for bit.
         """
         config = weights.config
-        self._lead = lead
+        self._leader = leader
         self._group = _group_of(weights)
         self._context: ContextSteps | None = None
         """Of several ranks that divide prompts: what this one computes of a step."""
@@ -190,7 +190,7 @@ class GpuStepModel:
             self._broadcast_drawn(len(step.outputs))
 
     def _leading(self, step: StepInput, *, draws: bool) -> AbstractContextManager[None]:
-        return nullcontext() if self._lead is None else self._lead.computing(step, draws=draws)
+        return nullcontext() if self._leader is None else self._leader.computing(step, draws=draws)
 
     def _broadcast_drawn(self, count: int) -> None:
         """Have the tokens that rank 0 has drawn, so that the next step may name them."""
@@ -203,8 +203,8 @@ class GpuStepModel:
 
         They are steps of padding alone: nothing is written into any block.
         """
-        if self._lead is not None:
-            self._lead.tell_warm_up()
+        if self._leader is not None:
+            self._leader.tell_warm_up()
         nothing = StepInput((), [], [], True)
         any_token = pack(np.ones(self._vocab_size, np.bool_))
         forbid(torch.zeros(1, self._vocab_size, device=self._device), [0], [any_token])

@@ -14,7 +14,7 @@ from engine.gpu.fused_weights import FusedMlp, GpuLayer, GpuWeights, SeparateExp
 from engine.gpu.kernels.activation import gated
 from engine.gpu.kernels.attention.chunk import chunk_launch
 from engine.gpu.kernels.attention.decode import SPLIT, decode_launches
-from engine.gpu.kernels.attention.reference import Scoring
+from engine.gpu.kernels.attention.paged import Scoring
 from engine.gpu.kernels.embedding import embed, known_tokens
 from engine.gpu.kernels.kv_blocks import KvBlocks
 from engine.gpu.kernels.launch import capability_of

@@ -112,7 +112,7 @@ class ContextExchange:
         others = spread.others
         cache.store(others.blocks, others.slots, found[spread.kept], layer)
 
-    def copy_from_lead(self, rows: Sequence[PlanRow], cache: KvGroup) -> None:
+    def copy_from_leader(self, rows: Sequence[PlanRow], cache: KvGroup) -> None:
         """Have what rank 0 has computed alone, all layers of it."""
         where = SlotMapping.of(rows, cache.block_size, cache.data.device)
         found = cache.stored(where.blocks, where.slots)
@@ -171,7 +171,7 @@ class ContextSteps:
                 self._exchange.end()
             return
         yield None if group.rank else StepPart(step)
-        self._exchange.copy_from_lead(step.rows, self._cache)
+        self._exchange.copy_from_leader(step.rows, self._cache)
 
     def run(self, step: StepInput, compute: Compute) -> StepOutput:
         """Compute a step. Rank 0 alone has what comes out of it."""

@@ -3,9 +3,9 @@
 Rank 0 is the worker: it has the scheduler, the sequences and their tokens, and draws. The others
 know nothing but the blocks that a step reads and writes.
 
-    LeadRank: listening ─form()→ leading ─a rank is lost→ of no more use;  ─close()→ closed
-    FollowingRank: connected ─form(), ready()→ ready ─run()→ following ─rank 0 closes→ done
-                   any ─something fails→ raises
+    Leader: listening ─form()→ leading ─a rank is lost→ of no more use;  ─close()→ closed
+    Follower: connected ─form(), ready()→ ready ─run()→ following ─rank 0 closes→ done
+              any ─something fails→ raises
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from baton.errors import BatonError, WorkerFailed
 from engine.kv.kv_cache import KvCache
 from engine.parallel.rank_group import RankGroup, Rendezvous
 from engine.parallel.step_channel import (
+    FollowerChannel,
     GroupAddress,
-    LeadChannel,
+    LeaderChannel,
     OnBroken,
-    RankChannel,
 )
 from engine.parallel.step_codec import (
     Kind,
@@ -44,13 +44,13 @@ CopyBlocks: TypeAlias = Callable[[Sequence[tuple[int, int]]], None]
 """Copies whole blocks: (from, to) each."""
 
 
-class LeadRank:
-    """Rank 0's hold on the others. Used by the engine thread, but for what says otherwise."""
+class Leader:
+    """Rank 0, which leads the others. Used by the engine thread, but for what says otherwise."""
 
     def __init__(self, host: str, ranks: int) -> None:
         """Listens at ``host``; the ranks are to be told ``address``."""
         self._host, self.ranks = host, ranks
-        self._channel = LeadChannel(host, ranks)
+        self._channel = LeaderChannel(host, ranks)
         self._writer = StepWriter()
 
     @property
@@ -71,14 +71,14 @@ class LeadRank:
         """What names those of the ranks that have come, in their order. From any thread."""
         return [greeting.process for _, greeting in sorted(self._channel.greetings.items())]
 
-    def form(self, device: torch.device, deadline_s: float = FORM_S) -> LeadingRank:
+    def form(self, device: torch.device, deadline_s: float = FORM_S) -> FormedGroup:
         """Wait for the ranks, and form their process group. Raises WorkerFailed."""
         self._channel.accept(deadline_s)
         rendezvous = Rendezvous(self._host, self.ranks)
         self._channel.tell(rendezvous.port.to_bytes(_STORE_BYTES, "little"))
         self._channel.watch()
         group = RankGroup(rendezvous.store, 0, self.ranks, device, self._host)
-        return LeadingRank(self, group)
+        return FormedGroup(self, group)
 
     @contextlib.contextmanager
     def computing(self, step: StepInput, *, draws: bool = False) -> Iterator[None]:
@@ -121,19 +121,19 @@ class LeadRank:
 
 
 @dataclass(frozen=True, slots=True)
-class LeadingRank:
-    """Rank 0 of a group that has formed."""
+class FormedGroup:
+    """What rank 0 has once all ranks have come."""
 
-    lead: LeadRank
+    leader: Leader
     group: RankGroup
 
 
-class LeadModel:
+class LeaderModel:
     """Rank 0's ``engine.step.step.StepModel``: has the others compute what it computes."""
 
-    def __init__(self, model: StepModel, lead: LeadRank) -> None:
+    def __init__(self, model: StepModel, leader: Leader) -> None:
         self._model = model
-        self._lead = lead
+        self._leader = leader
 
     @property
     def layers_done(self) -> int:
@@ -145,14 +145,14 @@ class LeadModel:
 
     def run(self, step: StepInput) -> StepOutput:
         """Compute the tokens, on all ranks. Raises WorkerFailed where one of them is lost."""
-        with self._lead.computing(step):
+        with self._leader.computing(step):
             return self._model.run(step)
 
     def use_threads(self, threads: int) -> None:
         self._model.use_threads(threads)
 
 
-class FollowingModel(Protocol):
+class FollowerModel(Protocol):
     """What computes steps on another rank than 0."""
 
     def follow(self, step: StepInput, *, draws: bool) -> None:
@@ -162,8 +162,8 @@ class FollowingModel(Protocol):
         """As rank 0 does."""
 
 
-class FollowingRank:
-    """Another rank than 0. Used by one thread."""
+class Follower:
+    """Any other rank. Used by one thread."""
 
     def __init__(
         self, address: GroupAddress, rank: int, ranks: int, deadline_s: float, process: str = ""
@@ -171,7 +171,7 @@ class FollowingRank:
         """Connects to rank 0, and says what names this ``process``. Raises WorkerFailed."""
         self.rank, self.ranks = rank, ranks
         self._address = address
-        self._channel = RankChannel(address, rank, deadline_s, process)
+        self._channel = FollowerChannel(address, rank, deadline_s, process)
 
     def form(self, device: torch.device, on_broken: OnBroken) -> RankGroup:
         """Join the process group. Raises WorkerFailed.
@@ -193,7 +193,7 @@ class FollowingRank:
         """
         self._channel.ready(address)
 
-    def run(self, model: FollowingModel, cache: KvCache) -> None:
+    def run(self, model: FollowerModel, cache: KvCache) -> None:
         """Compute what rank 0 says, until it closes. Raises what a step raises."""
         reader = StepReader()
         while (frame := self._channel.frame()) is not None:
@@ -214,14 +214,14 @@ class FollowingRank:
         self._channel.close()
 
 
-class FollowingTorch:
+class TorchFollower:
     """Steps in plain torch, followed."""
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
 
     def follow(self, step: StepInput, *, draws: bool) -> None:
-        """See ``FollowingModel``; tokens go by way of the host."""
+        """See ``FollowerModel``; tokens go by way of the host."""
         if draws:
             raise BatonError("torch draws no tokens on the device")
         self._model.run(step)

@@ -36,11 +36,11 @@ before the leases of its handoffs and long before its requests are hopeless."""
 SILENT_LOADING_S = 30.0
 """The same of one that is not ready yet: it may import and load without a break, nobody waits for
 its steps, and a worker that does not come up on a busy host is worse."""
-SILENT_LEAD_S = 60.0
+SILENT_LEADER_S = 60.0
 """Rank 0 may stand still for a while and go on, as a worker of one rank may. It is not there any
 more after this: its host has gone."""
-_LEAD_TICKS = 4
-"""How often within ``SILENT_LEAD_S`` a rank looks whether it has heard rank 0."""
+_LEADER_TICKS = 4
+"""How often within ``SILENT_LEADER_S`` a rank looks whether it has heard rank 0."""
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 28
 _MAX_GREETING = 4096
@@ -70,7 +70,7 @@ class Greeting:
     """What names its process to whoever is to end it."""
 
 
-class LeadChannel:
+class LeaderChannel:
     """Rank 0's end. ``tell`` is the engine thread's; a thread of its own watches the ranks."""
 
     def __init__(self, host: str, ranks: int) -> None:
@@ -249,7 +249,7 @@ class LeadChannel:
             peer.close()
 
 
-class RankChannel:
+class FollowerChannel:
     """Another rank's end. ``frame`` is the engine thread's; another thread says that it lives."""
 
     def __init__(
@@ -260,13 +260,13 @@ class RankChannel:
         try:
             self._socket = socket.create_connection((address.host, address.port), deadline_s)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.settimeout(SILENT_LEAD_S / _LEAD_TICKS)
+            self._socket.settimeout(SILENT_LEADER_S / _LEADER_TICKS)
             greeting = Greeting(address.token, rank, process)
             self._send(json.dumps(asdict(greeting)).encode())
         except OSError as error:
             raise WorkerFailed(f"rank {rank} cannot reach rank 0: {error}") from error
         self._closed = threading.Event()
-        self._silence = SilenceWatch[int](SILENT_LEAD_S)
+        self._silence = SilenceWatch[int](SILENT_LEADER_S)
         self._frames = 0
 
     def _send(self, frame: bytes) -> None:
@@ -312,7 +312,9 @@ class RankChannel:
             except ValueError as error:
                 raise WorkerFailed(f"rank 0 says what cannot be read: {error}") from error
             except TimeoutError as error:
-                raise WorkerFailed(f"rank 0 has said nothing for {SILENT_LEAD_S:.0f} s") from error
+                raise WorkerFailed(
+                    f"rank 0 has said nothing for {SILENT_LEADER_S:.0f} s"
+                ) from error
             except (OSError, EOFError):
                 return None
             self._frames += 1

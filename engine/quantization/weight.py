@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -330,20 +330,3 @@ def concat_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         group=first.group,
         columns=first.columns,
     )
-
-
-def split_rows(weight: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
-    """The reverse of ``concat_rows``, by numbers of rows; views, no copies.
-
-    Raises ValueError where the sizes are not all of the rows.
-    """
-    if sum(sizes) != weight.shape[0]:
-        raise ValueError(f"{list(sizes)} are not the {weight.shape[0]} rows")
-    return [weight.rows(part) for part in _parts(sizes)]
-
-
-def _parts(sizes: Sequence[int]) -> Iterator[slice]:
-    end = 0
-    for size in sizes:
-        start, end = end, end + size
-        yield slice(start, end)

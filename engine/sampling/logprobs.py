@@ -1,6 +1,6 @@
 """Log probabilities of tokens by the raw logits: log-softmax, in plain torch.
 
-The CPU has its own (``engine.cpu.logprobs``), which this defines.
+The CPU has its own (``engine.cpu.sampler``), which this defines.
 """
 
 from __future__ import annotations

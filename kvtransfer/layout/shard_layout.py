@@ -95,15 +95,6 @@ class ShardLayout:
         return tuple(planes)
 
 
-def shards_from(source: KvLayout, target: KvLayout, source_rank: int) -> list[ShardLayout]:
-    """What one rank of a writer gives: one for each rank of the receiver that it gives anything."""
-    return [
-        ShardLayout(source, target, shard)
-        for shard in shards(source, target)
-        if shard.source_rank == source_rank
-    ]
-
-
 def shards_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[ShardLayout]:
     """What one rank of a receiver gets: one for each rank of the writer that gives it anything."""
     return [

@@ -7,7 +7,7 @@ A pair's states, one for each stream that a writer opens:
     open ─stream broken, writer silent, transport failed→ closed
 
 When a pair closes its link does, so that nothing of it can be written any more, and what its writer
-had not sent in full is released. Owned by the control loop; transfers end on other threads and are
+had not sent in full is released. Owned by the event loop; transfers end on other threads and are
 told of here.
 """
 
@@ -55,7 +55,7 @@ _WITHOUT_STAGING = 4
 
 
 class TicketKeeper(Protocol):
-    """Owns the tickets; all its methods run on the control loop."""
+    """Owns the tickets; all its methods run on the event loop."""
 
     @property
     def clock(self) -> Callable[[], float]:

@@ -4,7 +4,7 @@
     opening, open ─refused, stream broken, receiver silent, transport failed, close→ broken
 
 A broken pair stays broken: whoever needs its receiver opens another one. Pushes of a broken pair
-fail with what broke it. Owned by the control loop; blocks are read on transfer threads.
+fail with what broke it. Owned by the event loop; blocks are read on transfer threads.
 """
 
 from __future__ import annotations

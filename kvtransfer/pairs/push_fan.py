@@ -4,7 +4,7 @@
     pending ─all are over→ done
 
 ``done`` comes when the last way is over, so that nobody reads the blocks any more. Owned by the
-control loop.
+event loop.
 """
 
 from __future__ import annotations

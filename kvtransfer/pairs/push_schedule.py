@@ -1,6 +1,6 @@
 """What a writer sends next: which parts of a ticket's blocks, in which order, and how fast.
 
-Plain Python, owned by the writer's control loop: ``now`` is passed in, in seconds.
+Plain Python, owned by the writer's event loop: ``now`` is passed in, in seconds.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Every rank of a receiver keeps a ticket of its own, for what it is to get of eac
 writer; on rank 0 lies the one that counts. It is complete once the other ranks have told that
 theirs are, and quarantined until they have told that nothing is copied there any more.
 
-Plain Python: data and ``now`` in, data out. Owned by the control loop of its rank.
+Plain Python: data and ``now`` in, data out. Owned by the event loop of its rank.
 """
 
 from __future__ import annotations

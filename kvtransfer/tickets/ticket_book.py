@@ -1,6 +1,6 @@
 """All tickets of a receiving worker, by id and by request, and the tombstones of early aborts.
 
-Plain Python, owned by the control loop.
+Plain Python, owned by the event loop.
 """
 
 from __future__ import annotations

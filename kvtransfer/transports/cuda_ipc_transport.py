@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from weakref import WeakSet
 
 from baton.errors import ConfigError, HandoffError
-from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.memory.memory import check_part as check_place
+from kvtransfer.memory.memory import BlockMemory, check_part
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.in_place import ReadReceiveLink, ReadSendLink, host_of, read_offer
 from kvtransfer.transports.transport import Batch, Peer
@@ -167,7 +166,7 @@ class _Copier:
         )
 
     def _copy_part(self, source: int, target: int, offset: int, length: int) -> int:
-        check_place(self._memory, target, offset, length)
+        check_part(self._memory, target, offset, length)
         to = self._memory.address + target * self._memory.block_bytes + offset
         with self._theirs.reading() as first:
             words = first + source * self.part_end + offset

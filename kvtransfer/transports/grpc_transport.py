@@ -1,8 +1,8 @@
 """The gRPC transport: bytes over one client stream a pair, to a server of their own.
 
-It works wherever two workers reach each other over TCP. The server runs on threads, apart from the
-control loop: bytes never pass through an event loop, and gRPC's Python runtime moves twice as many
-of them that way. HTTP/2's flow control slows a writer down whose receiver is slow, its pair alone.
+It works wherever two workers reach each other over TCP. The server runs on threads, not on the
+event loop: gRPC's Python runtime moves twice as many bytes that way. HTTP/2's flow control slows a
+writer down whose receiver is slow, its pair alone.
 
 A message holds consecutive parts of one batch; ``kvtransfer.transports.frames`` has its form. The
 receiver copies them into place, once it has been told of the batch and has let it in.

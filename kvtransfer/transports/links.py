@@ -104,12 +104,6 @@ def place(
     return found
 
 
-def check_part(found: int, expected: int, batch: Batch) -> None:
-    """Compare a part's checksum with the announced one. Raises ChecksumMismatch."""
-    if found != expected:
-        raise damaged(batch.number)
-
-
 def damaged(number: int) -> ChecksumMismatch:
     """The error of a batch whose bytes are not those that its writer has."""
     return ChecksumMismatch(f"a part of batch {number} arrived damaged")

@@ -23,7 +23,7 @@ from baton.errors import ConfigError, HandoffError
 from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.shard_memory import PeerBlocks, Pieces, ShardMemory, source_memory
-from kvtransfer.memory.shared_pool import open_shared
+from kvtransfer.memory.shared_pool import inode_of, open_shared
 from kvtransfer.transports.in_place import ReadReceiveLink, ReadSendLink, host_of, read_offer
 from kvtransfer.transports.transport import Batch, Peer
 
@@ -71,7 +71,7 @@ class ShmTransport:
             pid_namespace=pid_namespace,
             pid=os.getpid(),
             descriptor=shared.descriptor,
-            inode=os.fstat(shared.descriptor).st_ino,
+            inode=inode_of(shared),
             bytes=shared.bytes,
             block_bytes=memory.block_bytes,
         )
@@ -155,7 +155,8 @@ class ShmShardCopier:
         return self._packed.copy_from(target.blocks, target.offset, target.length, peer)
 
 
-ShmReceiveLink = ReadReceiveLink[ShmCopier | ShmShardCopier]
+class ShmReceiveLink(ReadReceiveLink[ShmCopier | ShmShardCopier]):
+    """The mapping of the writer's blocks goes with the last copy that reads it."""
 
 
 def _parse(offer: bytes) -> _Offer:

@@ -10,7 +10,7 @@ the bytes alone:
     SendLink.pack(batch) → Packed ─announces─►  ReceiveLink.receive(batch) → Transfer
     SendLink.send(packed) → Transfer ══bytes══►   (verified, in place)
 
-On every transport it is the receiver that writes into its blocks, after its control loop has let
+On every transport it is the receiver that writes into its blocks, after its event loop has let
 it: a writer that was stopped and wakes later finds no way to them. A batch that was announced is
 sent, or its link is closed: so both ends agree on what comes next.
 
@@ -118,7 +118,7 @@ class ReceiveLink(Protocol):
 
 
 class Transport(Protocol):
-    """One way of moving bytes, of one worker process. Used by its control loop."""
+    """One way of moving bytes, of one worker process. Used by its event loop."""
 
     @property
     def name(self) -> str:

@@ -32,9 +32,8 @@ from baton.store.prefix_index import DEFAULT_MEMORY_BYTES, PrefixIndex
 from baton.store.redis_client import redis_client
 from loadtest.cluster.index_workload import COMMON_BLOCKS, IndexWorkload, Question
 from loadtest.common.bench_app import Figures, bench_app, say
-from loadtest.common.bench_store import bench_store
-from planning.common.machine import Machine, this_machine
-from planning.common.report_output import write_json
+from loadtest.common.child_processes import bench_store
+from planning.common.report import Machine, this_machine, write_json
 
 Say = Callable[[str], None]
 

@@ -29,17 +29,10 @@ from rich.table import Table
 from baton.config.cluster import Config
 from baton.errors import Unavailable
 from loadtest.common.bench_app import Figures, ModelFolder, bench_app, say
-from loadtest.common.peer_servers import (
-    LOOPBACK,
-    SERVED_NAME,
-    Programs,
-    Server,
-    free_port,
-    serving,
-)
+from loadtest.common.child_processes import LOOPBACK, free_port
+from loadtest.common.peer_servers import SERVED_NAME, Programs, Server, serving
 from loadtest.handoff.handoff_bench import random_prompt
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import print_whole, this_machine, whole_table, write_json
 from planning.common.traces import Trace, TracedRequest, read_trace
 
 Say = Callable[[str], None]

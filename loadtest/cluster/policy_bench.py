@@ -20,7 +20,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,15 +38,51 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import WorkerRecord
 from loadtest.common.bench_app import Figures, bench_app, say
-from loadtest.common.bench_store import bench_store
-from loadtest.common.lru_cache import LruCache
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from loadtest.common.child_processes import bench_store
+from planning.common.report import print_whole, this_machine, whole_table, write_json
 from planning.common.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
 from router.routing.cost_model import PREFILL_DEFAULT, mean_context
 from router.routing.ledger import Ledger, Promise
 from router.routing.policies import make_policy
 from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
+
+
+class LruCache:
+    """A prefill worker's prefix cache in a replay: blocks by hash, least recently used first."""
+
+    def __init__(self, max_blocks: int | None) -> None:
+        """``max_blocks`` None: it never drops one."""
+        self._most = max_blocks
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    def leading(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt it holds."""
+        return next(
+            (place for place, block in enumerate(hashes) if block not in self._blocks), len(hashes)
+        )
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """A prompt is computed: its blocks are held, those behind its end dropped before others."""
+        for block in reversed(hashes[: self._most]):
+            if block not in self._blocks:
+                self._removed.pop(block, None)
+                self._stored[block] = None
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while self._most is not None and len(self._blocks) > self._most:
+            block, _ = self._blocks.popitem(last=False)
+            if block in self._stored:
+                del self._stored[block]
+            self._removed[block] = None
+
+    def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """The blocks stored and those removed since the last call."""
+        changes = list(self._stored), list(self._removed)
+        self._stored, self._removed = {}, {}
+        return changes
+
 
 PUBLISH_S = 0.05
 """From a prompt's end to its events, as ``worker.process`` publishes."""
@@ -316,6 +352,7 @@ def main(
 
 
 app = bench_app(main)
+
 
 if __name__ == "__main__":
     app()

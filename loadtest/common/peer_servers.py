@@ -10,7 +10,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sysconfig
 import time
@@ -22,9 +21,15 @@ from typing import Literal
 import httpx
 
 from baton.errors import ConfigError, Unavailable
-from loadtest.common.process_group import last_lines, process_group, signals_interrupt
+from loadtest.common.child_processes import (
+    LOOPBACK,
+    cores,
+    free_port,
+    last_lines,
+    process_group,
+    signals_interrupt,
+)
 
-LOOPBACK = "127.0.0.1"
 SERVED_NAME = "m"
 PEERS = {
     "baton": "Baton, bf16",
@@ -100,11 +105,6 @@ def make_server(name: str, programs: Programs) -> Server:
     if name.startswith("vllm"):
         return _vllm(name, programs)
     return _llamacpp(name, programs)
-
-
-def cores() -> list[int]:
-    """The cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
@@ -208,13 +208,6 @@ def _core_list(usable: Sequence[int]) -> str:
     if last - first + 1 == len(usable) > 1:
         return f"{first}-{last}"
     return ",".join(map(str, usable))
-
-
-def free_port() -> int:
-    """A port of the loopback address that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 def find_program(given: Path | None, name: str) -> Path | None:

@@ -23,12 +23,13 @@ from rich.table import Table
 
 from baton.grammar import Grammar, GrammarKind
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, warm_up
 from engine.execution.grammar_rows import GrammarRows
 from engine.sampling.sampling import SampleRow
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from loadtest.common.bench_app import Figures, ModelFolder, bench_app, say
-from planning.common.machine import this_machine
+from planning.common.report import this_machine
 
 Say = Callable[[str], None]
 

@@ -18,8 +18,9 @@ from torch.profiler import ProfilerActivity, record_function
 
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
+from engine.build import build_engine
 from engine.checkpoint.model_config import load_model_config
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.engine import Engine, EngineSettings, warm_up
 from engine.kv.kv_cache import block_bytes
 from engine.roofline import (
     Ceilings,
@@ -32,7 +33,7 @@ from engine.roofline import (
     total,
 )
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
-from planning.common.report_output import whole_table
+from planning.common.report import whole_table
 
 Say = Callable[[str], None]
 

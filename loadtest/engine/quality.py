@@ -22,10 +22,10 @@ from baton.errors import ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.local import generate
+from engine.offline import generate
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
-from planning.common.report_output import whole_table
+from planning.common.report import whole_table
 
 _STEP_TOKENS = 128
 """Tokens of a step: it gives the logits of all of them, of which a large vocabulary has many."""

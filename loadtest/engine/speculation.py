@@ -24,9 +24,9 @@ from rich.table import Table
 from baton.errors import BatonError, ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, make_sequence, warm_up
 from engine.execution.runner import Ending
-from engine.local import make_sequence
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from loadtest.common.bench_app import (
@@ -38,8 +38,7 @@ from loadtest.common.bench_app import (
     say,
 )
 from loadtest.engine.speculation_prompts import COPY, copying_tasks, read_questions
-from planning.common.machine import Machine, this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import Machine, print_whole, this_machine, whole_table, write_json
 from router.text.tokenizer import Tokenizer
 from worker.costs.calibration import calibrate
 

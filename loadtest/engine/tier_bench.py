@@ -31,10 +31,10 @@ from baton.errors import BatonError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
-from engine.local import make_sequence
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, make_sequence, warm_up
 from loadtest.common.bench_app import Figures, ModelFolder, bench_app, say
-from planning.common.machine import this_machine
+from planning.common.report import this_machine
 from worker.cores.core_board import host_cores
 from worker.costs.calibration import calibrate
 from worker.costs.step_costs import StepCosts

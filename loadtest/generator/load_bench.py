@@ -14,8 +14,7 @@ from loadtest.generator.load_report import LoadReport, show, write_records, writ
 from loadtest.generator.load_run import LoadRun, first_model, run_load
 from loadtest.generator.load_settings import LoadSettings, make_traffic, open_trace
 from loadtest.generator.rate_search import ATTAINMENT, PRECISION, RateSearch
-from planning.common.machine import this_machine
-from planning.common.report_output import write_json
+from planning.common.report import this_machine, write_json
 from planning.common.traces import Trace
 
 Say = Callable[[str], None]

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from loadtest.generator.results.request_record import Outcome, RequestRecord
 from loadtest.generator.targets.target import RunClock, Target
-from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.prompts import PlannedRequest
 from loadtest.generator.workload.traffic import Source
 
 P = TypeVar("P")

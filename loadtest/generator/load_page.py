@@ -14,7 +14,7 @@ from loadtest.generator.load_run import LoadRun
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.results.summary import bucket_names, bucket_of
 from planning.common.plots import Line, Mark, cdf, draw_lines
-from planning.common.report_output import write_json
+from planning.common.report import write_json
 
 _TEMPLATE = "load_page.html"
 

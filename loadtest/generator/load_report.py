@@ -14,8 +14,7 @@ from rich.table import Table
 from loadtest.generator.load_run import LoadRun
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.results.summary import BucketSummary, Distribution
-from planning.common.machine import Machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import Machine, print_whole, whole_table, write_json
 from planning.common.slo import Slo
 
 

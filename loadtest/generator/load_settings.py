@@ -117,7 +117,7 @@ class LoadSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class RunTraffic:
     """The requests of a run: all times of an open loop, or none of a closed one."""
 
     source: Source
@@ -134,7 +134,7 @@ def open_trace(settings: TrafficSettings) -> Trace | None:
     return trace if settings.max_tokens is None else trace.within(settings.max_tokens)
 
 
-def make_traffic(settings: LoadSettings, trace: Trace | None, run: int = 0) -> Traffic:
+def make_traffic(settings: LoadSettings, trace: Trace | None, run: int = 0) -> RunTraffic:
     """What is sent in a run; ``trace`` as ``open_trace`` gave it. Raises ConfigError.
 
     Another ``run`` has prompts of other text, unless they come from a file.
@@ -143,12 +143,12 @@ def make_traffic(settings: LoadSettings, trace: Trace | None, run: int = 0) -> T
     pace = settings.pace
     if pace.concurrency is not None:
         if pace.requests is not None:
-            return Traffic(source, (), pace.seconds or math.inf)
-        return Traffic(source, (), pace.seconds or _SECONDS)
+            return RunTraffic(source, (), pace.seconds or math.inf)
+        return RunTraffic(source, (), pace.seconds or _SECONDS)
     times, seconds = _times(pace, trace, settings.traffic.seed)
     if pace.requests is not None and pace.requests < len(times):
         times, seconds = times[: pace.requests], times[pace.requests]
-    return Traffic(source, tuple(times), seconds)
+    return RunTraffic(source, tuple(times), seconds)
 
 
 def _source(settings: LoadSettings, trace: Trace | None, run: int) -> Source:

@@ -13,8 +13,7 @@ from loadtest.gpu.checks.engine import engine_items
 from loadtest.gpu.checks.kernels import kernel_items
 from loadtest.gpu.checks.steps import step_items
 from loadtest.gpu.common.drafts import draft_check_items, draft_speed_items
-from loadtest.gpu.common.machine import machine_items
-from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.place import Place, machine_items
 from loadtest.gpu.common.results import Item
 from loadtest.gpu.serving.items import missing, serving_items
 from loadtest.gpu.speed.kernels import kernel_speed_items

@@ -25,8 +25,7 @@ from pathlib import Path
 import torch
 
 from baton.host.process_end import end_process, end_with_parent
-from loadtest.gpu.common.machine import versions
-from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.place import Place, versions
 from loadtest.gpu.phases import PHASES, PLANS, Phase, missing_packages, phase_of, table
 from loadtest.gpu.report import Report, finished, wrong
 from loadtest.gpu.report import table as report_table

@@ -1,4 +1,4 @@
-"""A real decode worker in a process of its own. Run as a module; see ``line_service``."""
+"""A real decode worker in a process of its own. Run as a module; see ``json_worker``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.errors import ConfigError
 from decode_worker.role import DecodeRole
-from loadtest.common.line_service import Asker, Fields, run_helper
+from loadtest.common.json_worker import Asker, Fields, run_helper
 from worker.cores.core_board import host_cores
 from worker.process import WorkerProcess
 from worker.settings import WorkerSettings

@@ -27,10 +27,9 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer
-from loadtest.common.bench_pool import bench_pool
-from loadtest.common.bench_store import bench_store
-from loadtest.common.line_service import Fields, helper
-from loadtest.handoff.transfer_end import transfer_end
+from loadtest.common.child_processes import bench_store
+from loadtest.common.json_worker import Fields, helper
+from loadtest.handoff.transfer_end import bench_pool, transfer_end
 from loadtest.handoff.transfer_rows import EmptyHandoff
 from worker.exchange.exchange import Exchange
 

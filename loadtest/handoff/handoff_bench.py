@@ -26,10 +26,10 @@ from baton.errors import Unavailable
 from baton.v1.sampling_pb2 import SamplingParameters
 from engine.checkpoint.model_config import load_model_config
 from engine.kv.kv_cache import block_bytes
-from loadtest.common.peer_servers import LOOPBACK, SERVED_NAME, Programs, Server, free_port, serving
+from loadtest.common.child_processes import LOOPBACK, free_port
+from loadtest.common.peer_servers import SERVED_NAME, Programs, Server, serving
 from loadtest.handoff.transfer_bench import TransferSettings, measure_transfers
-from planning.common.machine import Machine, this_machine
-from planning.common.report_output import print_whole, whole_table, write_json
+from planning.common.report import Machine, print_whole, this_machine, whole_table, write_json
 
 Say = Callable[[str], None]
 
@@ -54,7 +54,7 @@ class HandoffSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """When the tokens of one request came: seconds after it was sent."""
 
     times: tuple[float, ...]
@@ -137,8 +137,8 @@ def _last_chunk_s(settings: HandoffSettings, programs: Programs, transport: str)
 def row_of(
     transport: str,
     prompt_tokens: int,
-    alone: Sequence[Answer],
-    handed: Sequence[Answer],
+    alone: Sequence[TimedAnswer],
+    handed: Sequence[TimedAnswer],
     last_chunk_s: float,
 ) -> HandoffRow:
     """A row of answers of one token, and of longer ones, of 3 or more, that were handed off."""
@@ -209,7 +209,7 @@ def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
 
 def _turns(
     client: Client, settings: HandoffSettings, vocabulary: int
-) -> Iterator[tuple[Answer, Answer]]:
+) -> Iterator[tuple[TimedAnswer, TimedAnswer]]:
     """Answers of one token and of more, in turns."""
     dice = random.Random(0)  # noqa: S311 - prompts, no secret
     for number in range(-_WARM_UPS, settings.repetitions):
@@ -229,7 +229,7 @@ def random_prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int
     return [dice.randrange(min(_LOWEST_ID, vocabulary - 1), vocabulary) for _ in range(tokens)]
 
 
-def _ask(client: Client, prompt: Sequence[int], tokens: int) -> Answer:
+def _ask(client: Client, prompt: Sequence[int], tokens: int) -> TimedAnswer:
     sampling = SamplingParameters(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     times: list[float] = []
     began = time.perf_counter()
@@ -237,4 +237,4 @@ def _ask(client: Client, prompt: Sequence[int], tokens: int) -> Answer:
         times += [time.perf_counter() - began] * len(piece.token_ids)
     if len(times) != tokens:
         raise Unavailable(f"{len(times)} tokens came of {tokens}")
-    return Answer(tuple(times))
+    return TimedAnswer(tuple(times))

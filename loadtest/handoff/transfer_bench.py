@@ -23,10 +23,9 @@ from baton.host.host_memory import available_bytes
 from kvtransfer.pairs.outbound import Outbound
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer
-from loadtest.common.bench_pool import BenchPool, bench_pool, identity_of
-from loadtest.common.line_service import Helper, helper
+from loadtest.common.json_worker import Helper, helper
 from loadtest.handoff.empty_handoff import EmptySettings, measure_empty_handoffs
-from loadtest.handoff.transfer_end import transfer_end
+from loadtest.handoff.transfer_end import BenchPool, bench_pool, identity_of, transfer_end
 from loadtest.handoff.transfer_limits import LIMITS, Limit, grpc_limit, memcpy_limit, socket_limit
 from loadtest.handoff.transfer_receiver import RECEIVER
 from loadtest.handoff.transfer_rows import (
@@ -39,8 +38,7 @@ from loadtest.handoff.transfer_rows import (
     row_of,
     sizes_of,
 )
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, write_json
+from planning.common.report import print_whole, this_machine, write_json
 
 Say = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""One end of a pair that is measured: what a worker has for handoffs, without an engine."""
+"""One end of a measured transfer: blocks, and what a worker has for handoffs, without an engine."""
 
 from __future__ import annotations
 
@@ -6,26 +6,67 @@ import asyncio
 import contextlib
 import gc
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from baton.config.choices import MIB, TransportName
 from baton.config.cluster import Config
 from baton.config.tls import TlsConfig
+from baton.errors import ConfigError
 from baton.host.background import end_tasks
+from baton.request import Geometry
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
+from kvtransfer.memory.host_memory import HostMemory
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.pairs.pair import Identity, PairLimits
+from loadtest.common.child_processes import LOOPBACK
 from worker.device.process_tuning import keep_buffers, spare_the_interpreter
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.exchange.rank_link import RankLinks
 from worker.exchange.transports import make_transports
 
-LOOPBACK = "127.0.0.1"
+_FINGERPRINT = "bench"
+_SLOTS, _SIDES, _VALUE_BYTES = 16, 2, 2
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPool:
+    """Blocks that other processes of the host may map."""
+
+    data: npt.NDArray[np.uint8]
+    """[blocks, block_bytes], contiguous."""
+    memory: HostMemory
+
+
+@contextlib.contextmanager
+def bench_pool(blocks: int, block_bytes: int) -> Iterator[BenchPool]:
+    """Memory for that many blocks. Raises ConfigError where there is less."""
+    shared = allocate(blocks * block_bytes)
+    try:
+        data = shared.data.reshape(blocks, block_bytes)
+        # No two blocks alike: one in another's place must be noticed.
+        data.view(np.uint64)[:] = np.arange(blocks, dtype=np.uint64)[:, None]
+        yield BenchPool(data, HostMemory(data, shared.file))
+    finally:
+        shared.close()
+
+
+def identity_of(name: str, block_bytes: int) -> Identity:
+    """Of an end of a pair whose blocks have that size. Raises ConfigError where none can."""
+    dim, rest = divmod(block_bytes, _SLOTS * _SIDES * _VALUE_BYTES)
+    if rest or not dim:
+        raise ConfigError(f"a block of {block_bytes} bytes: a multiple of 64 is needed")
+    return Identity(name, _FINGERPRINT, Geometry(_SLOTS, 1, 1, dim, "bfloat16"))
+
+
 TRANSFER_THREADS = 2
 """As a worker has."""
 

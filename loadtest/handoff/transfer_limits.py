@@ -25,8 +25,8 @@ import numpy.typing as npt
 from baton.errors import WorkerFailed
 from baton.rpc.grpc_channel import make_blocking_server, open_blocking_channel
 from kvtransfer.transports.grpc_transport import CHUNK_BYTES
+from loadtest.common.child_processes import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 LIMITS = {"shm": "memcpy", "grpc": "grpcio", "gloo": "socket", "nixl": "socket"}
 """By transport."""
 _METHOD = "/baton.bench.Limit/Send"

@@ -1,4 +1,4 @@
-"""The receiving process of `baton bench transfer`. Run as a module; see ``line_service``.
+"""The receiving process of `baton bench transfer`. Run as a module; see ``json_worker``.
 
 It promises blocks and takes them by one transport, as a worker does; beside that it takes what the
 transport's limit sends.
@@ -14,9 +14,9 @@ from baton.config.tls import TlsConfig
 from baton.rpc.grpc_channel import listen, make_server
 from baton.security.peer_roles import PeerRoles
 from baton.v1 import transfer_pb2_grpc
-from loadtest.common.bench_pool import bench_pool, identity_of
-from loadtest.common.line_service import Asker, Fields, run_helper
-from loadtest.handoff.transfer_end import LOOPBACK, transfer_end
+from loadtest.common.child_processes import LOOPBACK
+from loadtest.common.json_worker import Asker, Fields, run_helper
+from loadtest.handoff.transfer_end import bench_pool, identity_of, transfer_end
 from loadtest.handoff.transfer_limits import grpc_sink, socket_sink
 from worker.exchange.exchange import Exchange
 from worker.services import TransferServicer

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from baton.errors import ConfigError
-from planning.common.machine import Machine
-from planning.common.report_output import whole_table
+from planning.common.report import Machine, whole_table
 
 MIB = 1 << 20
 _STEPS = (1, 4, 16, 64, 256, 1024)

@@ -11,8 +11,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from baton.errors import Unavailable
+from loadtest.common.child_processes import last_lines, process_group
 from loadtest.common.peer_servers import SERVED_NAME, Server
-from loadtest.common.process_group import last_lines, process_group
 from loadtest.common.workload import Workload
 
 _RUN_S = 1800.0

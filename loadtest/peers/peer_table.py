@@ -14,8 +14,7 @@ from baton.errors import ConfigError
 from loadtest.common.peer_servers import PEERS, Precision
 from loadtest.common.workload import Workload
 from loadtest.peers.bench_client import ClientResult
-from planning.common.machine import Machine
-from planning.common.report_output import whole_table
+from planning.common.report import Machine, whole_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from loadtest.common.peer_servers import (
 from loadtest.common.workload import Workload
 from loadtest.peers.bench_client import BenchClient
 from loadtest.peers.peer_table import Run, draw, summarise, write_runs
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole
+from planning.common.report import print_whole, this_machine
 
 Say = Callable[[str], None]
 _SEED_STEP = 1000

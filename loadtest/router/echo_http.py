@@ -1,7 +1,7 @@
 """The echo worker's counterpart for routers that pass HTTP on: OpenAI's streamed chat completions.
 
 It answers a request's first token at once and then one token a step, all answers in the same step.
-Run as a module; see ``line_service``. Owned by the process's event loop.
+Run as a module; see ``json_worker``. Owned by the process's event loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import cast
 
 import uvloop
 
-from loadtest.common.line_service import Asker, Fields, run_helper
+from loadtest.common.json_worker import Asker, Fields, run_helper
 
 _MODEL = {"id": "m", "object": "model", "created": 0, "owned_by": "echo"}
 _OK = json.dumps({"status": "ok", "object": "list", "data": [_MODEL], "model_path": "m"}).encode()

@@ -2,7 +2,7 @@
 
 It answers a prompt at once and then one token a step, for all sequences in one message per router,
 as a decode worker does. So whatever time a request takes beyond the steps is the router's. Run as a
-module; see ``line_service``. Everything is owned by the process's event loop.
+module; see ``json_worker``. Everything is owned by the process's event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from baton.v1 import (
     prefill_pb2_grpc,
     worker_pb2,
 )
-from loadtest.common.line_service import Asker, Fields, run_helper
+from loadtest.common.json_worker import Asker, Fields, run_helper
 
 _HEARTBEAT_S = 1.0
 _TTL_S = 4.0

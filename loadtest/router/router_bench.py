@@ -19,7 +19,7 @@ event.
 are open, the echo worker tells each of them one token a step, and the client must have had all of
 them within ``KEPT_UP`` of the steps' own time.
 
-With ``peer`` another router is measured in the same way: see ``loadtest.router.router_peer``.
+With ``peer`` another router is measured in the same way: see ``loadtest.router.router_process``.
 """
 
 from __future__ import annotations
@@ -42,14 +42,11 @@ from rich.table import Table
 from baton.config.cluster import Config
 from baton.errors import ConfigError
 from loadtest.common.bench_app import Figures, ModelFolder, bench_app, counts_in, say
-from loadtest.common.bench_store import bench_store
-from loadtest.common.line_service import Fields, Helper, helper
-from loadtest.common.peer_servers import LOOPBACK, SERVED_NAME, cores
-from loadtest.common.pinning import pinned
-from loadtest.router.router_child import router_child
-from loadtest.router.router_peer import check_command, peer_router
-from planning.common.machine import Machine, this_machine
-from planning.common.report_output import print_whole, write_json
+from loadtest.common.child_processes import LOOPBACK, bench_store, cores, pinned
+from loadtest.common.json_worker import Fields, Helper, helper
+from loadtest.common.peer_servers import SERVED_NAME
+from loadtest.router.router_process import check_command, peer_router, router_child
+from planning.common.report import Machine, print_whole, this_machine, write_json
 
 KEPT_UP = 1.03
 """A rate counts if the answers took at most this many times as long as their steps."""
@@ -85,7 +82,7 @@ class RouterBenchSettings:
     first_token_id: int = 1000
     """Answers are made of this id and those behind it."""
     peer: str = ""
-    """Another router's command; see ``loadtest.router.router_peer``. Empty: none is measured."""
+    """Another router's command; see ``loadtest.router.router_process``. Empty: none is measured."""
 
 
 @dataclass(frozen=True, slots=True)

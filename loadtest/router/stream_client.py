@@ -1,6 +1,6 @@
 """The load of `loadtest.router.router_bench`: streamed requests, over HTTP or straight to a worker.
 
-Run as a module, in a process of its own; see ``line_service``. It keeps its own cost small, since
+Run as a module, in a process of its own; see ``json_worker``. It keeps its own cost small, since
 it shares its core with the echo worker: it reads events as bytes and counts them. Owned by the
 process's event loop.
 """
@@ -28,7 +28,7 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2
-from loadtest.common.line_service import Asker, Fields, run_helper
+from loadtest.common.json_worker import Asker, Fields, run_helper
 from loadtest.generator.targets.http_connection import HttpPool, Origin
 from router.text.tokenizer import Tokenizer
 from router.workers.prefill_stream import PrefillStream
@@ -46,7 +46,7 @@ _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamResult:
     """What came of one request; times in seconds of one clock."""
 
     began: float
@@ -79,7 +79,7 @@ class Target(ABC):
     """Where requests go."""
 
     @abstractmethod
-    async def begin(self, prompt: str, tokens: int) -> Answer:
+    async def begin(self, prompt: str, tokens: int) -> StreamResult:
         """Send a request now; its answer fills itself."""
 
     @abstractmethod
@@ -94,7 +94,7 @@ class HttpTarget(Target):
         self._pool = HttpPool(Origin.parse(f"http://{address}"))
         self._model = model
 
-    async def begin(self, prompt: str, tokens: int) -> Answer:
+    async def begin(self, prompt: str, tokens: int) -> StreamResult:
         """See ``Target``. What it takes to open a connection is not counted."""
         body = json.dumps(
             {
@@ -111,7 +111,7 @@ class HttpTarget(Target):
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         ).encode()
         connection = await self._pool.take()
-        answer = Answer(time.perf_counter())
+        answer = StreamResult(time.perf_counter())
         connection.send(head + body, _CountedEvents(answer))
         return answer
 
@@ -121,9 +121,9 @@ class HttpTarget(Target):
 
 
 class _CountedEvents:
-    """The events of an answer, counted as they come; an ``http_connection.Exchange``."""
+    """The events of an answer, counted as they come; an ``http_connection.HttpExchange``."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: StreamResult) -> None:
         self._answer = answer
         self._status = 0
         self._kept = b""
@@ -158,7 +158,7 @@ class DirectTarget(Target):
         self._prefills = PrefillStream(channel, decode)
         self._decode = decode
         self._tokenizer = tokenizer
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, StreamResult] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -169,7 +169,7 @@ class DirectTarget(Target):
         await anext(messages)
         self._tasks.add(asyncio.create_task(self._read_tokens(messages), name="tokens"))
 
-    async def begin(self, prompt: str, tokens: int) -> Answer:
+    async def begin(self, prompt: str, tokens: int) -> StreamResult:
         """See ``Target``."""
         ids = self._tokenizer.encode(prompt)
         request_id = secrets.token_hex(16)
@@ -186,13 +186,13 @@ class DirectTarget(Target):
             decode_address="127.0.0.1:1",
             decode_incarnation=self._decode,
         )
-        answer = self._answers[request_id] = Answer(time.perf_counter())
+        answer = self._answers[request_id] = StreamResult(time.perf_counter())
         task = asyncio.create_task(self._prefill(request, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return answer
 
-    async def _prefill(self, request: prefill_pb2.PrefillRequest, answer: Answer) -> None:
+    async def _prefill(self, request: prefill_pb2.PrefillRequest, answer: StreamResult) -> None:
         async for response in self._prefills.run(request):
             if response.HasField("first_token"):
                 self._take(response.first_token)
@@ -226,7 +226,7 @@ class StreamClient:
         self._target = target
         self._words = start["prompt_words"]
         self._dice = random.Random(start["seed"])  # noqa: S311 - prompts and pauses, no secret
-        self._open: list[Answer] = []
+        self._open: list[StreamResult] = []
 
     def _prompt(self) -> str:
         # A number of its own in front: nothing of it is found in a cache.
@@ -238,7 +238,7 @@ class StreamClient:
 
         Answers milliseconds from the sending to the first event, and to the end.
         """
-        answers: list[Answer] = []
+        answers: list[StreamResult] = []
         due = time.perf_counter()
         for _ in range(question["requests"]):
             prompt = self._prompt()
@@ -276,7 +276,7 @@ class StreamClient:
         }
 
 
-async def _ended(answers: list[Answer], tokens: int) -> None:
+async def _ended(answers: list[StreamResult], tokens: int) -> None:
     """Raises WorkerFailed where one did not end with all its tokens, and DeadlineExceeded."""
     try:
         async with asyncio.timeout(_ANSWER_S):

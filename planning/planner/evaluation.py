@@ -9,8 +9,8 @@ from typing import Literal
 from baton.config.cluster import Config
 from planning.common.traces import Trace
 from planning.planner.cluster_kind import ClusterKind, Counts
-from planning.planner.figures import Figures, figures_of, together
-from planning.planner.traffic import Traffic, busiest, whole
+from planning.planner.plan import Figures, figures_of, together
+from planning.planner.traffic import PlannedTraffic, busiest, whole
 from planning.simulator.simulation import simulate
 
 Extent = Literal["peak", "whole", "twice the peak"]
@@ -59,7 +59,7 @@ class Evaluation:
         """
         self.config = config
         peaks = tuple(busiest(trace, peak_s) for trace in traces)
-        self.traffic: dict[Extent, tuple[Traffic, ...]] = {
+        self.traffic: dict[Extent, tuple[PlannedTraffic, ...]] = {
             "peak": peaks,
             "whole": tuple(whole(trace) for trace in traces),
             "twice the peak": tuple(one.faster(_TWICE) for one in peaks),

@@ -14,21 +14,26 @@ from dataclasses import replace
 from functools import partial
 
 from baton.errors import ConfigError
-from planning.planner.beside import Candidate, at_ratio, colocated, neighbours, same_money
-from planning.planner.cluster_kind import Budget, ClusterKind, Counts, WorkerKind
+from planning.planner.alternatives import (
+    Candidate,
+    advised,
+    at_ratio,
+    colocated,
+    neighbours,
+    same_money,
+)
+from planning.planner.cluster_kind import Budget, ClusterKind, Counts, Transport, WorkerKind
 from planning.planner.evaluation import Evaluation
-from planning.planner.floor import floor
+from planning.planner.lower_bound import lower_bound
 from planning.planner.plan import Plan, PlannedCluster
 from planning.planner.search import best_split, cheapest, least
-from planning.planner.transports import Transport
-from planning.planner.wisdom import advised
 from planning.planner.worker_kinds import Roles, cluster_kinds, transport_of
 
 _MIN_GAIN = 0.01
 """Of attainment: below it twice the workers do not help."""
 
 
-class Planner:
+class CapacityPlanner:
     """Makes one plan."""
 
     def __init__(
@@ -75,7 +80,7 @@ class Planner:
     def _floor(self, kind: ClusterKind) -> Counts:
         """Of the trace that asks for most."""
         each = [
-            floor(kind, one, self._evaluation.config, self._target)
+            lower_bound(kind, one, self._evaluation.config, self._target)
             for one in self._evaluation.traffic["peak"]
         ]
         return Counts(max(one.prefill for one in each), max(one.decode for one in each))

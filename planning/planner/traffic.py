@@ -13,7 +13,7 @@ and routers learn."""
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class PlannedTraffic:
     """Requests that are served, and which of them count."""
 
     requests: tuple[TracedRequest, ...]
@@ -33,18 +33,18 @@ class Traffic:
         """In which those come that count."""
         return self.requests[-1].arrival_s - self.counted_from_s
 
-    def faster(self, times: float) -> Traffic:
+    def faster(self, times: float) -> PlannedTraffic:
         """So many times the rate."""
         hurried = tuple(replace(one, arrival_s=one.arrival_s / times) for one in self.requests)
         return replace(self, requests=hurried, counted_from_s=self.counted_from_s / times)
 
 
-def whole(trace: Trace) -> Traffic:
+def whole(trace: Trace) -> PlannedTraffic:
     """All of it."""
-    return Traffic(trace.requests, trace.block_tokens)
+    return PlannedTraffic(trace.requests, trace.block_tokens)
 
 
-def busiest(trace: Trace, seconds: float) -> Traffic:
+def busiest(trace: Trace, seconds: float) -> PlannedTraffic:
     """The ``seconds`` in which most is asked for, behind what comes just before them.
 
     All of the trace where it is no longer, or where ``seconds`` is 0.
@@ -56,7 +56,7 @@ def busiest(trace: Trace, seconds: float) -> Traffic:
     part = [one for one in trace.requests if first_s <= one.arrival_s <= begin_s + seconds]
     shift_s = part[0].arrival_s
     requests = tuple(replace(one, arrival_s=one.arrival_s - shift_s) for one in part)
-    return Traffic(requests, trace.block_tokens, begin_s - shift_s)
+    return PlannedTraffic(requests, trace.block_tokens, begin_s - shift_s)
 
 
 def _busiest_begin(requests: Sequence[TracedRequest], seconds: float) -> float:

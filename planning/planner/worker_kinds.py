@@ -1,19 +1,67 @@
-"""The kinds of workers and of clusters that a search goes through."""
+"""The kinds of workers and of clusters that a search tries, and the price of their GPUs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config.cluster import Config
 from baton.errors import ConfigError
-from planning.planner.cluster_kind import ClusterKind, WorkerKind
-from planning.planner.floor import timely_answers, timely_prompts
-from planning.planner.prices import price_of
-from planning.planner.traffic import Traffic
-from planning.planner.transports import AS_MEASURED, MACHINE_GPUS, TRANSPORTS, Transport
+from planning.planner.cluster_kind import (
+    AS_MEASURED,
+    MACHINE_GPUS,
+    TRANSPORTS,
+    ClusterKind,
+    Transport,
+    WorkerKind,
+)
+from planning.planner.lower_bound import timely_answers, timely_prompts
+from planning.planner.traffic import PlannedTraffic
 from planning.simulator.costs.hardware import ACCELERATORS
-from planning.simulator.costs.worker_kinds import read_profile
+from planning.simulator.costs.worker_profile import read_profile
+
+ASSUMED_PRICES: Mapping[str, float] = {
+    "a100": 1.40,
+    "h100": 2.30,
+    "h200": 3.00,
+    "b200": 5.00,
+    "l40s": 0.90,
+}
+"""US dollars per GPU and hour, its share of machine, network and power included. Assumed by us, of
+the size of what providers asked on demand at the end of 2025, which differs by two or three times.
+"""
+
+
+def parse_prices(texts: Iterable[str]) -> dict[str, float]:
+    """``h200=3.2`` each, several with commas; lays them over those that are assumed.
+
+    A number alone, with the name ``""``, is the price of whatever has none. Raises ConfigError.
+    """
+    prices = dict(ASSUMED_PRICES)
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        name, _, value = part.rpartition("=")
+        prices[name.strip()] = _number(value, part)
+    return prices
+
+
+def price_of(prices: Mapping[str, float], name: str) -> float:
+    """Dollars per GPU and hour. Raises ConfigError where nobody said what it costs."""
+    price = prices.get(name, prices.get(""))
+    if price is None:
+        raise ConfigError(f"nobody knows what {name} costs: say --price {name}=DOLLARS")
+    return price
+
+
+def _number(value: str, text: str) -> float:
+    try:
+        price = float(value)
+    except ValueError:
+        price = math.nan
+    if not 0 < price < math.inf:
+        raise ConfigError(f"{text!r} is no price: say h200=3.2, in dollars per GPU and hour")
+    return price
+
 
 _DEGREES = (1, 2, 4, 8)
 _OF_EACH = 2
@@ -62,7 +110,7 @@ def worker_kinds(
 
 def roles(
     kinds: Sequence[WorkerKind],
-    traffic: Sequence[Traffic],
+    traffic: Sequence[PlannedTraffic],
     config: Config,
     target: float,
     *,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planning.simulator.cluster.role_change import RoleChange
+from planning.simulator.cluster.simulated_autoscaler import RoleChange
 from planning.simulator.cluster.simulated_request import SimulatedRequest
 from planning.simulator.cluster.simulated_worker import SimulatedWorker, Work
 from planning.simulator.cluster.step_log import Floats

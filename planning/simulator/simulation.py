@@ -21,7 +21,7 @@ from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_autoscaler import SimulatedAutoscaler
 from planning.simulator.cluster.simulated_request import SimulatedRequest
 from planning.simulator.cluster.simulated_router import SimulatedRouter
-from planning.simulator.cluster.simulated_worker import SimulatedWorker, WorkerSettings
+from planning.simulator.cluster.simulated_worker import SimulatedWorker, SimulatedWorkerSettings
 from planning.simulator.cluster.workers_side import WorkersSide
 from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.costs.worker_profile import WorkerProfile
@@ -59,7 +59,7 @@ def simulate(
     events, directory = EventQueue(), PrefixDirectory()
     side = WorkersSide(events)
     slo_s = config.slo_tpot_s if shape.paces_chunks else None
-    own = WorkerSettings(block, slo_s, leaps, config.max_model_len)
+    own = SimulatedWorkerSettings(block, slo_s, leaps, config.max_model_len)
     hosts = [Host(events) for _ in range(shape.hosts)]
     workers = [
         SimulatedWorker(

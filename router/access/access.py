@@ -25,9 +25,8 @@ from baton.errors import (
 from baton.telemetry.metrics import RouterMetrics
 from router.access.api_keys import ApiKeys, Caller, authorization_of
 from router.access.rate_limits import Charge, RateLimits
-from router.core.choice import Choice
-from router.core.request import GenerationRequest
-from router.core.request_recorder import count_refusal
+from router.core.accounting import count_refusal
+from router.core.request import Choice, GenerationRequest
 
 OPEN = frozenset({"/health", "/live"})
 """Paths that require no key: they only show whether the process serves."""

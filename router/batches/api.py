@@ -29,7 +29,7 @@ from router.batches.protocol import (
     FileObject,
 )
 from router.batches.upload import uploaded
-from router.http.body import read_object, validate
+from router.http.client import read_object, validate
 from router.http.openapi import body, json_body, made_of_its_id
 
 _FILES, _FILE, _CONTENT = "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from baton.config.cluster import Config
-from router.access.access import Access
+from collections.abc import Mapping
+
+from baton.telemetry.metrics import RouterMetrics
 from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk
-from router.batches.line_runner import LineRunner, line_handlers
+from router.batches.line_runner import LineRunner
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
-from router.core.request import Dispatcher
-from router.core.request_recorder import RequestStats
-from router.core.served_model import ServedModel
-from router.text.tokenizer import Tokenizer
+from router.inference.endpoint import Endpoint
+from router.inference.service import InferenceService
 
 
 class Batches:
@@ -22,27 +21,21 @@ class Batches:
     """
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        tokenizer: Tokenizer,
-        model: ServedModel,
-        stats: RequestStats,
-        config: Config,
-        access: Access,
+        self, service: InferenceService, endpoints: Mapping[str, Endpoint], metrics: RouterMetrics
     ) -> None:
-        """``access`` knows the keys of those who upload and ask."""
-        handlers = line_handlers(dispatcher, tokenizer, model, stats, config)
+        """``endpoints`` by the url of a line."""
+        config, model = service.config, service.model
         self._store = BatchStore(config.data_folder, config.max_total_file_bytes)
         self._runner = BatchRunner(
             self._store,
-            LineRunner(handlers).run,
+            LineRunner(endpoints, config).run,
             model.id,
-            stats.metrics,
+            metrics,
             max_in_flight=config.max_batch_in_flight,
             max_line_bytes=config.max_body_bytes,
         )
         desk = BatchDesk(self._store, model.id, config, self._runner.wake)
-        self.api = BatchesApi(desk, config, access)
+        self.api = BatchesApi(desk, config, service.access)
 
     async def start(self) -> None:
         """Begin to run batches."""

@@ -32,9 +32,9 @@ from router.console.what_if import (
     question,
     rate_share,
 )
-from router.core.request_recorder import UNKNOWN_CLASS, RequestStats
+from router.core.accounting import UNKNOWN_CLASS, RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
-from router.http.body import read_object, validate
+from router.http.client import read_object, validate
 from router.http.openapi import json_body
 from router.http.sse import EventStream, EventStreamResponse
 

@@ -21,8 +21,8 @@ from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
+from router.core.accounting import RecentRequest
 from router.core.fields import Int
-from router.core.request_recorder import RecentRequest
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def _one(workers: Sequence[WorkerRecord], role: str) -> WorkerRecord:
 def _profile(
     record: WorkerRecord, config: Config, transfer_line: tuple[float, float], *, is_cpu: bool
 ) -> dict[str, Any]:
-    """A worker's profile, as ``planning.simulator.costs.worker_kinds.profile_fields`` makes it."""
+    """A worker's profile, as ``planning.simulator.costs.worker_profile`` reads it."""
     shape = record.geometry
     token_bytes = 2.0 * shape.layers * shape.kv_heads * shape.head_dim
     token_bytes *= _VALUE_BYTES.get(shape.kv_dtype, 2.0)

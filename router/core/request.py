@@ -1,10 +1,10 @@
-"""What the fronts hand to the dispatcher, and what comes back."""
+"""What APIs hand to the dispatcher, what comes back, and what has come back so far."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, Principal
@@ -124,6 +124,49 @@ def without_answer(delta: OutputDelta) -> OutputDelta:
         prompt_logprobs=delta.prompt_logprobs,
         embedding=delta.embedding,
     )
+
+
+@dataclass(slots=True)
+class Choice:
+    """What has come so far of one answer. A prompt's tokens count with its first answer alone."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_string: str = ""
+    """What has ended it, where a stop string has."""
+    begun: bool = False
+
+    def add(self, delta: OutputDelta, *, keep_text: bool) -> None:
+        """Count a delta."""
+        self.completion_tokens += len(delta.token_ids)
+        self.cached_tokens += delta.cached_prompt_tokens
+        self.finish_reason = delta.finish_reason
+        self.stop_string = delta.stop_string
+        self.begun = True
+        if keep_text:
+            self.pieces.append(delta.text)
+
+    @property
+    def text(self) -> str:
+        """All that was kept."""
+        return "".join(self.pieces)
+
+    @property
+    def finish(self) -> Literal["stop", "length"]:
+        """The reason, once there is one."""
+        return "stop" if self.finish_reason is FinishReason.STOP else "length"
+
+
+def choices_for(requests: Sequence[GenerationRequest]) -> list[Choice]:
+    """Of the first prompt, of the second, and so on."""
+    return [
+        Choice(len(request.prompt_ids) if number == 0 else 0)
+        for request in requests
+        for number in range(request.choices)
+    ]
 
 
 class Dispatcher(Protocol):

@@ -70,7 +70,8 @@ class HangDetector:
     def _busy(self) -> set[WorkerLink]:
         links = set()
         for attempt in self._placement.attempts:
-            if attempt.is_computed or attempt.decode_began.is_set():
+            # Once the first token has come, the decode worker has a ticket for it.
+            if attempt.promise.is_computed or attempt.decode_began.is_set():
                 links.add(attempt.target)
             if attempt.computes:
                 links.add(attempt.source)

@@ -230,7 +230,7 @@ class Placement:
             decode_incarnation=target.record.incarnation,
             source=self._prefix_source(decision),
         )
-        attempt.prefill = spawn(self._prefill(attempt, message), f"prefill {spec.request_id}")
+        attempt.follow(self._prefill(attempt, message))
         if moved:
             self._moved.labels(reason=moved).inc()
 
@@ -315,7 +315,6 @@ class Placement:
         """Take in what a worker reports of a prefill."""
         running, promise = attempt.owner, attempt.promise
         if response.HasField("first_token"):
-            attempt.is_computed = True
             attempt.span.add_event("first token")
             promise.computed(
                 time.monotonic(),

@@ -15,14 +15,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from opentelemetry.trace import Span
 
 from baton.errors import BatonError, DeadlineExceeded
 from baton.hashing import HashChain
+from baton.host.background import spawn
 from baton.logprobs import TokenLogprobs
 from baton.request import SequenceSpec, TokenOutput
 from baton.rpc.grpc_errors import error_from_code
@@ -195,10 +197,12 @@ class Attempt:
     """Set once the decode worker has sent a token: the handoff was committed."""
     prefill: asyncio.Task[None] | None = None
     """Follows the prefill, once it is begun."""
-    is_computed: bool = False
-    """Whether the source has sent the first token: the decode worker has a ticket for it."""
     failed: bool = False
     """Whether its decode worker has reported that it failed: nothing is left to abort."""
+
+    def follow(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, which follows its prefill."""
+        self.prefill = spawn(work, f"prefill {self.spec.request_id}")
 
     @property
     def computes(self) -> bool:

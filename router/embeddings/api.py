@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import base64
-import secrets
-import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from baton.errors import InvalidRequest
-from router.core.offload import off_loop
 from router.core.request import GenerationRequest, OutputDelta
-from router.core.served_model import ServedModel
 from router.embeddings.protocol import (
     EmbeddingObject,
     EmbeddingsRequest,
     EmbeddingsResponse,
     EmbeddingsUsage,
 )
-from router.http.body import validate
-from router.http.disconnect import unless_disconnected
-from router.inference.exchange import Exchange
-from router.inference.request_builder import Arrival
+from router.http.client import validate
+from router.inference.builder import Arrival
+from router.inference.endpoint import Answer, Endpoint
+from router.inference.service import InferenceService
 from router.openai.api import prompts_of
 
 AT_ONCE = 32
@@ -37,73 +34,77 @@ Vector = npt.NDArray[np.float32]
 
 
 class EmbeddingsApi:
-    """The handler. It raises BatonError; ``router.http.errors`` answers it."""
+    """The handler. Its endpoint answers errors."""
 
-    def __init__(self, exchange: Exchange, model: ServedModel) -> None:
-        self._exchange = exchange
-        self._model = model
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+        self.endpoint = Endpoint(service, "embd-", self._parse)
 
     async def create(self, request: Request) -> Response:
         """Embed one or more texts."""
-        arrival_at = time.monotonic()
-        exchange = self._exchange
-        async with exchange.counting_refusals():
-            caller = exchange.caller(request.headers)
-            body = validate(EmbeddingsRequest, await exchange.read(request))
-            exchange.builder.check_model(body.model)
-            name = f"embd-{secrets.token_hex(16)}"
-            arrival = exchange.arrival(request, caller, name, arrival_at)
-            inputs = prompts_of(body.input)
-            dimensions = self._dimensions(body)
-            built = await exchange.builder.embeddings(arrival, inputs)
-        answered = self._answered(body, built, arrival, dimensions)
-        return await unless_disconnected(request.receive, answered)
+        return await self.endpoint.answer(request)
+
+    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> Answer:
+        body = validate(EmbeddingsRequest, raw)
+        builder = self._service.builder
+        builder.check_model(body.model)
+        dimensions = self._dimensions(body)
+        requests = await builder.embeddings(arrival, prompts_of(body.input))
+        return EmbeddingsAnswer(requests, body, dimensions)
 
     def _dimensions(self, body: EmbeddingsRequest) -> int:
         """How many numbers each vector has. Raises InvalidRequest."""
-        most = self._model.embedding_size
+        most = self._service.model.embedding_size
         if body.dimensions is None:
             return most
         if not 1 <= body.dimensions <= most:
             raise InvalidRequest(f"dimensions must be between 1 and {most}", param="dimensions")
         return body.dimensions
 
-    async def _answered(
-        self,
-        body: EmbeddingsRequest,
-        built: Sequence[GenerationRequest],
-        arrival: Arrival,
-        dimensions: int,
-    ) -> Response:
-        """Have all inputs embedded, some at a time."""
-        found: dict[int, Vector] = {}
 
-        async def keep(place: int, delta: OutputDelta) -> None:
-            if delta.embedding:
-                found[place] = shortened(delta.embedding, dimensions)
+class EmbeddingsAnswer(Answer):
+    """See ``Answer``: one vector for each prompt. Never streamed."""
 
-        headers = await self._exchange.collect(built, arrival, keep, AT_ONCE)
-        vectors = [found[place] for place in range(len(built))]
-        tokens = sum(len(request.prompt_ids) for request in built)
-        return await off_loop(
-            dimensions * len(vectors),
-            lambda: _response(body, vectors, tokens, headers),
+    def __init__(
+        self, requests: Sequence[GenerationRequest], body: EmbeddingsRequest, dimensions: int
+    ) -> None:
+        super().__init__(requests, stream=False, at_once=AT_ONCE)
+        self._body = body
+        self._dimensions = dimensions
+        self._vectors: dict[int, Vector] = {}
+
+    def events(self, prompt: int, delta: OutputDelta) -> bytes:
+        """See ``Answer``."""
+        raise AssertionError("embeddings are not streamed")
+
+    def last_events(self) -> bytes:
+        """See ``Answer``."""
+        raise AssertionError("embeddings are not streamed")
+
+    def keep(self, prompt: int, delta: OutputDelta) -> None:
+        """See ``Answer``."""
+        self.choices[prompt].add(delta, keep_text=False)
+        if delta.embedding:
+            self._vectors[prompt] = shortened(delta.embedding, self._dimensions)
+
+    def whole(self) -> Mapping[str, Any]:
+        """See ``Answer``."""
+        encode = _base64 if self._body.encoding_format == "base64" else _numbers
+        tokens = sum(len(request.prompt_ids) for request in self.requests)
+        whole = EmbeddingsResponse(
+            data=[
+                EmbeddingObject(index=index, embedding=encode(self._vectors[index]))
+                for index in range(len(self.requests))
+            ],
+            model=self._body.model,
+            usage=EmbeddingsUsage(prompt_tokens=tokens, total_tokens=tokens),
         )
+        return whole.model_dump()
 
-
-def _response(
-    body: EmbeddingsRequest, vectors: Sequence[Vector], tokens: int, headers: Mapping[str, str]
-) -> JSONResponse:
-    encode = _base64 if body.encoding_format == "base64" else _numbers
-    whole = EmbeddingsResponse(
-        data=[
-            EmbeddingObject(index=index, embedding=encode(vector))
-            for index, vector in enumerate(vectors)
-        ],
-        model=body.model,
-        usage=EmbeddingsUsage(prompt_tokens=tokens, total_tokens=tokens),
-    )
-    return JSONResponse(whole.model_dump(), headers=dict(headers))
+    @property
+    def size(self) -> int:
+        """See ``Answer``."""
+        return self._dimensions * len(self.requests)
 
 
 def shortened(embedding: Sequence[float], dimensions: int) -> Vector:

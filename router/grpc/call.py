@@ -12,7 +12,7 @@ from baton.config.cluster import Config
 from baton.errors import DeadlineExceeded, RequestTooLarge
 from baton.liveness.listening import listening
 from router.access.api_keys import Caller
-from router.inference.request_builder import Arrival
+from router.inference.builder import Arrival
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

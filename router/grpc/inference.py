@@ -1,10 +1,10 @@
-"""The gRPC front: baton.v1.InferenceService, reflection and grpc.health.v1."""
+"""The gRPC API: baton.v1.InferenceService, reflection and grpc.health.v1."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import grpc
@@ -13,54 +13,43 @@ from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
-from baton.config.cluster import Config
-from baton.errors import BatonError, InvalidRequest
-from baton.grammars.grammar_gate import GrammarGate
+from baton.errors import InvalidRequest
 from baton.logprobs import TokenLogprobs
 from baton.rpc.convert import finish_to_proto
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from router.access.access import Access
-from router.core.chat_options import ChatOptions, checked_variables
-from router.core.choice import Choice, choices_for
-from router.core.request import Dispatcher, GenerationRequest, OutputDelta, ShownText
-from router.core.request_recorder import RequestStats, count_refusal
-from router.core.served_model import ServedModel
+from router.core.request import (
+    Choice,
+    Dispatcher,
+    GenerationRequest,
+    OutputDelta,
+    ShownText,
+    choices_for,
+)
 from router.grpc.call import Context, Service, arrival_of, check_size, metadata_of, write_to
 from router.grpc.health import HealthServicer
 from router.grpc.sampling import grpc_sampling
 from router.grpc.tokens import TokenServicer
 from router.grpc.tools import add_tool_output, grpc_tool_use, grpc_turns
-from router.inference.delivery import Delivery
-from router.inference.request_builder import Arrival, RequestBuilder
-from router.inference.token_desk import TokenDesk
+from router.inference.builder import Arrival, ChatOptions, checked_variables
+from router.inference.service import InferenceService
+from router.inference.tokens import TokenService
 from router.openai.answer_options import MAX_CHOICES
-from router.text.tokenizer import Tokenizer
 from router.tool_calls.tool_output import ToolOutput
 
 _MAX_NAME_CHARACTERS = 128
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """The same checks, deadlines and accounts as the HTTP front."""
+    """See inference.proto."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        builder: RequestBuilder,
-        tokenizer: Tokenizer,
-        model: ServedModel,
-        stats: RequestStats,
-        config: Config,
-        access: Access,
-    ) -> None:
-        self._builder = builder
-        self._access = access
-        self._tokenizer = tokenizer
-        self._model = model
-        self._metrics = stats.metrics
-        self._config = config
-        self._delivery = Delivery(dispatcher, stats, config, show=tokenizer.decode)
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+        self._builder = service.builder
+        self._access = service.access
+        self._tokenizer = service.tokenizer
+        self._model = service.model
+        self._config = service.config
 
     # A coroutine that writes is as legal as a generator, and is cancelled where it stands when
     # the client leaves; the generated signature knows generators alone.
@@ -70,20 +59,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Stream the answer; the last message has the finish reason and the usage."""
         received_at = time.monotonic()
         async with grpc_boundary(context):
-            try:
+            with self._service.counting_refusals():
                 name = _name(request)
                 metadata = metadata_of(context)
                 caller = self._access.caller(metadata)
                 own = f"gen-{secrets.token_hex(16)}"
                 arrival = arrival_of(context, metadata, caller, own, received_at, self._config)
-                built = replace(
-                    await self._build(request, arrival),
-                    choices=_choices(request),
-                    shown=ShownText(request.include_stop_string, request.show_special_tokens),
-                )
-            except BatonError as error:
-                count_refusal(self._metrics, error)
-                raise
+                built = await self._build(request, arrival)
             choices = choices_for([built])
             outputs = self._tool_outputs(request, built)
             shows_workers = self._access.may_see_workers(caller)
@@ -102,10 +84,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     add_tool_output(response, outputs[delta.choice], delta)
                 await write_to(context, response, self._config)
 
-            async with self._access.entered(caller, [built], choices) as headers:
+            async def tell_limits(headers: Mapping[str, str]) -> None:
                 if headers:
                     await context.send_initial_metadata(tuple(headers.items()))
-                await self._delivery.deliver_all([built], received_at, write)
+
+            await self._service.run(arrival, [built], choices, write, on_admitted=tell_limits)
 
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -130,18 +113,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if request.HasField("truncate_prompt_tokens"):
             sampling = replace(sampling, truncate=request.truncate_prompt_tokens)
         priority = request.priority if request.HasField("priority") else None
-        kind = request.WhichOneof("input")
+        kind, choices = request.WhichOneof("input"), _choices(request)
+        shown = ShownText(request.include_stop_string, request.show_special_tokens)
         if kind == "messages":
             turns, tools = grpc_turns(request.messages.messages), grpc_tool_use(request.tools)
             options = _template_options(request.template_options)
-            return await self._builder.chat(arrival, turns, sampling, priority, tools, options)
+            return await self._builder.chat(
+                arrival,
+                turns,
+                sampling,
+                priority,
+                tools,
+                options,
+                choices=choices,
+                shown_text=shown,
+            )
         for name in ("tools", "template_options"):
             if request.HasField(name):
                 raise InvalidRequest(f"{name} are for messages alone", param=name)
         if kind is None:
             raise InvalidRequest("one of prompt, token_ids and messages is required")
         prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
-        (built,) = await self._builder.prompts(arrival, [prompt], sampling, None, priority)
+        (built,) = await self._builder.prompts(
+            arrival, [prompt], sampling, None, priority, choices=choices, shown_text=shown
+        )
         return built
 
     def _tool_outputs(
@@ -219,37 +214,26 @@ def _response(name: str, delta: OutputDelta) -> inference_pb2.GenerateResponse:
     )
 
 
-def add_grpc_front(
+def add_grpc_services(
     server: grpc.aio.Server,
+    service: InferenceService,
+    tokens: TokenService,
     dispatcher: Dispatcher,
-    tokenizer: Tokenizer,
-    model: ServedModel,
-    stats: RequestStats,
-    config: Config,
-    access: Access | None = None,
     *,
     more: Sequence[Service] = (),
 ) -> None:
     """Mount the services, health and reflection on a server that is not started yet.
 
-    Without ``access``, keys are those of ``config``, and their limits are not kept. ``more``
-    services are added: the operators'.
+    ``more`` services are added: the operators'.
     """
-    access = access or Access(config, stats.metrics)
-    grammars = GrammarGate(
-        tokenizer.grammars, stats.metrics.grammar_compile_seconds.labels(role="router").observe
-    )
-    builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars=grammars)
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-    servicer = InferenceServicer(dispatcher, builder, tokenizer, model, stats, config, access)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)
     health = HealthServicer(dispatcher, (inference,))
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    desk = TokenDesk(builder, tokenizer, model)
-    services: tuple[Service, ...] = (TokenServicer(desk, config, access), *more)
+    own = TokenServicer(tokens, service.config, service.access)
     names = (
         inference,
-        *(service.add_to(server) for service in services),
+        *(one.add_to(server) for one in (own, *more)),
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
     )

@@ -11,14 +11,14 @@ from baton.v1 import tokens_pb2, tokens_pb2_grpc
 from router.access.access import Access
 from router.grpc.call import Context, check_size, metadata_of
 from router.grpc.tools import grpc_tool_use, grpc_turns
-from router.inference.token_desk import TokenDesk
+from router.inference.tokens import TokenService
 
 
 class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
     """See tokens.proto."""
 
-    def __init__(self, desk: TokenDesk, config: Config, access: Access) -> None:
-        self._desk = desk
+    def __init__(self, tokens: TokenService, config: Config, access: Access) -> None:
+        self._tokens = tokens
         self._config = config
         self._access = access
 
@@ -34,12 +34,12 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         """Text or messages to token ids."""
         self._access.caller(metadata_of(context))
         check_size(request, self._config)
-        self._desk.check_model(request.model)
+        self._tokens.check_model(request.model)
         ids = await self._ids(request)
         return tokens_pb2.TokenizeResponse(
             token_ids=ids,
-            spellings=self._desk.spellings(ids) if request.spell else None,
-            context_length=self._desk.context_length,
+            spellings=self._tokens.spellings(ids) if request.spell else None,
+            context_length=self._tokens.context_length,
         )
 
     @guarded
@@ -49,8 +49,8 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         """Token ids to text."""
         self._access.caller(metadata_of(context))
         check_size(request, self._config)
-        self._desk.check_model(request.model)
-        text = await self._desk.text(tuple(request.token_ids), "token_ids")
+        self._tokens.check_model(request.model)
+        text = await self._tokens.text(tuple(request.token_ids), "token_ids")
         return tokens_pb2.DetokenizeResponse(text=text)
 
     @guarded
@@ -59,7 +59,7 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
     ) -> tokens_pb2.GetModelInfoResponse:
         """Describe the served model."""
         self._access.caller(metadata_of(context))
-        facts = self._desk.facts()
+        facts = self._tokens.facts()
         return tokens_pb2.GetModelInfoResponse(
             id=facts.id,
             created=facts.created,
@@ -77,6 +77,6 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
             raise InvalidRequest("one of prompt and messages is required", param="prompt")
         if kind == "messages":
             turns = grpc_turns(request.messages.messages)
-            return await self._desk.ids_of_turns(turns, grpc_tool_use(request.tools))
+            return await self._tokens.ids_of_turns(turns, grpc_tool_use(request.tools))
         special = not request.no_special_tokens
-        return await self._desk.ids_of_text(request.prompt, special=special)
+        return await self._tokens.ids_of_text(request.prompt, special=special)

@@ -38,8 +38,8 @@ from baton.errors import (
 )
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import OPEN, Access, is_for_operators, is_loopback, scope_of_path
-from router.core.request_recorder import count_refusal
-from router.http.disconnect import ClientGone
+from router.core.accounting import count_refusal
+from router.http.client import ClientGone
 from router.http.errors import error_response, internal_error
 
 log = logging.getLogger(__name__)

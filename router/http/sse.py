@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton.liveness.listening import listening
-from router.http.disconnect import unless_disconnected
+from router.http.client import unless_disconnected
 from router.http.errors import error_object
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,11 @@ class EventStream:
         self._send = send
         self._turn = asyncio.Lock()
         self.started = False
-        self.headers: Mapping[str, str] = {}
-        """Further headers, sent with the first event."""
+        self._headers: dict[str, str] = {}
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Add headers, which go out with the first event."""
+        self._headers.update(headers)
 
     async def send(self, payloads: list[str]) -> None:
         """Send events at once. Returns when the client's socket has room again."""
@@ -73,7 +76,7 @@ class EventStream:
         async with self._turn:
             if not self.started:
                 self.started = True
-                await self._send(_start_message(self.headers))
+                await self._send(_start_message(self._headers))
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 

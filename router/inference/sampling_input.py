@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.grammar import Grammar
 from baton.logprobs import MAX_TOP_LOGPROBS
 from baton.sampling_params import SamplingParams
+from router.text.tokenizer import Tokenizer
 
+MAX_WORDS = 128
+"""Words that must not be generated, in one request."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 128
@@ -274,3 +277,21 @@ def _bias(value: Any) -> float:
             "the values of logit_bias must be numbers between -100 and 100", param="logit_bias"
         )
     return float(value)
+
+
+def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tuple[int, ...], ...]:
+    """The tokens of these words, as they are at a text's start and behind a space.
+
+    A word that the model spells with other tokens is not among them. Raises InvalidRequest.
+    """
+    words = list(words or ())
+    if len(words) > MAX_WORDS:
+        raise InvalidRequest(f"bad_words has at most {MAX_WORDS} words", param="bad_words")
+    runs: set[tuple[int, ...]] = set()
+    for place, word in enumerate(words):
+        bare = word.strip()
+        if not bare:
+            raise InvalidRequest(f"bad_words[{place}] must not be empty", param="bad_words")
+        for text in (bare, f" {bare}"):
+            runs.add(tuple(tokenizer.encode(text, add_special_tokens=False)))
+    return tuple(sorted(runs))

@@ -2,52 +2,73 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from baton.errors import BatonError
 from baton.request import FinishReason
-from router.core.choice import Choice
-from router.core.request import OutputDelta
+from router.core.request import Choice, GenerationRequest, OutputDelta
 from router.http.errors import anthropic_error
-from router.inference.exchange import Event
+from router.http.sse import encode_named
+from router.inference.endpoint import Answer
 from router.messages.output import MessageOutput
 from router.tool_calls.formats import ToolFormat
 from router.tool_calls.tools import ToolUse
 
 
-class MessagesAnswer:
-    """See ``router.inference.exchange.EventAnswer``."""
+class MessagesAnswer(Answer):
+    """See ``Answer``: one prompt, one choice."""
 
-    def __init__(self, model_id: str, form: ToolFormat, use: ToolUse | None) -> None:
-        self.id = f"msg_{secrets.token_hex(12)}"
+    def __init__(
+        self,
+        request: GenerationRequest,
+        model_id: str,
+        form: ToolFormat,
+        use: ToolUse | None,
+        *,
+        stream: bool,
+    ) -> None:
+        super().__init__([request], stream=stream)
+        self._id = request.request_id
         self._model_id = model_id
         self._output = MessageOutput(form, use)
-        self._begun = False
 
-    def events(self, delta: OutputDelta, choice: Choice) -> list[Event]:
-        begin: list[Event] = []
-        if not self._begun:
-            self._begun = True
-            usage = _usage(choice)
-            message = {**self._message(), "content": [], "usage": usage}
-            begin = [{"type": "message_start", "message": message}]
-        return [*begin, *self._output.feed(delta.text, last=delta.finish_reason is not None)]
+    def events(self, prompt: int, delta: OutputDelta) -> bytes:
+        """See ``Answer``."""
+        (choice,) = self.choices
+        is_first = not choice.begun
+        choice.add(delta, keep_text=False)
+        events: list[dict[str, Any]] = []
+        if is_first:
+            message = {**self._message(), "content": [], "usage": _usage(choice)}
+            events = [{"type": "message_start", "message": message}]
+        events += self._output.feed(delta.text, last=delta.finish_reason is not None)
+        return encode_named(events)
 
-    def last_events(self, choice: Choice) -> list[Event]:
+    def last_events(self) -> bytes:
+        """See ``Answer``."""
+        (choice,) = self.choices
         delta = {
             "stop_reason": self._stop_reason(choice),
             "stop_sequence": choice.stop_string or None,
         }
-        return [
-            {"type": "message_delta", "delta": delta, "usage": _usage(choice)},
-            {"type": "message_stop"},
-        ]
+        return encode_named(
+            [
+                {"type": "message_delta", "delta": delta, "usage": _usage(choice)},
+                {"type": "message_stop"},
+            ]
+        )
 
-    def failure(self, error: BatonError) -> list[Event]:
-        return [anthropic_error(error)]
+    def failure(self, error: BatonError) -> bytes:
+        """See ``Answer``."""
+        return encode_named([anthropic_error(error)])
 
-    def whole(self, choice: Choice) -> Event:
+    def keep(self, prompt: int, delta: OutputDelta) -> None:
+        """See ``Answer``."""
+        self.choices[0].add(delta, keep_text=True)
+
+    def whole(self) -> dict[str, Any]:
+        """See ``Answer``."""
+        (choice,) = self.choices
         self._output.feed(choice.text, last=True)
         return {
             **self._message(),
@@ -59,7 +80,7 @@ class MessagesAnswer:
 
     def _message(self) -> dict[str, Any]:
         return {
-            "id": self.id,
+            "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model_id,

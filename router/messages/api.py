@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +9,11 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import UnsupportedParameter
-from router.http.body import validate
-from router.inference.exchange import Exchange
+from router.http.client import read_object, validate
+from router.inference.builder import Arrival
+from router.inference.endpoint import Answer, Endpoint
 from router.inference.sampling_input import SamplingInput
+from router.inference.service import InferenceService
 from router.messages.answer import MessagesAnswer
 from router.messages.blocks import message_tools, message_turns
 from router.messages.protocol import CountTokensRequest, MessagesRequest
@@ -21,35 +22,36 @@ from router.messages.protocol import CountTokensRequest, MessagesRequest
 class MessagesApi:
     """The handlers. They raise BatonError; ``router.http.errors`` answers it."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+        self._builder = service.builder
+        self.endpoint = Endpoint(service, "msg_", self._parse)
 
     async def create(self, request: Request) -> Response:
         """Continue a conversation."""
-        arrival_at = time.monotonic()
-        exchange = self._exchange
-        async with exchange.counting_refusals():
-            caller = exchange.caller(request.headers)
-            raw = await exchange.read(request)
-            body = validate(MessagesRequest, raw)
-            exchange.builder.check_model(body.model)
-            _refuse_unserved(raw)
-            use = message_tools(body)
-            answer = MessagesAnswer(body.model, exchange.builder.tool_format, use)
-            arrival = exchange.arrival(request, caller, answer.id, arrival_at)
-            turns = message_turns(body)
-            built = await exchange.builder.chat(arrival, turns, _sampling(body), body.priority, use)
-        return await exchange.respond(request, answer, built, arrival, stream=bool(body.stream))
+        return await self.endpoint.answer(request)
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a conversation has as a prompt."""
-        exchange = self._exchange
-        async with exchange.counting_refusals():
-            exchange.caller(request.headers)
-            body = validate(CountTokensRequest, await exchange.read(request))
-            exchange.builder.check_model(body.model)
-            ids = await exchange.builder.chat_ids(message_turns(body), message_tools(body))
+        config = self._service.config
+        with self._service.counting_refusals():
+            self._service.access.caller(request.headers)
+            raw = await read_object(request, config.max_body_bytes, config.request_deadline_s)
+            body = validate(CountTokensRequest, raw)
+            self._builder.check_model(body.model)
+            ids = await self._builder.chat_ids(message_turns(body), message_tools(body))
         return JSONResponse({"input_tokens": len(ids)})
+
+    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> Answer:
+        body = validate(MessagesRequest, raw)
+        self._builder.check_model(body.model)
+        _refuse_unserved(raw)
+        use = message_tools(body)
+        built = await self._builder.chat(
+            arrival, message_turns(body), _sampling(body), body.priority, use
+        )
+        form = self._builder.tool_format
+        return MessagesAnswer(built, body.model, form, use, stream=bool(body.stream))
 
 
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:

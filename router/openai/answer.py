@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
+import abc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 from pydantic import BaseModel
 
 from baton.request import FinishReason
-from router.core.choice import Choice
-from router.core.request import OutputDelta
-from router.http.sse import to_json
+from router.core.request import Choice, GenerationRequest, OutputDelta, without_answer
+from router.http.sse import DONE, encode_events, to_json
+from router.inference.endpoint import Answer
 from router.openai import protocol as openai_protocol
 from router.openai.answer_details import NOTHING, AnswerDetails, ChunkExtras
+from router.openai.answer_options import AnswerOptions
+from router.tool_calls.formats import ToolFormat
+from router.tool_calls.pieces import CallBegun, Content, Piece
+from router.tool_calls.tool_output import OutputCall, ToolOutput
+from router.tool_calls.tools import CalledFunction, MessageToolCall, ToolUse
 
 
 def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
@@ -31,45 +36,88 @@ def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
     )
 
 
-class Answer(Protocol):
-    """One endpoint's shapes, for one request."""
+class _OpenAiAnswer(Answer):
+    """What both endpoints share. Choices have their places: those of the first prompt, then on."""
+
+    kind: str
+    """The ``object`` of events."""
+
+    def __init__(
+        self,
+        name: str,
+        model_id: str,
+        requests: Sequence[GenerationRequest],
+        options: AnswerOptions,
+        details: AnswerDetails | None,
+        *,
+        stream: bool,
+    ) -> None:
+        """``details``: what is asked for beside text; None: nothing."""
+        super().__init__(requests, stream=stream)
+        self._id = name
+        self._model_id = model_id
+        self._created = int(time.time())
+        self._options = options
+        self._details = details
+        fields = {"id": name, "object": self.kind, "created": self._created, "model": model_id}
+        # All chunks of a request have the same ends; only the choice between them differs.
+        self._begin = to_json(fields)[:-1] + ',"choices":['
+        self._end = '],"usage":null}' if options.usage else "]}"
+
+    def events(self, prompt: int, delta: OutputDelta) -> bytes:
+        """See ``Answer``."""
+        place, delta = self._placed(prompt, delta)
+        choice = self.choices[place]
+        first = not choice.begun
+        choice.add(delta, keep_text=False)
+        payloads = self._chunks(place, delta, first=first)
+        return encode_events(payloads) if payloads else b""
+
+    def last_events(self) -> bytes:
+        """See ``Answer``."""
+        return encode_events([self._usage_chunk(), DONE] if self._options.usage else [DONE])
+
+    def keep(self, prompt: int, delta: OutputDelta) -> None:
+        """See ``Answer``."""
+        place, delta = self._placed(prompt, delta)
+        self.choices[place].add(delta, keep_text=True)
+        if self._details is not None:
+            self._details.keep(place, delta)
+
+    def whole(self) -> Mapping[str, Any]:
+        """See ``Answer``. The usage is that of all that was drawn."""
+        details = self._details
+        if details is None:
+            return self._body(self.choices).model_dump()
+        places = details.best()
+        body = self._body([self.choices[place] for place in places]).model_dump()
+        body["usage"] = usage_of(self.choices).model_dump()
+        details.complete(body, places)
+        return body
 
     @property
-    def id(self) -> str:
-        """Unique; clients see it."""
+    def size(self) -> int:
+        """See ``Answer``."""
+        return 0 if self._details is None else self._details.entries
 
-    details: AnswerDetails | None
-    usage_so_far: Sequence[Choice] | None
-
-    def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
+    @abc.abstractmethod
+    def _chunks(self, place: int, delta: OutputDelta, *, first: bool) -> list[str]:
         """The events of a delta, as JSON; none while there is nothing to show."""
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> str:
-        """The event with the usage, as JSON."""
+    @abc.abstractmethod
+    def _body(self, choices: Sequence[Choice]) -> BaseModel:
+        """The body of an answer that is not streamed, without details."""
 
-    def whole(self, choices: Sequence[Choice]) -> BaseModel:
-        """The body of an answer that is not streamed."""
+    def _placed(self, prompt: int, delta: OutputDelta) -> tuple[int, OutputDelta]:
+        place = prompt * self._options.best_of + delta.choice
+        return place, without_answer(delta) if self._options.no_answer else delta
 
+    def _extras(self, place: int, delta: OutputDelta, *, first: bool) -> ChunkExtras:
+        details = self._details
+        return NOTHING if details is None else details.chunk(place, delta, first=first)
 
-class _Answer:
-    def __init__(self, prefix: str, kind: str, model_id: str, *, include_usage: bool) -> None:
-        self.id = f"{prefix}-{secrets.token_hex(16)}"
-        self.created = int(time.time())
-        self.model_id = model_id
-        head = {"id": self.id, "object": kind, "created": self.created, "model": model_id}
-        # All chunks of a request have the same ends; only the choice between them differs.
-        self._head = to_json(head)[:-1] + ',"choices":['
-        self._tail = '],"usage":null}' if include_usage else "]}"
-        self.details: AnswerDetails | None = None
-        """What is asked for beside text; set before the first delta."""
-        self.usage_so_far: Sequence[Choice] | None = None
-        """Those whose usage every chunk tells."""
-
-    def _extras(self, index: int, delta: OutputDelta, *, first: bool) -> ChunkExtras:
-        return NOTHING if self.details is None else self.details.chunk(index, delta, first=first)
-
-    def usage_chunk(self, choices: Sequence[Choice]) -> str:
-        return f'{self._head}],"usage":{to_json(usage_of(choices).model_dump())}}}'
+    def _usage_chunk(self) -> str:
+        return f'{self._begin}],"usage":{to_json(usage_of(self.choices).model_dump())}}}'
 
     def _chunk(
         self,
@@ -85,21 +133,20 @@ class _Answer:
         self, index: int, content: str, finish: str, extras: ChunkExtras = NOTHING
     ) -> str:
         choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
-        tail = self._tail
-        if self.usage_so_far is not None:
-            tail = f'],"usage":{to_json(usage_of(self.usage_so_far).model_dump())}}}'
+        tail = self._end
+        if self._options.continuous_usage:
+            tail = f'],"usage":{to_json(usage_of(self.choices).model_dump())}}}'
         if extras is not NOTHING:
-            return f"{self._head}{{{choice}{extras.of_choice}}}]{extras.of_answer}{tail[1:]}"
-        return f"{self._head}{{{choice}}}{tail}"
+            return f"{self._begin}{{{choice}{extras.of_choice}}}]{extras.of_answer}{tail[1:]}"
+        return f"{self._begin}{{{choice}}}{tail}"
 
 
-class ChatAnswer(_Answer):
+class ChatAnswer(_OpenAiAnswer):
     """``/v1/chat/completions``."""
 
-    def __init__(self, model_id: str, *, include_usage: bool) -> None:
-        super().__init__("chatcmpl", "chat.completion.chunk", model_id, include_usage=include_usage)
+    kind = "chat.completion.chunk"
 
-    def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
+    def _chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
         events = []
         extras = self._extras(index, delta, first=first)
         if first:
@@ -116,11 +163,11 @@ class ChatAnswer(_Answer):
             events.append(self._chunk(index, '"delta":{}', delta.finish_reason))
         return events
 
-    def whole(self, choices: Sequence[Choice]) -> BaseModel:
+    def _body(self, choices: Sequence[Choice]) -> BaseModel:
         return openai_protocol.ChatCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.model_id,
+            id=self._id,
+            created=self._created,
+            model=self._model_id,
             choices=[
                 openai_protocol.ChatChoice(
                     index=index,
@@ -133,26 +180,25 @@ class ChatAnswer(_Answer):
         )
 
 
-class CompletionAnswer(_Answer):
+class CompletionAnswer(_OpenAiAnswer):
     """``/v1/completions``."""
 
-    def __init__(self, model_id: str, *, include_usage: bool) -> None:
-        super().__init__("cmpl", "text_completion", model_id, include_usage=include_usage)
+    kind = "text_completion"
 
-    def chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
+    def _chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
         extras = self._extras(index, delta, first=first)
         if not (first or delta.text or delta.finish_reason is not None or not extras.empty):
             return []
         text = delta.text
-        if first and self.details is not None:
-            text = self.details.echo(index) + text
+        if first and self._details is not None:
+            text = self._details.echo(index) + text
         return [self._chunk(index, f'"text":{to_json(text)}', delta.finish_reason, extras)]
 
-    def whole(self, choices: Sequence[Choice]) -> BaseModel:
+    def _body(self, choices: Sequence[Choice]) -> BaseModel:
         return openai_protocol.Completion(
-            id=self.id,
-            created=self.created,
-            model=self.model_id,
+            id=self._id,
+            created=self._created,
+            model=self._model_id,
             choices=[
                 openai_protocol.CompletionChoice(
                     index=index, text=choice.text, finish_reason=choice.finish
@@ -161,3 +207,96 @@ class CompletionAnswer(_Answer):
             ],
             usage=usage_of(choices),
         )
+
+
+class ToolChatAnswer(ChatAnswer):
+    """``/v1/chat/completions`` with tools."""
+
+    def __init__(
+        self,
+        name: str,
+        model_id: str,
+        requests: Sequence[GenerationRequest],
+        options: AnswerOptions,
+        details: AnswerDetails | None,
+        form: ToolFormat,
+        use: ToolUse,
+        *,
+        stream: bool,
+    ) -> None:
+        super().__init__(name, model_id, requests, options, details, stream=stream)
+        self._form = form
+        self._use = use
+        self._outputs: dict[int, ToolOutput] = {}
+
+    def _chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
+        if first:
+            self._outputs[index] = ToolOutput(self._form, self._use)
+        output = self._outputs[index]
+        events = []
+        if first:
+            role = '"delta":{"role":"assistant","content":"","refusal":null}'
+            events.append(self._chunk(index, role, None))
+        place = len(output.calls) - 1
+        for piece in output.feed(delta.text, last=delta.finish_reason is not None):
+            place += isinstance(piece, CallBegun)
+            content = _delta(piece, place, output)
+            events.append(self._chunk(index, f'"delta":{content}', None))
+        extras = self._extras(index, delta, first=first)
+        if not extras.empty:
+            # Scores are of tokens, and pieces of calls are not.
+            events.append(self._chunk(index, '"delta":{}', None, extras))
+        if delta.finish_reason is not None:
+            events.append(self._last(index, delta.finish_reason, output))
+        return events
+
+    def _last(self, index: int, reason: FinishReason, output: ToolOutput) -> str:
+        if reason is FinishReason.STOP and output.calls:
+            return self._chunk_of(index, '"delta":{}', '"tool_calls"')
+        return self._chunk(index, '"delta":{}', reason)
+
+    def _body(self, choices: Sequence[Choice]) -> BaseModel:
+        return openai_protocol.ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model_id,
+            choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
+            usage=usage_of(choices),
+        )
+
+    def _choice(self, index: int, choice: Choice) -> openai_protocol.ChatChoice:
+        output = ToolOutput(self._form, self._use)
+        output.feed(choice.text, last=True)
+        if not output.calls:
+            return openai_protocol.ChatChoice(
+                index=index,
+                message=openai_protocol.ChatMessage(content=output.content),
+                finish_reason=choice.finish,
+            )
+        stopped = choice.finish_reason is FinishReason.STOP
+        return openai_protocol.ChatChoice(
+            index=index,
+            message=openai_protocol.ToolCallMessage(
+                content=output.content or None, tool_calls=[_call(one) for one in output.calls]
+            ),
+            finish_reason="tool_calls" if stopped else choice.finish,
+        )
+
+
+def _delta(piece: Piece, place: int, output: ToolOutput) -> str:
+    if isinstance(piece, Content):
+        return f'{{"content":{to_json(piece.text)}}}'
+    if isinstance(piece, CallBegun):
+        call = output.calls[place]
+        head = f'"id":{to_json(call.id)},"type":"function"'
+        function = f'{{"name":{to_json(call.name)},"arguments":""}}'
+    else:
+        head, function = "", f'{{"arguments":{to_json(piece.text)}}}'
+    fields = ",".join(part for part in (f'"index":{place}', head, f'"function":{function}') if part)
+    return f'{{"tool_calls":[{{{fields}}}]}}'
+
+
+def _call(call: OutputCall) -> MessageToolCall:
+    return MessageToolCall(
+        id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
+    )

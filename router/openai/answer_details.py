@@ -13,34 +13,9 @@ from typing import Any
 from baton.logprobs import TokenLogprobs
 from router.core.request import GenerationRequest, OutputDelta, ScoredToken
 from router.http.sse import to_json
+from router.openai.answer_options import AnswerOptions
 from router.openai.token_shapes import TokenShapes
 from router.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """What the client asks for."""
-
-    n: int = 1
-    """Answers to each prompt that are shown."""
-    best_of: int = 1
-    """Answers to each prompt that are drawn."""
-    logprobs: int | None = None
-    """Likeliest tokens to tell beside each token's log probability; None: tell none."""
-    prompt_logprobs: int | None = None
-    """The same of the prompt, in a field of its own."""
-    echo: bool = False
-    """The prompt comes before each answer."""
-    token_ids: bool = False
-    """Tell the token ids of prompt and answer."""
-    no_answer: bool = False
-    """The prompt alone is shown: the one token that is drawn is not, and does not count."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether text is all."""
-        asked = self.echo or self.token_ids
-        return self.logprobs is None and self.prompt_logprobs is None and not asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from baton.errors import InvalidRequest
 from baton.logprobs import MAX_TOP_LOGPROBS
-from router.core.chat_options import ChatOptions, checked_variables
 from router.core.request import ShownText
-from router.openai.answer_details import AnswerOptions
+from router.inference.builder import ChatOptions, checked_variables
 from router.openai.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 
 MAX_CHOICES = 128
 """Answers to one prompt."""
 MAX_ANSWERS = 1024
 """Answers to all prompts of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What the client asks for beside text, and how much of it."""
+
+    n: int = 1
+    """Answers to each prompt that are shown."""
+    best_of: int = 1
+    """Answers to each prompt that are drawn."""
+    logprobs: int | None = None
+    """Likeliest tokens to tell beside each token's log probability; None: tell none."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt, in a field of its own."""
+    echo: bool = False
+    """The prompt comes before each answer."""
+    token_ids: bool = False
+    """Tell the token ids of prompt and answer."""
+    usage: bool = False
+    """The stream ends with the usage."""
+    continuous_usage: bool = False
+    """Every event of the stream has the usage so far."""
+    no_answer: bool = False
+    """The prompt alone is shown: the one token that is drawn is not, and does not count."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether text is all."""
+        asked = self.echo or self.token_ids
+        return self.logprobs is None and self.prompt_logprobs is None and not asked
 
 
 def chat_options(body: ChatCompletionRequest) -> AnswerOptions:
@@ -31,6 +62,7 @@ def chat_options(body: ChatCompletionRequest) -> AnswerOptions:
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(body),
         token_ids=bool(body.return_token_ids),
+        **_usage(body),
     )
 
 
@@ -55,6 +87,7 @@ def completion_options(body: CompletionRequest, prompts: int) -> AnswerOptions:
         echo=bool(body.echo),
         token_ids=bool(body.return_token_ids),
         no_answer=bool(body.echo) and body.max_tokens == 0,
+        **_usage(body),
     )
 
 
@@ -73,6 +106,16 @@ def scoring(options: AnswerOptions) -> tuple[int | None, int | None]:
         logprobs = 0
     wanted = [options.prompt_logprobs, options.logprobs if options.echo else None]
     return logprobs, max((count for count in wanted if count is not None), default=None)
+
+
+def _usage(body: SamplingFields) -> dict[str, bool]:
+    options = body.stream_options
+    if options is None:
+        return {}
+    if not body.stream:
+        raise InvalidRequest("stream_options is only for stream: true", param="stream_options")
+    usage = bool(options.include_usage)
+    return {"usage": usage, "continuous_usage": usage and bool(options.continuous_usage_stats)}
 
 
 def _choices(name: str, given: int | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
 from router.core.fields import Int, Ints
-from router.http.body import validate
-from router.inference.exchange import Exchange
-from router.inference.token_desk import TokenDesk
+from router.http.client import read_object, validate
+from router.inference.service import InferenceService
+from router.inference.tokens import TokenService
 from router.openai.conversation import openai_turns
 from router.openai.protocol import Message
 from router.tool_calls.tools import ToolDefinitions, tool_use
@@ -83,42 +83,46 @@ class ModelInfo(BaseModel):
 class TokenizeApi:
     """The handlers. They raise BatonError; ``router.http.errors`` answers it."""
 
-    def __init__(self, exchange: Exchange, desk: TokenDesk) -> None:
-        self._exchange = exchange
-        self._desk = desk
+    def __init__(self, service: InferenceService, tokens: TokenService) -> None:
+        self._service = service
+        self._tokens = tokens
 
     async def tokenize(self, request: Request) -> Response:
         """Text or messages to token ids."""
-        self._exchange.caller(request.headers)
-        body = validate(TokenizeRequest, await self._exchange.read(request))
-        self._desk.check_model(body.model)
+        self._service.access.caller(request.headers)
+        body = validate(TokenizeRequest, await self._read(request))
+        self._tokens.check_model(body.model)
         ids = await self._ids(body)
         answer = Tokenized(
             count=len(ids),
-            max_model_len=self._desk.context_length,
+            max_model_len=self._tokens.context_length,
             tokens=list(ids),
-            token_strs=self._desk.spellings(ids) if body.return_token_strs else None,
+            token_strs=self._tokens.spellings(ids) if body.return_token_strs else None,
         )
         return JSONResponse(answer.model_dump())
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text, special tokens included."""
-        self._exchange.caller(request.headers)
-        body = validate(DetokenizeRequest, await self._exchange.read(request))
-        self._desk.check_model(body.model)
-        text = await self._desk.text(tuple(body.tokens), "tokens")
+        self._service.access.caller(request.headers)
+        body = validate(DetokenizeRequest, await self._read(request))
+        self._tokens.check_model(body.model)
+        text = await self._tokens.text(tuple(body.tokens), "tokens")
         return JSONResponse(Detokenized(prompt=text).model_dump())
 
     async def model_info(self, request: Request) -> ModelInfo:
         """Describe the served model."""
-        self._exchange.caller(request.headers)
-        return ModelInfo.model_validate(self._desk.facts())
+        self._service.access.caller(request.headers)
+        return ModelInfo.model_validate(self._tokens.facts())
+
+    async def _read(self, request: Request) -> dict[str, Any]:
+        config = self._service.config
+        return await read_object(request, config.max_body_bytes, config.request_deadline_s)
 
     async def _ids(self, body: TokenizeRequest) -> tuple[int, ...]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("one of prompt and messages is required", param="prompt")
         if body.messages is not None:
             tools = tool_use(body.tools, None, parallel=None)
-            return await self._desk.ids_of_turns(openai_turns(body.messages), tools)
+            return await self._tokens.ids_of_turns(openai_turns(body.messages), tools)
         special = body.add_special_tokens is not False
-        return await self._desk.ids_of_text(body.prompt or "", special=special)
+        return await self._tokens.ids_of_text(body.prompt or "", special=special)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.request import FinishReason
-from router.core.choice import Choice
-from router.core.request import GenerationRequest, OutputDelta
-from router.inference.exchange import Event
+from router.core.request import Choice, GenerationRequest, OutputDelta
+from router.http.sse import encode_named
+from router.inference.endpoint import Answer
 from router.responses.output import Fields, ResponseOutput
 from router.tool_calls.formats import ToolFormat
 from router.tool_calls.tools import Tool, ToolUse
@@ -36,45 +35,52 @@ class Repeated:
     text_format: Mapping[str, Any]
 
 
-class ResponsesAnswer:
-    """See ``router.inference.exchange.EventAnswer``."""
+class ResponsesAnswer(Answer):
+    """See ``Answer``: one prompt, one choice."""
 
-    def __init__(self, repeated: Repeated, form: ToolFormat, use: ToolUse | None) -> None:
-        self.id = f"resp_{secrets.token_hex(24)}"
+    def __init__(
+        self,
+        request: GenerationRequest,
+        repeated: Repeated,
+        form: ToolFormat,
+        use: ToolUse | None,
+        *,
+        stream: bool,
+    ) -> None:
+        super().__init__([request], stream=stream)
+        self._id = request.request_id
         self._created = int(time.time())
         self._repeated = repeated
-        self._sampling: Fields = {"temperature": 1.0, "top_p": 1.0, "max_output_tokens": None}
+        self._sampling: Fields = {
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
+            "max_output_tokens": repeated.max_output_tokens,
+        }
         self._numbers = itertools.count()
-        self._begun = False
         self._output = ResponseOutput(form, use)
 
-    def sampled_with(self, built: GenerationRequest) -> None:
-        """What was asked for has become final; the answer repeats it."""
-        sampling = built.sampling
-        self._sampling = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_output_tokens": self._repeated.max_output_tokens,
-        }
-
-    def events(self, delta: OutputDelta, choice: Choice) -> list[Event]:
+    def events(self, prompt: int, delta: OutputDelta) -> bytes:
+        """See ``Answer``."""
+        (choice,) = self.choices
         events: list[Fields] = []
-        if not self._begun:
-            self._begun = True
+        if not choice.begun:
             response = self._response("in_progress")
             events = [
                 {"type": "response.created", "response": response},
                 {"type": "response.in_progress", "response": response},
             ]
+        choice.add(delta, keep_text=False)
         last = delta.finish_reason is not None
         cut = delta.finish_reason is FinishReason.LENGTH
         return self._numbered([*events, *self._output.feed(delta.text, last=last, cut=cut)])
 
-    def last_events(self, choice: Choice) -> list[Event]:
-        whole = self._final(choice)
+    def last_events(self) -> bytes:
+        """See ``Answer``."""
+        whole = self._final(self.choices[0])
         return self._numbered([{"type": f"response.{whole['status']}", "response": whole}])
 
-    def failure(self, error: BatonError) -> list[Event]:
+    def failure(self, error: BatonError) -> bytes:
+        """See ``Answer``."""
         code = "server_error"
         if error.http_status < _OUR_FAULT:
             code = "rate_limit_exceeded" if error.http_status == 429 else "invalid_prompt"
@@ -85,7 +91,13 @@ class ResponsesAnswer:
         }
         return self._numbered([{"type": "response.failed", "response": failed}])
 
-    def whole(self, choice: Choice) -> Event:
+    def keep(self, prompt: int, delta: OutputDelta) -> None:
+        """See ``Answer``."""
+        self.choices[0].add(delta, keep_text=True)
+
+    def whole(self) -> Fields:
+        """See ``Answer``."""
+        (choice,) = self.choices
         cut = choice.finish_reason is FinishReason.LENGTH
         self._output.feed(choice.text, last=True, cut=cut)
         return self._final(choice)
@@ -103,7 +115,7 @@ class ResponsesAnswer:
     def _response(self, status: str) -> Fields:
         repeated = self._repeated
         return {
-            "id": self.id,
+            "id": self._id,
             "object": "response",
             "created_at": self._created,
             "completed_at": None,
@@ -133,8 +145,9 @@ class ResponsesAnswer:
             **self._sampling,
         }
 
-    def _numbered(self, events: list[Fields]) -> list[Event]:
-        return [{**event, "sequence_number": next(self._numbers)} for event in events]
+    def _numbered(self, events: list[Fields]) -> bytes:
+        numbered = ({**event, "sequence_number": next(self._numbers)} for event in events)
+        return encode_named(numbered)
 
 
 def _tool(tool: Tool) -> Fields:

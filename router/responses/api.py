@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,11 @@ from fastapi import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidRequest, UnsupportedParameter
-from router.http.body import validate
-from router.inference.exchange import Exchange
+from router.http.client import validate
+from router.inference.builder import Arrival
+from router.inference.endpoint import Answer, Endpoint
 from router.inference.sampling_input import SamplingInput
+from router.inference.service import InferenceService
 from router.openai.api import sampling_of
 from router.responses.answer import Repeated, ResponsesAnswer
 from router.responses.items import response_turns
@@ -48,29 +49,26 @@ _INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
 
 
 class ResponsesApi:
-    """The handler. It raises BatonError; ``router.http.errors`` answers it."""
+    """The handler. Its endpoint answers errors."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, service: InferenceService) -> None:
+        self._builder = service.builder
+        self.endpoint = Endpoint(service, "resp_", self._parse)
 
     async def create(self, request: Request) -> Response:
         """Answer text or items."""
-        arrival_at = time.monotonic()
-        exchange = self._exchange
-        async with exchange.counting_refusals():
-            caller = exchange.caller(request.headers)
-            raw = await exchange.read(request)
-            body = validate(ResponsesRequest, raw)
-            exchange.builder.check_model(body.model)
-            _refuse_unserved(raw)
-            asked = _asked(body)
-            answer = ResponsesAnswer(asked.repeated, exchange.builder.tool_format, asked.use)
-            arrival = exchange.arrival(request, caller, answer.id, arrival_at)
-            built = await exchange.builder.chat(
-                arrival, asked.turns, asked.sampling, body.priority, asked.use
-            )
-            answer.sampled_with(built)
-        return await exchange.respond(request, answer, built, arrival, stream=bool(body.stream))
+        return await self.endpoint.answer(request)
+
+    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> Answer:
+        body = validate(ResponsesRequest, raw)
+        self._builder.check_model(body.model)
+        _refuse_unserved(raw)
+        asked = _asked(body)
+        built = await self._builder.chat(
+            arrival, asked.turns, asked.sampling, body.priority, asked.use
+        )
+        form = self._builder.tool_format
+        return ResponsesAnswer(built, asked.repeated, form, asked.use, stream=bool(body.stream))
 
 
 @dataclass(frozen=True, slots=True)

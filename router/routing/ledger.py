@@ -88,14 +88,15 @@ class Promise:
         self._choices = choices
         self._ledger = ledger
         self._prompt_tokens = prompt_tokens
-        self._computing = True
+        self.is_computed = False
+        """Whether the first token has come, or none will come."""
         self._running = True
 
     def computed(self, now: float, *, computed_tokens: int = 0, compute_ms: float = 0.0) -> None:
         """Note the first token, with what the worker reports: 0 where it reports nothing."""
-        if not self._computing:
+        if self.is_computed:
             return
-        self._computing = False
+        self.is_computed = True
         decision, table = self.decision, self._ledger.table
         context = mean_context(self._prompt_tokens, self._prompt_tokens - computed_tokens)
         table.learn_prefill(decision.prefill, computed_tokens, context, compute_ms)

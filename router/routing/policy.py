@@ -78,11 +78,11 @@ class RouteSettings:
         route = self.of(request)
         decode = table.group("decode", route.decode)
         if not len(decode):
-            raise no_worker("decode")
+            raise _no_worker("decode")
         prefill = table.group("prefill", route.prefill)
         remote = route.local_prefill != "always" and len(prefill) > 0
         if not remote and route.local_prefill == "never":
-            raise no_worker("prefill")
+            raise _no_worker("prefill")
         return Eligible(route, prefill, decode, remote)
 
     def of(self, request: RouteRequest) -> ClassRoute:
@@ -143,8 +143,8 @@ class Policy(Protocol):
         role has no worker that is up."""
 
 
-def no_worker(role: str) -> Unavailable:
-    """What a request is told that finds a role empty."""
+def _no_worker(role: str) -> Unavailable:
+    """The error of a request that finds no worker of a role."""
     return Unavailable(f"no {role} worker is ready", retry_after=RETRY_AFTER_S)
 
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 
 from baton.errors import WorkerFailed
+from baton.host.background import end_tasks, spawn
 from baton.request import LoadSnapshot
 from baton.rpc.grpc_channel import open_channel
 from baton.security.tls import Renewal, TlsFiles
@@ -85,6 +88,17 @@ class WorkerLink:
         self._suspected_at = 0
         self._stalled_at: int | None = None
         self._failed_at = float("-inf")
+
+    def follow(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, which reads its token stream or watches its channel, until ``close``."""
+        self.follower = spawn(work, f"follow {self.record.incarnation}")
+
+    async def close(self) -> None:
+        """End its streams and its connection."""
+        if self.follower is not None:
+            await end_tasks([self.follower])
+        await self.prefills.close()
+        await self.channel.close()
 
     def shows_old_files(self) -> bool:
         """Whether it has lost its connection, and others have what it showed replaced meanwhile.

@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 
 from baton.errors import BatonError, ConfigError
-from baton.host.background import end_tasks, spawn
+from baton.host.background import spawn
 from baton.liveness.silence import SilenceWatch
 from baton.request import TokenOutput
 from baton.rpc import convert
@@ -231,7 +231,7 @@ class WorkerLinks:
                 link.owed.extend(owed)
                 self._links[incarnation] = link
                 follow = self._read_tokens if record.role == "decode" else self._watch_channel
-                link.follower = spawn(follow(link), f"follow {incarnation}")
+                link.follow(follow(link))
             link.record = record
             link.missing_since = None
             if record.role != "decode":
@@ -260,20 +260,14 @@ class WorkerLinks:
             stream.cancel()
 
     def _let_go(self, incarnation: str) -> None:
-        task = spawn(self._close(self._links.pop(incarnation)), f"close {incarnation}")
+        task = spawn(self._links.pop(incarnation).close(), f"close {incarnation}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """Close every link."""
         links, self._links = self._links, {}
-        await asyncio.gather(*(self._close(link) for link in links.values()), *self._tasks)
-
-    async def _close(self, link: WorkerLink) -> None:
-        if link.follower is not None:
-            await end_tasks([link.follower])
-        await link.prefills.close()
-        await link.channel.close()
+        await asyncio.gather(*(link.close() for link in links.values()), *self._tasks)
 
     async def _watch_channel(self, link: WorkerLink) -> None:
         while True:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.config.choices import TransportName
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from tests.chaos.harness.stage import Stage
 from tests.support.mini_cluster import valkey
 from tests.support.models import make_tiny_model

@@ -19,7 +19,7 @@ from baton.grammar import Grammar, GrammarKind
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.local import generate
+from engine.offline import generate
 from tests.chaos.harness.company import Answer, Client, Company
 from tests.chaos.harness.stage import until_whole
 

@@ -23,7 +23,7 @@ from baton.errors import BatonError, WorkerFailed
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
-from engine.local import generate
+from engine.offline import generate
 from tests.chaos.harness.stage import OTHER, Stage, until_whole
 from tests.chaos.load.request import Request
 

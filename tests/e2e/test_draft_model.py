@@ -11,10 +11,12 @@ import pytest
 
 from baton.client import Client
 from baton.request import SequenceSpec
-from baton.rpc.convert import sampling_to_proto
+from baton.rpc.convert import write_sampling
 from baton.sampling_params import SamplingParams
-from engine.engine import EngineSettings, build_engine
-from engine.local import generate
+from baton.v1.sampling_pb2 import SamplingParameters
+from engine.build import build_engine
+from engine.engine import EngineSettings
+from engine.offline import generate
 from tests.e2e.test_api import series
 from tests.support.e2e.cluster import UpProcess
 from tests.support.models import make_padded_model, make_tiny_model
@@ -41,12 +43,18 @@ def expected_of(folder: Path) -> list[tuple[int, ...]]:
     return [generate(engine, [spec])[0].token_ids for spec in specs]
 
 
+def message_of(params: SamplingParams) -> SamplingParameters:
+    message = SamplingParameters()
+    write_sampling(message, params)
+    return message
+
+
 def answers(up: UpProcess) -> list[tuple[int, ...]]:
     with Client(up.grpc) as client:
         return [
             tuple(
                 token
-                for piece in client.generate(token_ids=prompt, sampling=sampling_to_proto(s))
+                for piece in client.generate(token_ids=prompt, sampling=message_of(s))
                 for token in piece.token_ids
             )
             for prompt, s in ASKED

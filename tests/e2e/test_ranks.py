@@ -52,7 +52,7 @@ def cluster(model: Path) -> Iterator[UpProcess]:
 
 def rank_pids(up: UpProcess) -> dict[str, int]:
     """The process ids of workers and their other ranks, by their names."""
-    living = NodeWorkers(Path(up.state.run_directory) / "workers").living()
+    living = NodeWorkers(Path(up.state.run_directory) / "workers").running()
     return {worker.slot: worker.process.pid for worker in living}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from router.process_number import ROUTER_HEADER
+from baton.client.headers import ROUTER_HEADER
 from tests.support.e2e.cluster import BATON, START_S, UpProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

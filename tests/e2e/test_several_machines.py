@@ -144,7 +144,7 @@ class Network:
         )
         fronts = [f"--{front}={self.head.address}:{port}" for front, port in PORTS.items()]
         up = self.start(self.head, name, BATON, "serve", "--config", str(file), *fronts)
-        self.until(lambda: "\nready\n" in self.text(name) or up.poll() is not None, "up")
+        self.until(lambda: "\nready in " in self.text(name) or up.poll() is not None, "up")
         assert up.poll() is None, self.text(name)
         return up
 

@@ -64,7 +64,7 @@ def _safetensors_seeds() -> list[bytes]:
 def _sse() -> Callable[[bytes], None]:
     from baton.client.http_api import event_of
     from baton.errors import BatonError
-    from loadtest.generator.targets.sse_events import EventSplitter
+    from loadtest.generator.targets.openai_target import EventSplitter
 
     def one(data: bytes) -> None:
         whole = EventSplitter().feed(data)
@@ -353,7 +353,7 @@ TARGETS = {
         Target("safetensors", ("engine.model.weights",), _safetensors, _safetensors_seeds),
         Target(
             "sse",
-            ("baton.client.http_api", "loadtest.generator.targets.sse_events"),
+            ("baton.client.http_api", "loadtest.generator.targets.openai_target"),
             _sse,
             _sse_seeds,
         ),

@@ -61,7 +61,7 @@ async def test_caches_are_shown_and_dropped(tiny_model: Path, redis_url: str) ->
 async def test_a_worker_that_is_gone_is_named(tiny_model: Path, redis_url: str) -> None:
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
         control = control_of(cluster)
-        await cluster.workers["prefill-0"].life.server.stop(0)
+        await cluster.workers["prefill-0"].session.server.stop(0)
         dropped = {one.slot: one for one in await control.drop()}
         assert dropped["decode-0"].error == ""
         if "prefill-0" in dropped:

@@ -19,7 +19,7 @@ from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.local import LocalOutput, generate
+from engine.offline import OfflineOutput, generate
 from router.core.request import ScoredToken
 from tests.integration.test_handoff import BLOCK, prompt_of, reference
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
@@ -74,7 +74,7 @@ async def answers_of(
 
 def alone(
     model: Path, prompt: tuple[int, ...], sampling: SamplingParams, count: int
-) -> list[LocalOutput]:
+) -> list[OfflineOutput]:
     """Each choice as a request of its own, on an engine of its own."""
     specs = [
         SequenceSpec("alone", 0, "", prompt, len(prompt), sampling, choice=n) for n in range(count)
@@ -82,7 +82,7 @@ def alone(
     return [generate(reference(model), [spec])[0] for spec in specs]
 
 
-def check(answers: Answers, expected: list[LocalOutput]) -> None:
+def check(answers: Answers, expected: list[OfflineOutput]) -> None:
     for choice, one in zip(answers.choices, expected, strict=True):
         assert tuple(choice.token_ids) == one.token_ids
         assert choice.finish == one.finish_reason

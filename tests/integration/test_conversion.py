@@ -12,8 +12,9 @@ from baton.errors import GeometryMismatch, HandoffError
 from baton.hashing import block_hashes, hash_key, last_hashes
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
-from engine.local import generate
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
+from engine.offline import generate
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer

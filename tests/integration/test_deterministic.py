@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, HandoffError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, make_sequence
 from engine.execution.runner import ModelRunner
-from engine.local import generate, make_sequence
+from engine.offline import generate
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler

@@ -12,8 +12,9 @@ import pytest
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import EngineSettings, build_engine
-from engine.local import generate
+from engine.build import build_engine
+from engine.engine import EngineSettings
+from engine.offline import generate
 from engine.speculation.model.speculation import ModelSpeculation
 from tests.support.drafter_heads import (
     make_counting_eagle,

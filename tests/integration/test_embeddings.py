@@ -11,11 +11,11 @@ import pytest
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.local import generate
+from engine.offline import generate
 from router.core.served_model import ServedModel
-from router.http_app import create_app
 from tests.integration.test_handoff import BLOCK, prompt_of, reference
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.router.front_fakes import create_app
 
 PROMPTS = [prompt_of(length) for length in (1, BLOCK, 3 * BLOCK + 5)]
 SIZE = 48

@@ -12,8 +12,9 @@ import torch
 
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
-from engine.local import generate
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
+from engine.offline import generate
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 from tests.support.models import real_model
 

@@ -15,7 +15,7 @@ from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.local import LocalOutput, generate
+from engine.offline import OfflineOutput, generate
 from router.core.request import GenerationRequest
 from router.dispatch.retry_limits import PROGRESS_TOKENS
 from tests.integration.test_handoff import prompt_of, reference
@@ -83,7 +83,7 @@ class Asked:
             [each.logprob for each in first.prompt_logprobs], abs=1e-3
         )
 
-    def _check_choice(self, found: Choice, expected: LocalOutput) -> None:
+    def _check_choice(self, found: Choice, expected: OfflineOutput) -> None:
         assert found.ended
         assert tuple(found.token_ids) == expected.token_ids
         assert found.logprobs == pytest.approx(

@@ -18,15 +18,13 @@ import pytest
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access.access import Access
-from router.batches.batches import Batches
 from router.core.served_model import ServedModel
-from router.grpc.inference import add_grpc_front
-from router.http_app import create_app
 from tests.http_batches import begin_batch, has_ended, output_of, read_batch
 from tests.integration.test_handoff import prompt_of
 from tests.integration.test_moves import busiest_decode, moved
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from tests.support.models import make_tiny_model
+from tests.support.router.front_fakes import add_grpc, batches_of, create_app
 
 SIZE = 48
 MODEL = ServedModel("tiny", 0, 2048, SIZE)
@@ -151,8 +149,8 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def fronts_of(cluster: MiniCluster) -> AsyncIterator[Fronts]:
     access = Access(cluster.config, cluster.metrics)
     parts = (cluster.dispatcher, cluster.tokenizer, MODEL, cluster.stats, cluster.config, access)
-    batches, server = Batches(*parts), make_server()
-    add_grpc_front(server, *parts)
+    batches, server = batches_of(*parts), make_server()
+    add_grpc(server, *parts)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await batches.start()

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import EngineSettings
 from engine.execution.runner import ModelRunner
-from engine.local import generate
+from engine.offline import generate
 from engine.step.step import StepInput, StepModel, StepOutput
 from router.text.tokenizer import Tokenizer
 from tests.support.models import real_model

@@ -55,7 +55,7 @@ async def test_without_prefill_workers_decode_workers_compute_prompts_and_say_so
             # Nobody need do anything about it.
             await cluster.start_worker(cluster.config.pools[0], "prefill-0")
             await cluster.until(lambda: cluster.dispatcher.health() == ("ok", ""))
-            await cluster.until(lambda: "served as meant" in caplog.text)
+            await cluster.until(lambda: "the cluster is healthy" in caplog.text)
         before = decisions(cluster, "local")
         await asked[3].run(cluster)
         assert decisions(cluster, "local") == before

@@ -22,10 +22,9 @@ from router.access import limit_scripts, rate_limits
 from router.access.access import Access
 from router.access.rate_limits import Charge, RateLimits
 from router.core.request import GenerationRequest
-from router.http_app import create_app
 from tests.chaos.harness.clock import Clock
 from tests.support.mini_cluster import free_port, valkey
-from tests.support.router.front_fakes import MODEL, Front, make_front
+from tests.support.router.front_fakes import MODEL, Front, create_app, make_front
 
 DEADLINE_S = 60.0
 PROMPT = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2}
@@ -239,7 +238,7 @@ async def test_an_answer_that_comes_too_late_is_undone(
     assert await limits.enter(limited, 1, 300.0) is None
     monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):
-        while not limits._teller:
+        while not limits._reporting:
             await asyncio.sleep(0.01)
     await limits.close()
     await enter(limits, limited)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.common.peer_servers import cores
+from loadtest.common.child_processes import cores
 from loadtest.router.router_bench import RouterBenchSettings, measure_peer, measure_router
 
 PEER = """

@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.client.headers import ROUTER_HEADER
 from baton.config.cluster import Config
 from baton.rpc.grpc_channel import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.launcher.router_process import RouterProcess
 from deploy.processes.run_directory import ClusterMark, RunDirectory
-from loadtest.common.line_service import helper
-from router.process_number import ROUTER_HEADER
+from loadtest.common.json_worker import helper
 from tests.support.mini_cluster import free_port
 
 DEADLINE_S = 60.0

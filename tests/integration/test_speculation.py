@@ -13,9 +13,10 @@ import pytest
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from engine.execution.runner import ModelRunner
-from engine.local import generate
+from engine.offline import generate
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.drafter import NgramDrafter

@@ -15,7 +15,7 @@ from baton.errors import GrammarFailed, InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.local import generate
+from engine.offline import generate
 from tests.integration.test_handoff import prompt_of, reference
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 

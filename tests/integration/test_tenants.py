@@ -17,9 +17,9 @@ import torch
 from baton.config.access import KeyConfig, TenantConfig
 from router.access.access import Access
 from router.core.served_model import ServedModel
-from router.http_app import create_app
 from tests.integration.test_handoff import BLOCK, SAMPLINGS, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.router.front_fakes import create_app
 
 MODEL = ServedModel(id="tiny", created=1_700_000_000, context_length=512, embedding_size=8)
 BLOCKS = 4

@@ -33,7 +33,7 @@ def exhaust(cluster: MiniCluster, slot: str, patch: pytest.MonkeyPatch) -> None:
     if slot.startswith("prefill"):
         patch.setattr(worker.context.exchange, "outbound", no_descriptor)
     else:
-        role = worker.life.role
+        role = worker.session.role
         assert isinstance(role, DecodeRole)
         patch.setattr(role.receiver, "reserve", no_memory)
 

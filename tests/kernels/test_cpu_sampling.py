@@ -17,11 +17,12 @@ import torch
 from baton.grammar import Grammar, GrammarKind
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
+from engine.build import build_engine
 from engine.cpu import library
 from engine.cpu.library import cpu_library
 from engine.cpu.sampler import CpuSampler, cpu_sampler
-from engine.engine import EngineSettings, build_engine
-from engine.local import generate
+from engine.engine import EngineSettings
+from engine.offline import generate
 from engine.sampling.grammar_state import Mask, pack, unpack
 from engine.sampling.noise import lowbias32, noise_bits, noise_keys
 from engine.sampling.sampling import SampleRow, _adjust, sample

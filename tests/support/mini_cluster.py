@@ -35,11 +35,11 @@ from baton.telemetry.metrics import RouterMetrics
 from baton.valkey_binary import valkey_binary
 from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole
+from router.core.accounting import RequestStats
 from router.core.request import GenerationRequest, OutputDelta
-from router.core.request_recorder import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.text.tokenizer import Tokenizer
-from worker.following import FollowingWorker
+from worker.follower import FollowerWorker
 from worker.process import WorkerProcess
 from worker.role import RoleFactory
 from worker.settings import WorkerSettings
@@ -179,12 +179,12 @@ class MiniCluster:
         worker = WorkerProcess(settings, self.roles, fail=self.failed.append)
         if worker.lead is not None:
             for rank in range(1, pool.ranks):
-                self._start_rank(FollowingWorker(settings, rank, worker.lead.address))
+                self._start_rank(FollowerWorker(settings, rank, worker.lead.address))
         await worker.start()
         self.workers[slot] = worker
         return worker
 
-    def _start_rank(self, worker: FollowingWorker) -> None:
+    def _start_rank(self, worker: FollowerWorker) -> None:
         """Of a worker of several: a thread here, and a process elsewhere."""
         thread = threading.Thread(target=worker.run, args=(lambda _: None,), daemon=True)
         thread.start()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dashboards.dashboard import Dashboard, Panel, Query, Row
-from tools.dashboards.queries import rated, summed
+from tools.dashboards.dashboard import Dashboard, Panel, Query, Row, rated, summed
 
 CACHE = Dashboard(
     "baton-cache",

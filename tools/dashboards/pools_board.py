@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dashboards.dashboard import Dashboard, Panel, Query, Row
-from tools.dashboards.queries import quantiles, rated, summed
+from tools.dashboards.dashboard import Dashboard, Panel, Query, Row, quantiles, rated, summed
 
 POOLS = Dashboard(
     "baton-pools",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from baton.store.redis_client import RedisCalls
 from baton.telemetry.worker_metrics import WorkerMetrics
@@ -103,8 +104,8 @@ class WorkerGauges:
         self._index_pending = metrics.index_pending_blocks.labels(**labels)
         self._index_lag = metrics.index_lag_seconds.labels(**labels)
         self._loop_lag = metrics.event_loop_lag_seconds.labels(role)
-        self.registry_calls: RedisCalls = metrics.redis_calls(role, "registry_put")
-        self.index_calls: RedisCalls = metrics.redis_calls(role, "index_publish")
+        self._registry_calls: RedisCalls = metrics.redis_calls(role, "registry_put")
+        self._index_calls: RedisCalls = metrics.redis_calls(role, "index_publish")
         if self._price_per_hour:
             metrics.worker_price_per_hour.labels(**labels).set(self._price_per_hour)
 
@@ -190,8 +191,16 @@ class WorkerGauges:
             self._metrics.model_flops_utilization.labels(*self._labels).set(mfu)
             self._metrics.model_bandwidth_utilization.labels(*self._labels).set(mbu)
 
-    def index_told(self, pending_blocks: int, lag_s: float) -> None:
-        """What the prefix index does not know yet, and since when."""
+    def registry_call(self) -> AbstractContextManager[None]:
+        """Goes around a call to the registry."""
+        return self._registry_calls.one()
+
+    def index_call(self) -> AbstractContextManager[None]:
+        """Goes around a call to the prefix index."""
+        return self._index_calls.one()
+
+    def index_published(self, pending_blocks: int, lag_s: float) -> None:
+        """The blocks that the prefix index lacks, and for how long it has lacked some."""
         self._index_pending.set(pending_blocks)
         self._index_lag.set(lag_s)
 

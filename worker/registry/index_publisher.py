@@ -1,7 +1,7 @@
-"""Tells the prefix index in Redis what this worker stores and drops.
+"""Publishes to the prefix index in Redis what this worker stores and drops.
 
-    untold ─begin→ telling ─all is told→ told ─the pool changes→ telling
-    telling, told ─the index has lost track→ untold
+    unknown ─begin→ sending ─all is sent→ in step ─the pool changes→ sending
+    sending, in step ─the index has lost track→ unknown
 
 A snapshot is the same as changes: all that is held becomes pending once the index has forgotten the
 rest. So what breaks in its middle goes on from there.
@@ -9,21 +9,31 @@ rest. So what breaks in its middle goes on from there.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Protocol
+
+import redis
 
 from baton.store.prefix_index import BATCH, PrefixIndex
 
 log = logging.getLogger(__name__)
 
+PUBLISH_EVERY_S = 0.05
+"""How often changes of the cache are sent to the prefix index."""
+_PUBLISH_REST = 10
+"""Between two calls it rests this many times as long as the last one took, up to a heartbeat."""
 _SPARE_CHANGES = 4096
 """So many more changes than held blocks may wait for an index that is away; then a snapshot is
 cheaper."""
 
 
 class HeldBlocks(Protocol):
-    """What is told of: a block pool, or one with tiers behind it."""
+    """The blocks to publish: a block pool, or one with tiers behind it."""
 
     @property
     def total(self) -> int:
@@ -37,7 +47,7 @@ class HeldBlocks(Protocol):
 
 
 class IndexPublisher:
-    """Owned by the event loop. Redis may be away: what has changed meanwhile is told later."""
+    """Owned by the event loop. Redis may be away: changes are sent later."""
 
     def __init__(self, index: PrefixIndex, pool: HeldBlocks, incarnation: str) -> None:
         self._index = index
@@ -52,7 +62,7 @@ class IndexPublisher:
 
     @property
     def pending_blocks(self) -> int:
-        """Blocks of which the index was not told yet."""
+        """Blocks that are not published yet."""
         in_flight = 0 if self._batch is None else sum(map(len, self._batch))
         return len(self._pending) + in_flight
 
@@ -65,12 +75,12 @@ class IndexPublisher:
         for _ in range(2):
             if self._sequence < 0:
                 await self._begin()
-            if await self._tell(verify=verify):
+            if await self._send_all(verify=verify):
                 return
             log.info("the prefix index has lost track of this worker: sending a snapshot")
             self._sequence = -1
 
-    async def _tell(self, *, verify: bool) -> bool:
+    async def _send_all(self, *, verify: bool) -> bool:
         while self._batch is not None or self._pending or verify:
             if not await self._send(tend=verify):
                 return False
@@ -110,3 +120,37 @@ class IndexPublisher:
         self._sequence += 1
         self._batch = None
         return True
+
+
+async def keep_published(
+    publisher: Callable[[], IndexPublisher],
+    heartbeat_s: float,
+    *,
+    timed: Callable[[], AbstractContextManager[None]],
+    report: Callable[[int, float], None],
+) -> None:
+    """Publish changes until it is cancelled. Retries every ``heartbeat_s`` while Redis is away.
+
+    ``publisher`` returns that of the present session. ``timed`` goes around each call; ``report``
+    takes the blocks that are not published, and the seconds since all were.
+    """
+    verify_every = max(1, int(heartbeat_s / PUBLISH_EVERY_S))
+    count = 0
+    published_at = time.monotonic()
+    while True:
+        count += 1
+        took = 0.0
+        present = publisher()
+        try:
+            began = time.monotonic()
+            with timed():
+                await present.publish(verify=count % verify_every == 0)
+            published_at = time.monotonic()
+            took = published_at - began
+            report(present.pending_blocks, took)
+        except redis.RedisError as error:
+            log.warning("the prefix index cannot be reached: %s", error)
+            report(present.pending_blocks, time.monotonic() - published_at)
+            await asyncio.sleep(heartbeat_s)
+        # Where many workers keep the server busy, each sends less.
+        await asyncio.sleep(max(PUBLISH_EVERY_S, min(_PUBLISH_REST * took, heartbeat_s)))

@@ -1,15 +1,15 @@
 """This worker's entry in the registry, which a task of its own renews.
 
     none ─written→ kept ─written, again and again→ kept
-    kept ─the registry says that it has lapsed→ lost ─begin, in another life→ none
+    kept ─the registry says that it has lapsed→ lost ─begin, in another session→ none
 
 Nothing else in the worker waits for Redis because of it.
 
-The registry alone says whether a life is over; while it cannot be asked the life goes on. That is
-safe for a worker that stood still, too. What routers have placed elsewhere meanwhile is another
-attempt, and they accept only its tokens. What peers promised to this life has ended with their
-leases. Messages for another incarnation are refused. And where all stood still, the registry as
-well, no process has acted.
+The registry alone says whether a session is over; while it cannot be asked the session goes on.
+That is safe for a worker that stood still, too. What routers have placed elsewhere meanwhile is
+another attempt, and they accept only its tokens. What peers promised to this session has ended with
+their leases. Messages for another incarnation are refused. And where all stood still, the registry
+as well, no process has acted.
 
 Owned by the event loop.
 """
@@ -34,7 +34,7 @@ CALL_S = 10.0
 """Maximum seconds of a call, all of its round trips included. A new connection takes about seven,
 each of which has a deadline of a second of its own."""
 FAREWELL_S = 2.0
-"""Maximum seconds that a leaving worker waits to be struck off: its entry lapses by itself."""
+"""Maximum seconds that a leaving worker waits for the removal: the entry lapses by itself."""
 
 
 class OwnEntry:
@@ -50,7 +50,7 @@ class OwnEntry:
         timed: Callable[[], AbstractContextManager[None]],
         lost: Callable[[bool], None],
     ) -> None:
-        """``record`` returns that of the present life; ``timed`` goes around each call.
+        """``record`` returns that of the present session; ``timed`` goes around each call.
 
         ``lost`` is called when the entry has lapsed, with whether the worker stood still.
         """
@@ -59,9 +59,9 @@ class OwnEntry:
         self._heartbeat_s = heartbeat_s
         self._record = record
         self._timed = timed
-        self._tell_lost = lost
+        self._on_lost = lost
         self._is_lost = False
-        self._is_struck_off = False
+        self._is_removed = False
         self._lease = OwnLease(ttl_s, heartbeat_s)
         self._woken = asyncio.Event()
         """Set when the registry is to be asked at once."""
@@ -70,13 +70,13 @@ class OwnEntry:
 
     @property
     def is_known(self) -> bool:
-        """Whether the registry has heard of this life."""
+        """Whether the registry has heard of this session."""
         return self._lease.registered
 
     def begin(self) -> None:
-        """Begin another life, with no entry yet: ``keep`` writes it at once."""
+        """Begin another session, with no entry yet: ``keep`` writes it at once."""
         self._lease.begin()
-        self._is_lost = self._is_struck_off = False
+        self._is_lost = self._is_removed = False
         self._woken.set()
 
     def beat(self, now: float) -> None:
@@ -90,22 +90,22 @@ class OwnEntry:
         while True:
             began = time.monotonic()
             self._woken.clear()
-            await self.tell()
+            await self.write()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(began + self._heartbeat_s - time.monotonic()):
                     await self._woken.wait()
 
-    def tell_soon(self) -> None:
+    def write_soon(self) -> None:
         """Have ``keep`` say what has changed, without a wait."""
         self._woken.set()
 
-    async def tell(self) -> None:
+    async def write(self) -> None:
         """Write this worker's record to the registry. Never raises an error of Redis.
 
-        Does nothing for a life that was struck off: it would be listed again until it lapses.
+        Does nothing after ``remove``: the worker would be listed again until the entry lapses.
         """
         async with self._turn:
-            if self._is_struck_off:
+            if self._is_removed:
                 return
             asked_at = time.monotonic()
             record = self._record()
@@ -126,14 +126,14 @@ class OwnEntry:
             "the registry entry of %s has lapsed: it accepts no new requests", record.incarnation
         )
         self._is_lost = True
-        self._tell_lost(self._lease.stood_still)
+        self._on_lost(self._lease.stood_still)
 
-    async def strike_off(self) -> None:
+    async def remove(self) -> None:
         """Remove the entry: a worker that leaves is dead at once. Ignores errors of Redis.
 
-        ``begin`` must follow before ``tell`` writes again.
+        ``write`` does nothing until ``begin``.
         """
-        self._is_struck_off = True
+        self._is_removed = True
         with contextlib.suppress(redis.RedisError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S), self._turn:
                 await self._registry.remove(self._record().incarnation)

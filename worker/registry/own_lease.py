@@ -25,12 +25,12 @@ class OwnLease:
         self._woke_at: float | None = None
 
     def begin(self) -> None:
-        """Another life begins, with no entry yet."""
+        """Another session begins, with no entry yet."""
         self._renewed_at = self._woke_at = None
 
     @property
     def registered(self) -> bool:
-        """Whether this life has an entry to renew."""
+        """Whether this session has an entry to renew."""
         return self._renewed_at is not None
 
     @property

@@ -88,7 +88,7 @@ def profile(
     It needs no cluster, and compares the steps with this machine's limits.
     """
     from loadtest.engine.profile import ProfileSettings, draw, profile_engine  # noqa: PLC0415
-    from planning.common.report_output import print_whole  # noqa: PLC0415
+    from planning.common.report import print_whole  # noqa: PLC0415
 
     with clear_errors():
         engine = options.settings(quantization, kv_dtype)
@@ -117,7 +117,8 @@ def quality(
     answer: Annotated[int, typer.Option(min=1, help="Tokens per compared answer.")] = 64,
 ) -> None:
     """Compare quantization formats by perplexity and agreement."""
-    from engine.engine import Engine, build_engine  # noqa: PLC0415
+    from engine.build import build_engine  # noqa: PLC0415
+    from engine.engine import Engine  # noqa: PLC0415
     from loadtest.engine.quality import (  # noqa: PLC0415
         Candidate,
         QualitySettings,
@@ -125,7 +126,7 @@ def quality(
         measure,
         read_tokens,
     )
-    from planning.common.report_output import print_whole  # noqa: PLC0415
+    from planning.common.report import print_whole  # noqa: PLC0415
 
     def build(name: str) -> Engine:
         quantization, _, kv_dtype = name.partition("/")

@@ -42,7 +42,7 @@ def calibrate(
 
         baton calibrate --json my-machine.json
     """
-    from planning.common.report_output import write_json  # noqa: PLC0415
+    from planning.common.report import write_json  # noqa: PLC0415
 
     chosen = target(http, cluster)
     state = chosen.cluster
@@ -81,9 +81,11 @@ async def _measured(
     from planning.simulator.calibration.live_probe import LiveProbe  # noqa: PLC0415
     from planning.simulator.calibration.live_timings import live_costs  # noqa: PLC0415
     from planning.simulator.calibration.probe_requests import Limits, ProbeRequests  # noqa: PLC0415
-    from planning.simulator.costs.fitted_costs import FittedCosts  # noqa: PLC0415
-    from planning.simulator.costs.worker_kinds import profile_fields  # noqa: PLC0415
-    from planning.simulator.costs.worker_profile import WorkerProfile  # noqa: PLC0415
+    from planning.simulator.costs.step_model import FittedCosts  # noqa: PLC0415
+    from planning.simulator.costs.worker_profile import (  # noqa: PLC0415
+        WorkerProfile,
+        profile_fields,
+    )
 
     record = await the_decode_worker(cluster)
     shape = record.geometry

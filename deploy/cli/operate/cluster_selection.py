@@ -194,7 +194,7 @@ def cluster_of_client(
     """The cluster here that a client asks; None: there is none, or ``http`` is elsewhere.
 
     Ends the command where several run and neither argument names one. Where none runs and there is
-    no ``http``, the user is told that the client asks ``default``.
+    no ``http``, a message says that the client asks ``default``.
     """
     return _selected(http, cluster_id, only_reads=True, default=default).cluster
 

@@ -114,10 +114,10 @@ def leave(
     no workers, nothing happens.
     """
     from deploy.launcher.node_agent import leave as leave_node  # noqa: PLC0415
-    from deploy.launcher.node_agent import node_rolls, workers_by_cluster  # noqa: PLC0415
+    from deploy.launcher.node_agent import node_workers, workers_by_cluster  # noqa: PLC0415
 
-    rolls = node_rolls()
-    workers = workers_by_cluster(rolls)
+    nodes = node_workers()
+    workers = workers_by_cluster(nodes)
     for cluster, slots in workers.items():
         typer.echo(f"cluster {cluster}: drain {', '.join(slots)} on this node", err=not dry_run)
     if not workers:
@@ -127,7 +127,7 @@ def leave(
     if workers:
         count = sum(map(len, workers.values()))
         confirm(f"Drain {count} workers of {_named(workers)} on this node", yes=yes)
-    if not asyncio.run(leave_node(rolls, say, deadline)):
+    if not asyncio.run(leave_node(nodes, say, deadline)):
         raise typer.Exit(ExitCode.FAILED)
 
 

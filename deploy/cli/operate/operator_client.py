@@ -11,13 +11,13 @@ from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.tls_options import TlsOptions
 
 _ANSWER_S = 20.0
-"""How much later than the deadline of a drain its answer may come."""
+"""Time after the deadline of a drain within which the router answers."""
 _CONFLICT = 409
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a router knows of a worker. Requests are counted as sequences."""
+    """A router's report on a worker. Requests are counted as sequences."""
 
     slot: str
     role: str
@@ -29,7 +29,7 @@ class WorkerFacts:
 
     @property
     def fate(self) -> str:
-        """What becomes of its requests where it leaves its role."""
+        """What happens to its requests when it leaves its role."""
         state = "" if self.state == "ready" else f"it is {self.state}; "
         requests = f"{self.running} running and {self.waiting} waiting requests"
         return f"{state}{requests} end there or move to other workers"
@@ -37,7 +37,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """What a router says of its cluster."""
+    """A router's report on its cluster."""
 
     id: str
     model: str
@@ -59,7 +59,7 @@ class ClusterFacts:
 
 
 class OperatorClient:
-    """Asks one router; every failure ends the command with a message."""
+    """Calls one router; every failure ends the command with a message."""
 
     def __init__(self, tls: TlsOptions, target: Target, api_key: str) -> None:
         self._tls = tls
@@ -68,7 +68,7 @@ class OperatorClient:
         self._url = tls.url_of(target.http, target.cluster, operators=True)
 
     def look(self) -> ClusterFacts:
-        """What there is now. Also makes sure that the router is of the selected cluster."""
+        """The current report. Ends the command if the router is of another cluster."""
         address = self._target.address
         try:
             facts = _facts(self._ask("GET", "cluster"), address)
@@ -83,7 +83,7 @@ class OperatorClient:
         return facts
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Have the router do something. ``path`` is below /v1."""
+        """Call an operator's endpoint. ``path`` is below /v1."""
         return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -113,23 +113,23 @@ class OperatorClient:
             text = f"router {self._target.address}: {_message(answer)}"
             fail(text, code=ExitCode.REFUSED if refused else ExitCode.FAILED)
         try:
-            told = answer.json()
+            answered = answer.json()
         except ValueError:
-            told = None
-        if not isinstance(told, dict):
+            answered = None
+        if not isinstance(answered, dict):
             fail(not_a_router(self._target.address))
-        return told
+        return answered
 
 
-def _facts(told: dict[str, Any], address: str) -> ClusterFacts:
-    """Raises KeyError and TypeError where ``told`` is not what a router says of its cluster."""
+def _facts(answered: dict[str, Any], address: str) -> ClusterFacts:
+    """Raises KeyError and TypeError where ``answered`` is not what a router says of its cluster."""
     fields = WorkerFacts.__dataclass_fields__
     return ClusterFacts(
-        told["id"],
-        told["model"],
+        answered["id"],
+        answered["model"],
         address,
-        tuple(WorkerFacts(**{name: one[name] for name in fields}) for one in told["workers"]),
-        {pool["name"]: pool["count"] for pool in told["pools"]},
+        tuple(WorkerFacts(**{name: one[name] for name in fields}) for one in answered["workers"]),
+        {pool["name"]: pool["count"] for pool in answered["pools"]},
     )
 
 

@@ -73,7 +73,7 @@ class SlotRow:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a router says of itself, and the workers' lines."""
+    """A router's report on itself and on the workers."""
 
     http: str
     healthy: bool
@@ -82,10 +82,10 @@ class Status:
     workers: tuple[WorkerRow, ...]
     pairs: tuple[PairRow, ...] = ()
     supervisor: str = ""
-    """What there is to say of it; nothing where nobody here knows."""
+    """A line on the supervisor; empty where its status cannot be read from here."""
     slots: tuple[SlotRow, ...] = ()
     autoscaler: str = ""
-    """What it sees, and what it did last; empty where there is none."""
+    """What the autoscaler observes, and its last action; empty without one."""
     withheld: str = ""
     """Why workers are not shown without a key; empty if they are."""
 
@@ -93,13 +93,12 @@ class Status:
 def read_status(
     url: str, cluster: ClusterState | None, api_key: str = "", tls: TlsFiles | None = None
 ) -> Status:
-    """Ask the router at ``url``, and its registry when ``cluster`` says where. ``tls``: whom to
+    """Query the router at ``url``, and the supervisor's status in the store of ``cluster``.
 
-    trust, and what to show it. Health takes no key: without one that is all, where workers are
-    shown to keys alone.
+    ``tls`` has the CA to trust and the client's certificate. Health needs no key; workers may need
+    one.
 
-    Raises Unavailable when no router answers there, and Forbidden when it does not let ``api_key``
-    read its metrics.
+    Raises Unavailable when no router answers, and Forbidden when ``api_key`` may not read metrics.
     """
     http = url.rpartition("//")[2]
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -234,18 +233,18 @@ def pairs_table(status: Status) -> Table:
 
 
 def supervisor_line(supervision: SupervisionStatus | None) -> str:
-    """Whether anybody replaces the dead."""
+    """Whether a supervisor replaces dead workers."""
     if supervision is None:
         return "away: workers serve on, and none that dies is replaced until it is back"
     return f"process {supervision.pid}, metrics at {supervision.metrics_address}"
 
 
 def slots_of(supervision: SupervisionStatus | None) -> tuple[SlotRow, ...]:
-    """The slots as the supervisor told of them last, by name."""
-    told = {} if supervision is None else supervision.slots
+    """The slots in the supervisor's last status, sorted by name."""
+    slots = {} if supervision is None else supervision.slots
     return tuple(
-        SlotRow(slot, _state_text(news.state), news.state.deaths, news.state.last_error)
-        for slot, news in sorted(told.items())
+        SlotRow(slot, _state_text(one.state), one.state.deaths, one.state.last_error)
+        for slot, one in sorted(slots.items())
     )
 
 

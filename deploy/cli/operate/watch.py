@@ -2,7 +2,7 @@
 
     connecting ─the first snapshot→ live ─the stream ends→ waiting ─the next one→ live
 
-A router that does not answer at the start ends it; later it is asked again until Ctrl-C.
+A router that does not answer at the start ends the command; later it is queried until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SILENCE_S = 5.0
 """A stream has an event a second."""
 AGAIN_S = 1.0
 _JITTER_S = 0.5
-"""How much earlier than a second after the last one an event may come."""
+"""How much earlier than a second after the last event the next one may come."""
 _SNAPSHOT = TypeAdapter(Snapshot)
 WIDE, MIDDLE, NARROW = 110, 72, 56
-"""Columns of a terminal from which on everything is shown, or most, or more than the least."""
+"""Min columns of a terminal for all columns of the tables, for most of them, and for some."""
 _DASH = "-"
 _HEALTH = {"ok": "green", "degraded": "yellow", "down": "red"}
 _STATES = {"ready": "green", "draining": "yellow"}
@@ -53,18 +53,18 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     tls: TlsFiles | None = None,
 ) -> None:
-    """Draw until Ctrl-C, at most every ``interval_s``: in place on a terminal, one below the other
+    """Draw until Ctrl-C, at most every ``interval_s`` seconds: in place on a terminal.
 
-    elsewhere. ``http``: host:port, or a URL without a path; ``tls``: which CA to trust, and what to
-    show the router. Raises Unavailable, Forbidden, KeyboardInterrupt.
+    ``http`` is host:port, or a URL without a path; ``tls`` has the CA to trust and the client's
+    certificate. Raises Unavailable, Forbidden, KeyboardInterrupt.
     """
     live = Live(console=console, screen=True, auto_refresh=False, transient=True)
     shows: Callable[[RenderableType], None] = (
         (lambda drawn: live.update(drawn, refresh=True)) if console.is_terminal else console.print
     )
     with live if console.is_terminal else nullcontext():
-        for told, complaint in _followed(http, api_key, interval_s, sleep, tls):
-            shows(draw(told, _screen(console), complaint))
+        for snapshot, complaint in _followed(http, api_key, interval_s, sleep, tls):
+            shows(draw(snapshot, _screen(console), complaint))
 
 
 def watch_json(
@@ -75,11 +75,11 @@ def watch_json(
     tls: TlsFiles | None = None,
 ) -> None:
     """Print each snapshot as one line of JSON, until Ctrl-C. Raises as ``watch`` does."""
-    for told, complaint in _followed(http, api_key, interval_s, sleep, tls):
+    for snapshot, complaint in _followed(http, api_key, interval_s, sleep, tls):
         if complaint:
             typer.echo(complaint, err=True)
         else:
-            typer.echo(_SNAPSHOT.dump_json(told))
+            typer.echo(_SNAPSHOT.dump_json(snapshot))
 
 
 def _followed(
@@ -89,22 +89,22 @@ def _followed(
     sleep: Callable[[float], None],
     tls: TlsFiles | None,
 ) -> Iterator[tuple[Snapshot, str]]:
-    """Snapshots without end. When the stream ends: the last one, and what is wrong."""
-    told: Snapshot | None = None
+    """Snapshots without end. When the stream ends: the last snapshot and the fault."""
+    snapshot: Snapshot | None = None
     shown_at = float("-inf")
     while True:
         try:
-            for told in snapshots(http, api_key, tls):
+            for snapshot in snapshots(http, api_key, tls):
                 if time.monotonic() - shown_at >= interval_s - _JITTER_S:
                     shown_at = time.monotonic()
-                    yield told, ""
+                    yield snapshot, ""
             complaint = f"{http} has ended the stream"
         except Unavailable as error:
-            if told is None:
+            if snapshot is None:
                 raise
             complaint = error.message
-        if told is not None:
-            yield told, f"{complaint}; asking again"
+        if snapshot is not None:
+            yield snapshot, f"{complaint}; asking again"
         sleep(AGAIN_S)
 
 

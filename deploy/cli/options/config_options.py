@@ -9,6 +9,7 @@ imports pydantic: only commands that run, or show their help, do so.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,7 +26,6 @@ from baton.config.sources import Flag, PoolsOf
 from deploy.cli.options import vllm_aliases
 from deploy.cli.options.command_line import say
 from deploy.cli.options.field_text import default_text, placeholder, summary
-from deploy.cli.options.tables import entry_in
 from deploy.cli.options.vllm_aliases import WORDS, Refused
 
 PANELS = (
@@ -175,7 +175,7 @@ class ConfigOption:
     def given(self, value: Any) -> Flag:
         """The flag with a value from the command line. Raises typer.BadParameter."""
         if self.is_entry:
-            value = [entry_in(text, self.flags[0]) for text in value]
+            value = [_entry_in(text, self.flags[0]) for text in value]
         set_to = value if self.constant is None else self.constant
         return Flag(self.flags[0], self.path, set_to, self.pools)
 
@@ -291,6 +291,31 @@ def pool_flags(name: str) -> list[str]:
 def flag_name(name: str) -> str:
     """``max_queue_s`` as a flag: ``--max-queue-s``."""
     return f"--{name.replace('_', '-')}"
+
+
+def _entry_in(text: str, flag: str) -> dict[str, Any]:
+    """The table in ``FIELD=VALUE,…`` or in a JSON object, for values that are lists or tables.
+
+    Raises typer.BadParameter. Values of the first form are strings, which the configuration reads
+    as it reads environment variables.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            table: dict[str, Any] = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise typer.BadParameter(f"{flag}: not a JSON object: {error}") from None
+        return table
+    table = {}
+    for part in text.split(","):
+        name, equals, value = (one.strip() for one in part.partition("="))
+        if not equals or not name:
+            raise typer.BadParameter(
+                f"{flag}: expected FIELD=VALUE,… or a JSON object, not `{part}`"
+            )
+        if name in table:
+            raise typer.BadParameter(f"{flag}: `{name}` is given twice in `{text}`")
+        table[name.replace("-", "_")] = value
+    return table
 
 
 def _field_options() -> Iterator[ConfigOption]:

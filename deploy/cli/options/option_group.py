@@ -12,10 +12,10 @@ GroupT = TypeVar("GroupT")
 
 
 def takes(group: type[GroupT]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a command whose first argument is a ``group``: its fields become options, behind
+    """Decorate a command whose first argument is a ``group``: its fields become options.
 
-    the command's own. ``group`` is a dataclass whose fields are annotated as parameters of commands
-    are, and have defaults.
+    They come behind the command's own. ``group`` is a dataclass whose fields are annotated like
+    parameters of commands, and have defaults.
     """
     hints = get_type_hints(group, include_extras=True)
     options = [

@@ -76,6 +76,24 @@ class KvBlocks:
         """``data`` of the type that a kernel of ``kind`` takes."""
         return self.data.view(torch.uint8) if kind == FP8_BITS else self.data
 
+    def arguments(self, layer: int, kind: int) -> dict[str, torch.Tensor | int | None]:
+        """One layer as a kernel of ``kind`` takes it: ``data``, ``scales`` and their strides."""
+        data = self.codes(kind)[:, layer]
+        scales = None if self.scales is None else self.scales[:, layer]
+        scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
+        return {
+            "data": data,
+            "scales": scales,
+            "stride_block": data.stride(0),
+            "stride_value": data.stride(1),
+            "stride_head": data.stride(2),
+            "stride_slot": data.stride(3),
+            "scale_block": scale_strides[0],
+            "scale_value": scale_strides[1],
+            "scale_head": scale_strides[2],
+            "scale_slot": scale_strides[3],
+        }
+
 
 def empty_kv_blocks(
     shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, device: torch.device

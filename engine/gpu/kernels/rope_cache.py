@@ -23,16 +23,17 @@ def _sum_squares(x):  # type: ignore[no-untyped-def]
     return tl.sum(x * x, axis=1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load_parts(  # type: ignore[no-untyped-def]
-    source,
-    inside,
-    half: tl.constexpr,
-    tile_half: tl.constexpr,
-    dim: tl.constexpr,
-    tile_rest: tl.constexpr,
-):
-    """The rotated halves of some heads [heads, 1] pointers, and the rest: fp32."""
+# ``parts`` of some heads are the halves that are rotated against each other and the rest, fp32;
+# ``shape`` is (half, its tile, dimensions of a head, the tile of the rest), all constants.
+
+
+@triton.jit
+def _load_parts(source, inside, shape):  # type: ignore[no-untyped-def]
+    """The parts of the heads that [heads, 1] pointers name."""
+    half: tl.constexpr = shape[0]
+    tile_half: tl.constexpr = shape[1]
+    dim: tl.constexpr = shape[2]
+    tile_rest: tl.constexpr = shape[3]
     at = tl.arange(0, tile_half)[None, :]
     some = inside[:, None] & (at < half)
     first = tl.load(source + at, mask=some, other=0.0).to(tl.float32)
@@ -47,21 +48,14 @@ def _load_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn(  # type: ignore[no-untyped-def]
-    first,
-    second,
-    rest,
-    weight,
-    eps,
-    cos,
-    sin,
-    half: tl.constexpr,
-    tile_half: tl.constexpr,
-    dim: tl.constexpr,
-    tile_rest: tl.constexpr,
-    normed: tl.constexpr,
-):
-    """Norm, if asked for, and rotation."""
+def _turn(parts, weight, eps, turn, shape, normed: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Norm, if asked for, and rotation by ``turn``, cosines and sines."""
+    first, second, rest = parts
+    cos, sin = turn
+    half: tl.constexpr = shape[0]
+    tile_half: tl.constexpr = shape[1]
+    dim: tl.constexpr = shape[2]
+    tile_rest: tl.constexpr = shape[3]
     at = tl.arange(0, tile_half)
     after = 2 * half + tl.arange(0, tile_rest)
     if normed:
@@ -78,19 +72,14 @@ def _turn(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_kv(  # type: ignore[no-untyped-def]
-    target,
-    scale_target,
-    inside,
-    first,
-    second,
-    rest,
-    half: tl.constexpr,
-    tile_half: tl.constexpr,
-    dim: tl.constexpr,
-    tile_rest: tl.constexpr,
-    kind: tl.constexpr,
+    target, scale_target, inside, parts, shape, kind: tl.constexpr
 ):
     """One token's keys or values of some heads: codes, and scales for kinds that have them."""
+    first, second, rest = parts
+    half: tl.constexpr = shape[0]
+    tile_half: tl.constexpr = shape[1]
+    dim: tl.constexpr = shape[2]
+    tile_rest: tl.constexpr = shape[3]
     at = tl.arange(0, tile_half)[None, :]
     some = inside[:, None] & (at < half)
     after = 2 * half + tl.arange(0, tile_rest)[None, :]
@@ -153,38 +142,18 @@ def rope_cache_kernel(  # type: ignore[no-untyped-def]
     part = tl.program_id(1)
     query_parts: tl.constexpr = (heads + tile - 1) // tile
     at = tl.arange(0, tile_half)
-    turn = table + tl.load(positions + token).to(tl.int64) * (2 * half) + at
-    cos = tl.load(turn, mask=at < half, other=0.0)[None, :]
-    sin = tl.load(turn + half, mask=at < half, other=0.0)[None, :]
+    angles = table + tl.load(positions + token).to(tl.int64) * (2 * half) + at
+    cos = tl.load(angles, mask=at < half, other=0.0)[None, :]
+    sin = tl.load(angles + half, mask=at < half, other=0.0)[None, :]
+    turn = (cos, sin)
+    shape: tl.constexpr = (half, tile_half, dim, tile_rest)
     if part < query_parts:
         head = part * tile + tl.arange(0, tile)
         inside = head < heads
-        first, second, rest = _load_parts(
-            queries + token * stride_query + head[:, None] * dim,
-            inside,
-            half,
-            tile_half,
-            dim,
-            tile_rest,
-        )
-        first, second, rest = _turn(
-            first,
-            second,
-            rest,
-            query_weight,
-            eps,
-            cos,
-            sin,
-            half,
-            tile_half,
-            dim,
-            tile_rest,
-            normed,
-        )
+        parts = _load_parts(queries + token * stride_query + head[:, None] * dim, inside, shape)
+        parts = _turn(parts, query_weight, eps, turn, shape, normed)
         target = out + (token * heads + head) * dim
-        _store_kv(
-            target, target, head < heads, first, second, rest, half, tile_half, dim, tile_rest, 0
-        )
+        _store_kv(target, target, head < heads, parts, shape, 0)
     else:
         head = (part - query_parts) * tile + tl.arange(0, tile)
         slot = tl.load(slots + token)
@@ -197,64 +166,15 @@ def rope_cache_kernel(  # type: ignore[no-untyped-def]
         if kind != 0:
             scale_target = scales + head.to(tl.int64) * scale_head + block * scale_block
             scale_target += slot % block_size * scale_slot
-        first, second, rest = _load_parts(
-            keys + token * stride_key + head[:, None] * dim,
-            inside,
-            half,
-            tile_half,
-            dim,
-            tile_rest,
-        )
-        first, second, rest = _turn(
-            first,
-            second,
-            rest,
-            key_weight,
-            eps,
-            cos,
-            sin,
-            half,
-            tile_half,
-            dim,
-            tile_rest,
-            normed,
-        )
-        _store_kv(
-            data + offset,
-            scale_target,
-            inside,
-            first,
-            second,
-            rest,
-            half,
-            tile_half,
-            dim,
-            tile_rest,
-            kind,
-        )
-        first, second, rest = _load_parts(
-            values + token * stride_value_token + head[:, None] * dim,
-            inside,
-            half,
-            tile_half,
-            dim,
-            tile_rest,
+        parts = _load_parts(keys + token * stride_key + head[:, None] * dim, inside, shape)
+        parts = _turn(parts, key_weight, eps, turn, shape, normed)
+        _store_kv(data + offset, scale_target, inside, parts, shape, kind)
+        parts = _load_parts(
+            values + token * stride_value_token + head[:, None] * dim, inside, shape
         )
         if kind != 0:
             scale_target += scale_value
-        _store_kv(
-            data + offset + stride_value,
-            scale_target,
-            inside,
-            first,
-            second,
-            rest,
-            half,
-            tile_half,
-            dim,
-            tile_rest,
-            kind,
-        )
+        _store_kv(data + offset + stride_value, scale_target, inside, parts, shape, kind)
 
 
 def rope_cache(
@@ -320,9 +240,6 @@ def rope_cache_launch(
     half = table.shape[2]
     # Codes are made bit by bit, so that every GPU makes the same.
     kind = FP8_BITS if blocks.kind(0) in (FP8, FP8_BITS) else blocks.kind(0)
-    data = blocks.codes(kind)[:, layer]
-    scales = None if blocks.scales is None else blocks.scales[:, layer]
-    scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
     tile = min(_HEADS, power_of_two(heads))
     return Launch(
         rope_cache_kernel,
@@ -332,8 +249,6 @@ def rope_cache_launch(
             "keys": keys,
             "values": values,
             "out": out,
-            "data": data,
-            "scales": scales,
             "table": table,
             "positions": positions,
             "slots": slots,
@@ -343,14 +258,7 @@ def rope_cache_launch(
             "stride_query": queries.stride(0),
             "stride_key": keys.stride(0),
             "stride_value_token": values.stride(0),
-            "stride_block": data.stride(0),
-            "stride_value": data.stride(1),
-            "stride_head": data.stride(2),
-            "stride_slot": data.stride(3),
-            "scale_block": scale_strides[0],
-            "scale_value": scale_strides[1],
-            "scale_head": scale_strides[2],
-            "scale_slot": scale_strides[3],
+            **blocks.arguments(layer, kind),
         },
         {
             "heads": heads,

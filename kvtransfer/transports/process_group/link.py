@@ -22,12 +22,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-
-from torch.distributed.distributed_c10d import Work
+from dataclasses import dataclass
 
 from baton.errors import BatonError, ChecksumMismatch, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.process_group.messages import (
+    Job,
+    Message,
+    Posted,
+    Staged,
+    messages_of,
+    read_parts,
+)
 from kvtransfer.transports.process_group.process_pair import MAX_TAG, ProcessPair, StagingBuffer
 from kvtransfer.transports.process_group.rendezvous import Opener, PairStore
 from kvtransfer.transports.transfer import Transfer
@@ -58,69 +64,6 @@ class LinkPlan:
     """Of the largest message: a staging buffer's."""
 
 
-@dataclass(eq=False, slots=True)
-class _Job:
-    """A batch on its way through the mover."""
-
-    number: int
-    parts: Parts
-    deadline: float
-    transfer: Transfer = field(default_factory=Transfer)
-    checksums: tuple[int, ...] = ()
-    memory: BlockMemory | None = None
-    """Where the parts are read when they are not staged."""
-    staged: _Staged | None = None
-    writing: bool = False
-    """The receiver may write: nobody else fails it meanwhile."""
-    dropped: bool = False
-    """The receiver lets the rest of it pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What one message carries: ``count`` parts of a batch, from ``first`` on."""
-
-    job: _Job
-    first: int
-    count: int
-
-    @property
-    def bytes(self) -> int:
-        return self.count * self.job.parts.length
-
-    @property
-    def is_last(self) -> bool:
-        return self.first + self.count == len(self.job.parts.blocks)
-
-
-class _Staged:
-    """A buffer that holds a packed batch until that is sent, or forgotten."""
-
-    def __init__(self, buffer: StagingBuffer, home: queue.SimpleQueue[StagingBuffer]) -> None:
-        """It goes back to ``home``."""
-        self.buffer = buffer
-        self._home: queue.SimpleQueue[StagingBuffer] | None = home
-
-    def release(self) -> None:
-        """Give the buffer back; idempotent."""
-        home, self._home = self._home, None
-        if home is not None:
-            home.put(self.buffer)
-
-    def __del__(self) -> None:
-        # A batch that was packed and never sent. A SimpleQueue may be used here, whatever ran.
-        self.release()
-
-
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """A message that was given to the process group."""
-
-    piece: _Piece
-    buffer: StagingBuffer
-    work: Work
-
-
 class _Link:
     """What both ends have in common."""
 
@@ -128,8 +71,8 @@ class _Link:
         self._plan = plan
         self._memory = memory
         self._changed = threading.Condition()
-        self._jobs: deque[_Job] = deque()
-        self._pieces: deque[_Piece] = deque()
+        self._jobs: deque[Job] = deque()
+        self._messages: deque[Message] = deque()
         self._error: BatonError | None = None
         self._store: PairStore | None = None
         self._pair: ProcessPair | None = None
@@ -174,7 +117,7 @@ class _Link:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 
-    def _submit(self, job: _Job) -> Transfer:
+    def _submit(self, job: Job) -> Transfer:
         """Have it moved after all others."""
         if not job.parts.bytes:
             job.transfer.finish()
@@ -186,7 +129,7 @@ class _Link:
             error = self._error
             if error is None:
                 self._jobs.append(job)
-                self._pieces.extend(_pieces(job, self._plan.message_bytes))
+                self._messages.extend(messages_of(job, self._plan.message_bytes))
                 self._changed.notify_all()
                 self._start()
         if error is not None:
@@ -269,13 +212,13 @@ class _Link:
     # The mover
 
     def _move(self) -> None:
-        posted: deque[_Posted] = deque()
+        posted: deque[Posted] = deque()
         try:
             pair = self._form()
-            while self._wait_for_piece(has_posted=bool(posted)):
-                while len(posted) < _MOVING and (piece := self._next_piece()) is not None:
-                    posted.append(self._post(pair, piece))
-                # None where the link broke meanwhile: its pieces are gone.
+            while self._wait_for_message(has_posted=bool(posted)):
+                while len(posted) < _MOVING and (message := self._next_message()) is not None:
+                    posted.append(self._post(pair, message))
+                # None where the link broke meanwhile: its messages are gone.
                 if posted:
                     self._settle(pair, posted.popleft())
         except (BatonError, RuntimeError, OSError) as error:  # torch raises RuntimeErrors
@@ -303,37 +246,37 @@ class _Link:
             self._pair = pair
         return pair
 
-    def _wait_for_piece(self, *, has_posted: bool) -> bool:
+    def _wait_for_message(self, *, has_posted: bool) -> bool:
         """Until there is something to do. False: the link is broken."""
         with self._changed:
-            self._changed.wait_for(lambda: has_posted or self._pieces or self.is_broken)
+            self._changed.wait_for(lambda: has_posted or self._messages or self.is_broken)
             return not self.is_broken
 
-    def _next_piece(self) -> _Piece | None:
+    def _next_message(self) -> Message | None:
         with self._changed:
-            return self._pieces.popleft() if self._pieces else None
+            return self._messages.popleft() if self._messages else None
 
-    def _post(self, pair: ProcessPair, piece: _Piece) -> _Posted:
+    def _post(self, pair: ProcessPair, message: Message) -> Posted:
         """Give a message to the process group."""
         raise NotImplementedError
 
-    def _settle(self, pair: ProcessPair, posted: _Posted) -> None:
+    def _settle(self, pair: ProcessPair, posted: Posted) -> None:
         """Wait for a message, and do what is left to do with it."""
-        job = posted.piece.job
+        job = posted.message.job
         pair.wait(posted.work, max(0.0, job.deadline - time.monotonic()) + _GRACE_S)
         self._has_moved(posted)
         if job.staged is None:
             self._buffers.append(posted.buffer)
         else:
             job.staged.release()
-        if posted.piece.is_last:
+        if posted.message.is_last:
             self._end(job)
 
-    def _has_moved(self, posted: _Posted) -> None:
+    def _has_moved(self, posted: Posted) -> None:
         """Its message is through, and its buffer is ours again."""
         raise NotImplementedError
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: Job) -> None:
         """The last of a batch has been moved."""
         with self._changed:
             if self._error is not None:
@@ -352,7 +295,7 @@ class _Link:
             self._error = _copy(error)
             failed = [job for job in self._jobs if not job.writing]
             self._jobs.clear()
-            self._pieces.clear()
+            self._messages.clear()
             store, pair = self._store, self._pair
             self._changed.notify_all()
         self._wake()
@@ -363,7 +306,7 @@ class _Link:
         if pair is not None:
             pair.abort()
 
-    def _failure(self, job: _Job) -> BatonError:
+    def _failure(self, job: Job) -> BatonError:
         """What a batch of a broken link fails with."""
         error = self._error
         assert error is not None
@@ -393,39 +336,39 @@ class GroupSendLink(_Link):
         if staged is None:
             sums = source.checksum_many(parts.blocks, parts.offset, parts.length)
             return Packed(parts, sums, source)
-        sums = _read(source, parts, 0, len(parts.blocks), staged.buffer)
+        sums = read_parts(source, parts, 0, len(parts.blocks), staged.buffer)
         return Packed(parts, sums, staged)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
         """See ``SendLink``. What was cancelled is sent all the same: the peer waits for it."""
         deadline = time.monotonic() + deadline_s
-        if isinstance(packed.payload, _Staged):
-            return self._submit(_Job(number, packed.parts, deadline, staged=packed.payload))
-        return self._submit(_Job(number, packed.parts, deadline, memory=packed.payload))
+        if isinstance(packed.payload, Staged):
+            return self._submit(Job(number, packed.parts, deadline, staged=packed.payload))
+        return self._submit(Job(number, packed.parts, deadline, memory=packed.payload))
 
-    def _stage(self, parts: Parts) -> _Staged | None:
+    def _stage(self, parts: Parts) -> Staged | None:
         if parts.bytes > self._plan.message_bytes:
             return None
         with suppress(queue.Empty):
-            return _Staged(self._free.get_nowait(), self._free)
+            return Staged(self._free.get_nowait(), self._free)
         with self._changed:
             if not self._unmade:
                 return None
             self._unmade -= 1
-        return _Staged(self._new_buffer(), self._free)
+        return Staged(self._new_buffer(), self._free)
 
-    def _post(self, pair: ProcessPair, piece: _Piece) -> _Posted:
-        job = piece.job
+    def _post(self, pair: ProcessPair, message: Message) -> Posted:
+        job = message.job
         if job.staged is None:
             buffer = self._buffers.pop()
             assert job.memory is not None, "neither staged nor to be read"
-            _read(job.memory, job.parts, piece.first, piece.count, buffer)
+            read_parts(job.memory, job.parts, message.first, message.count, buffer)
         else:
             buffer = job.staged.buffer
-        work = pair.send(buffer.tensor(piece.bytes), job.number % MAX_TAG)
-        return _Posted(piece, buffer, work)
+        work = pair.send(buffer.tensor(message.bytes), job.number % MAX_TAG)
+        return Posted(message, buffer, work)
 
-    def _has_moved(self, posted: _Posted) -> None:
+    def _has_moved(self, posted: Posted) -> None:
         """Nothing is left to do: that the bytes have landed, the receiver says."""
 
 
@@ -441,25 +384,25 @@ class GroupReceiveLink(_Link):
         deadline = time.monotonic() + deadline_s
         # What is not wanted has no target, and passes all the same.
         parts = batch.target if wanted else batch.source
-        job = _Job(batch.number, parts, deadline, checksums=batch.checksums)
+        job = Job(batch.number, parts, deadline, checksums=batch.checksums)
         if not wanted:
             job.transfer.cancel()
         return self._submit(job)
 
-    def _post(self, pair: ProcessPair, piece: _Piece) -> _Posted:
+    def _post(self, pair: ProcessPair, message: Message) -> Posted:
         buffer = self._buffers.pop()
-        work = pair.receive(buffer.tensor(piece.bytes), piece.job.number % MAX_TAG)
-        return _Posted(piece, buffer, work)
+        work = pair.receive(buffer.tensor(message.bytes), message.job.number % MAX_TAG)
+        return Posted(message, buffer, work)
 
-    def _has_moved(self, posted: _Posted) -> None:
-        piece, buffer = posted.piece, posted.buffer
-        job = piece.job
-        if not self._may_write(piece):
+    def _has_moved(self, posted: Posted) -> None:
+        message, buffer = posted.message, posted.buffer
+        job = message.job
+        if not self._may_write(message):
             return
         error: BatonError | None = None
         try:
-            buffer.download(piece.bytes)
-            error = self._write(piece, buffer.view)
+            buffer.download(message.bytes)
+            error = self._write(message, buffer.view)
         finally:
             with self._changed:
                 job.writing = False
@@ -469,49 +412,32 @@ class GroupReceiveLink(_Link):
                 job.dropped = True
                 job.transfer.fail(error)
 
-    def _may_write(self, piece: _Piece) -> bool:
+    def _may_write(self, message: Message) -> bool:
         """Whether a message's parts go to their blocks; if not, they are let pass."""
-        job = piece.job
+        job = message.job
         with self._changed:
             if self._error is not None or job.dropped:
                 return False
-            job.dropped = piece.first == 0 and not job.transfer.begin()
+            job.dropped = message.first == 0 and not job.transfer.begin()
             job.writing = not job.dropped
             return job.writing
 
-    def _write(self, piece: _Piece, view: memoryview) -> BatonError | None:
+    def _write(self, message: Message, view: memoryview) -> BatonError | None:
         """Returns what is wrong with the parts. Ends early when the link is broken."""
-        parts = piece.job.parts
-        for position in range(piece.count):
+        parts = message.job.parts
+        for position in range(message.count):
             if self.is_broken:
                 return None
-            index = piece.first + position
+            index = message.first + position
             start = position * parts.length
             data = view[start : start + parts.length]
             digest = self._memory.write(parts.blocks[index], parts.offset, data)
-            if digest != piece.job.checksums[index]:
+            if digest != message.job.checksums[index]:
                 return ChecksumMismatch(
-                    f"part {index} of batch {piece.job.number} from {self._plan.peer} "
+                    f"part {index} of batch {message.job.number} from {self._plan.peer} "
                     "arrived damaged"
                 )
         return None
-
-
-def _read(
-    memory: BlockMemory, parts: Parts, first: int, count: int, buffer: StagingBuffer
-) -> tuple[int, ...]:
-    """Copy ``count`` parts from ``first`` on into a buffer. Returns their checksums."""
-    blocks, length = parts.blocks[first : first + count], parts.length
-    outs = [buffer.view[at : at + length] for at in range(0, count * length, length)]
-    checksums = memory.read_many(blocks, parts.offset, outs)
-    buffer.upload(count * length)
-    return checksums
-
-
-def _pieces(job: _Job, message_bytes: int) -> list[_Piece]:
-    """The same at both ends, which agree on ``message_bytes``."""
-    total, most = len(job.parts.blocks), message_bytes // job.parts.length
-    return [_Piece(job, first, min(most, total - first)) for first in range(0, total, most)]
 
 
 def _seconds_to(*times: float | None) -> float | None:

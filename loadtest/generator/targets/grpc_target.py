@@ -18,7 +18,7 @@ from baton.v1.inference_pb2_grpc import InferenceServiceStub
 from baton.v1.sampling_pb2 import SamplingParameters
 from loadtest.generator.results.request_record import Outcome, RequestRecord
 from loadtest.generator.targets.target import AskOptions, RunClock, Target
-from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.prompts import PlannedRequest
 
 
 class GrpcTarget(Target[pb.GenerateRequest]):

@@ -22,7 +22,7 @@ _IDLE_S = 1.0
 """A connection that has been idle for longer may be closed by its server at any moment."""
 
 
-class Exchange(Protocol):
+class HttpExchange(Protocol):
     """A request's answer, as it comes."""
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
@@ -103,7 +103,7 @@ class HttpConnection(asyncio.Protocol):
         self._idle, self._all = idle, all_
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: HttpExchange | None = None
         self._parser: httptools.HttpResponseParser
         self._headers: dict[bytes, bytes] = {}
         self._came_at = 0.0
@@ -113,7 +113,7 @@ class HttpConnection(asyncio.Protocol):
         """Whether the server is not likely to have closed it."""
         return self._transport is not None and time.perf_counter() - self._came_at < _IDLE_S
 
-    def send(self, request: bytes, exchange: Exchange) -> None:
+    def send(self, request: bytes, exchange: HttpExchange) -> None:
         """Send a request, whose answer comes next."""
         assert self._transport is not None, "connected"
         self._exchange = exchange

@@ -10,9 +10,28 @@ from typing import Any, Literal
 from baton.security.tls import TlsFiles
 from loadtest.generator.results.request_record import Outcome, RequestRecord
 from loadtest.generator.targets.http_connection import HttpConnection, HttpPool, Origin
-from loadtest.generator.targets.sse_events import EventSplitter
 from loadtest.generator.targets.target import AskOptions, RunClock, Target
-from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.prompts import PlannedRequest
+
+_DATA = b"data:"
+
+
+class EventSplitter:
+    """Splits server-sent events from the pieces of a byte stream.
+
+    The format: HTML standard, section 9.2. Names and ids of events are dropped, since no OpenAI
+    server gives a meaning to them.
+    """
+
+    def __init__(self) -> None:
+        self._kept = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of those events that are complete by now, in order."""
+        *lines, self._kept = (self._kept + data).split(b"\n")
+        # A line for an event is all that these servers send; the empty line behind it says nothing.
+        return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
+
 
 Endpoint = Literal["chat", "completions"]
 
@@ -91,7 +110,7 @@ class OpenAiTarget(Target[bytes]):
 
 
 class StreamedAnswer:
-    """What comes of one request, put together; an ``http_connection.Exchange``."""
+    """What comes of one request, put together; an ``http_connection.HttpExchange``."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -106,12 +125,12 @@ class StreamedAnswer:
         self._usage: dict[str, Any] = {}
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        """See ``Exchange``."""
+        """See ``HttpExchange``."""
         self._status = status
         self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
 
     def body(self, data: bytes, now: float) -> None:
-        """See ``Exchange``."""
+        """See ``HttpExchange``."""
         if not self._is_stream:
             self._kept = (self._kept + data)[:_KEPT_BYTES]
             return
@@ -135,7 +154,7 @@ class StreamedAnswer:
             self._is_whole = self._is_whole or choice.get("finish_reason") is not None
 
     def end(self, fault: str) -> None:
-        """See ``Exchange``."""
+        """See ``HttpExchange``."""
         if self._status and self._status != _OK:
             outcome: Outcome = "shed" if self._status in _REFUSALS else "error"
             self.fail(outcome, _error_code(self._body_fields()) or str(self._status))

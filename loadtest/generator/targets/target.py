@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from loadtest.generator.results.request_record import RequestRecord
-from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.prompts import PlannedRequest
 
 P = TypeVar("P")
 

@@ -1,9 +1,4 @@
-"""What prompts are made of. Pure, and the same for the same seed.
-
-Text is made of words that are a token each in most vocabularies; token ids are such as are plain
-tokens in any of them. Either way the block of a trace that has a number is the same wherever that
-number occurs in a run, so that equal leading numbers are equal prefixes, for a server's cache too.
-"""
+"""Requests to send, and what their prompts are made of. Pure, and the same for the same seed."""
 
 from __future__ import annotations
 
@@ -18,7 +13,25 @@ import numpy as np
 
 from baton.errors import ConfigError
 from loadtest.common.workload import VOCABULARY
-from loadtest.generator.workload.planned_request import Prompt
+
+Prompt = str | tuple[int, ...]
+"""Text, or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """What is sent, and when."""
+
+    number: int
+    due_s: float
+    """Seconds after the run's beginning. In a closed loop requests go as others end, and this is
+    0."""
+    prompt: Prompt
+    input_tokens: int
+    """Of the prompt: exact where it is token ids, otherwise about."""
+    output_tokens: int
+    """Most tokens of the answer; the very number where the end of sequence is ignored."""
+
 
 Form = Literal["text", "tokens"]
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from loadtest.generator.workload.lengths import Lengths
-from loadtest.generator.workload.planned_request import PlannedRequest
-from loadtest.generator.workload.prompts import FilePrompt, Form, PromptMaker
+from loadtest.generator.workload.prompts import FilePrompt, Form, PlannedRequest, PromptMaker
 from planning.common.traces import Trace
 
 _LENGTHS, _ORDER, _ANSWERS = 2, 3, 4

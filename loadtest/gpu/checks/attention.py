@@ -9,7 +9,7 @@ import torch
 
 from engine.gpu.kernels.attention.chunk import chunk_attention
 from engine.gpu.kernels.attention.decode import decode_attention
-from engine.gpu.kernels.attention.reference import Scoring, attend_reference, slot_mapping
+from engine.gpu.kernels.attention.paged import Scoring, attend_reference, slot_mapping
 from engine.gpu.kernels.kv_blocks import KvBlocks, quantise
 from loadtest.gpu.common.place import Place, padded, permutation
 from loadtest.gpu.common.results import Check, Item

@@ -11,8 +11,9 @@ import torch
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
+from engine.build import build_engine
 from engine.checkpoint.model_config import load_model_config
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.engine import Engine, EngineSettings, warm_up
 from engine.kv.kv_cache import KvCache
 from engine.model.model import DecoderModel
 from engine.model.torch_step import TorchStepModel

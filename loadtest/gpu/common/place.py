@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import triton
 
 from engine.gpu.graphs import Capture, CudaCapture, Work
-from loadtest.gpu.common.results import Check
+from engine.roofline import measure_ceilings
+from loadtest.gpu.common.results import Check, Fact, Item
 
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest error over the largest value that is expected."""
@@ -84,3 +90,58 @@ def padded(place: Place, tables: Sequence[Sequence[int]]) -> torch.Tensor:
     width = -(-max(len(table) for table in tables) // 4) * 4
     rows = [[*table, *[0] * (width - len(table))] for table in tables]
     return torch.tensor(rows, dtype=torch.int32, device=place.device)
+
+
+_SMI = "name,driver_version,memory.total,memory.free,clocks.max.sm,power.limit,compute_cap"
+_SMI_S = 10.0
+
+
+def machine_items(place: Place) -> Iterator[Item]:
+    """Facts alone."""
+    yield Item("versions", partial(_versions, place))
+    yield Item("ceilings", partial(_ceilings, place))
+
+
+def device_name(place: Place) -> str:
+    """As CUDA calls it."""
+    return torch.cuda.get_device_name(place.device) if place.on_gpu else "CPU, interpreted"
+
+
+def versions(place: Place) -> dict[str, str]:
+    """What results depend on."""
+    return {
+        "device": device_name(place),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _versions(place: Place) -> Iterator[Fact]:
+    yield Fact("versions", {**versions(place), "cuda": torch.version.cuda or "none"})
+    if not place.on_gpu:
+        return
+    properties = torch.cuda.get_device_properties(place.device)
+    yield Fact(
+        "device",
+        {
+            "processors": properties.multi_processor_count,
+            "bytes": properties.total_memory,
+            "capability": list(torch.cuda.get_device_capability(place.device)),
+        },
+    )
+    smi = shutil.which("nvidia-smi")
+    if smi is not None:
+        command = [smi, f"--query-gpu={_SMI}", "--format=csv"]
+        found = subprocess.run(  # noqa: S603 - found on the path
+            command, capture_output=True, text=True, timeout=_SMI_S, check=False
+        )
+        yield Fact("nvidia-smi", {"answer": (found.stdout or found.stderr).strip()[:2000]})
+
+
+def _ceilings(place: Place) -> Iterator[Fact]:
+    """Of a CPU none are measured: a dry run has no use for them."""
+    if place.on_gpu:
+        found = measure_ceilings(place.device, place.dtype)
+        values = {"bytes_per_s": found.bytes_per_s, "operations_per_s": found.operations_per_s}
+        yield Fact("ceilings", values)

@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.errors import DeadlineExceeded, Unavailable
-from loadtest.common.line_service import Fields
+from loadtest.common.json_worker import Fields
 from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.gpu.common.results import Check, Fact, Result, Timing
-from loadtest.gpu.serving.cluster import Answer, Asked, ServingCluster
-from loadtest.router.stream_client import Answer as StreamedAnswer
-from loadtest.router.stream_client import HttpTarget
+from loadtest.gpu.serving.cluster import Asked, ServedTokens, ServingCluster
+from loadtest.router.stream_client import HttpTarget, StreamResult
 
 GONE_S = 2.0
 """A worker whose CUDA context is broken ends within this, in seconds."""
@@ -274,14 +273,14 @@ async def _until(
 
 async def _clients(
     target: HttpTarget, sizes: Sizes, dice: random.Random, count: int, rounds: int
-) -> list[StreamedAnswer]:
+) -> list[StreamResult]:
     clients = (_client(target, sizes, dice, rounds) for _ in range(count))
     return [answer for answers in await asyncio.gather(*clients) for answer in answers]
 
 
 async def _client(
     target: HttpTarget, sizes: Sizes, dice: random.Random, rounds: int
-) -> list[StreamedAnswer]:
+) -> list[StreamResult]:
     answers = []
     for _ in range(rounds):
         prompt = "".join(dice.choices("abcdefgh ", k=sizes.load_prompt))
@@ -296,7 +295,7 @@ async def _client(
 
 
 def load_results(
-    answers: Sequence[StreamedAnswer], tokens: int, concurrency: int, took_s: float
+    answers: Sequence[StreamResult], tokens: int, concurrency: int, took_s: float
 ) -> list[Result]:
     """Of answers that should have ``tokens`` tokens each, and took ``took_s`` together."""
     failed = [answer for answer in answers if answer.error or answer.tokens != tokens]
@@ -327,7 +326,7 @@ def _prompt(dice: random.Random, length: int) -> tuple[int, ...]:
     return tuple(dice.choices(range(_TOKENS), k=length))
 
 
-def _differing(found: Sequence[Answer], expected: Sequence[Answer]) -> int:
+def _differing(found: Sequence[ServedTokens], expected: Sequence[ServedTokens]) -> int:
     return sum(one.tokens != other.tokens for one, other in zip(found, expected, strict=True))
 
 
@@ -345,7 +344,7 @@ def _others(handoffs: dict[str, float], wanted: str) -> int:
     return int(sum(count for name, count in handoffs.items() if name != wanted))
 
 
-def _errors(found: Sequence[Answer]) -> Fields:
+def _errors(found: Sequence[ServedTokens]) -> Fields:
     """The first errors, where there are any."""
     errors = [answer.error for answer in found if answer.error]
     return {"errors": errors[:3]} if errors else {}

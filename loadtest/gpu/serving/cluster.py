@@ -24,10 +24,10 @@ from baton.config.choices import LocalPrefill, Role
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.errors import BatonError, Unavailable
-from loadtest.common.bench_store import bench_store
-from loadtest.common.line_service import Fields, Helper, helper
+from loadtest.common.child_processes import bench_store
+from loadtest.common.json_worker import Fields, Helper, helper
 from loadtest.common.peer_servers import SERVED_NAME
-from loadtest.router.router_child import RouterChild, router_child
+from loadtest.router.router_process import RouterChild, router_child
 
 Device = Literal["cpu", "cuda"]
 Route = Literal["handoff", "local"]
@@ -70,7 +70,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServedTokens:
     """All of its tokens, or why there are none."""
 
     tokens: tuple[int, ...] = ()
@@ -197,14 +197,14 @@ class ServingCluster:
 
     async def answers(
         self, route: Route, asked: Sequence[Asked], within_s: float = _ANSWER_S
-    ) -> list[Answer]:
+    ) -> list[ServedTokens]:
         """Ask all at once; each is answered within the time, or has an error."""
         limits = httpx.Limits(max_connections=None)
         url = f"http://{self.address(route)}/v1/completions"
         async with httpx.AsyncClient(trust_env=False, timeout=within_s, limits=limits) as http:
             return await asyncio.gather(*(_answer(http, url, one, within_s) for one in asked))
 
-    async def expected(self, asked: Sequence[Asked]) -> list[Answer]:
+    async def expected(self, asked: Sequence[Asked]) -> list[ServedTokens]:
         """What the decode worker answers by itself; then all workers forget their blocks.
 
         Raises Unavailable where one has no answer.
@@ -234,14 +234,14 @@ async def serving_cluster(
             await cluster.stop()
 
 
-async def _answer(http: httpx.AsyncClient, url: str, asked: Asked, within_s: float) -> Answer:
+async def _answer(http: httpx.AsyncClient, url: str, asked: Asked, within_s: float) -> ServedTokens:
     try:
         async with asyncio.timeout(within_s):
             response = await http.post(url, json=asked.body())
     except TimeoutError:
-        return Answer(error=f"no answer in {within_s} s")
+        return ServedTokens(error=f"no answer in {within_s} s")
     except httpx.HTTPError as error:
-        return Answer(error=f"{type(error).__name__}: {error}")
+        return ServedTokens(error=f"{type(error).__name__}: {error}")
     if not response.is_success:
-        return Answer(error=f"{response.status_code}: {response.text}")
-    return Answer(tuple(response.json()["choices"][0]["token_ids"]))
+        return ServedTokens(error=f"{response.status_code}: {response.text}")
+    return ServedTokens(tuple(response.json()["choices"][0]["token_ids"]))

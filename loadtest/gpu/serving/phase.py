@@ -1,7 +1,4 @@
-"""The clusters that the serving phase's items ask, and their event loop.
-
-States: new ─an item runs→ a cluster is up ─end of the context→ over.
-"""
+"""The clusters of the serving phase, their model and their event loop."""
 
 from __future__ import annotations
 
@@ -9,12 +6,17 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
+from engine.checkpoint.model_config import ModelConfig
+from loadtest.common.byte_tokenizer import write_tokenizer
+from loadtest.gpu.common.models import write_folder
 from loadtest.gpu.common.results import Result
+from loadtest.gpu.common.shapes import llama_1b
 from loadtest.gpu.serving.checks import (
     LARGE,
     SMALL,
@@ -25,7 +27,30 @@ from loadtest.gpu.serving.checks import (
     check_poisoned_context,
 )
 from loadtest.gpu.serving.cluster import ClusterSettings, ServingCluster, serving_cluster
-from loadtest.gpu.serving.model import BILLION, TINY, write_model
+
+TINY = replace(
+    llama_1b(4096),
+    hidden_size=64,
+    intermediate_size=96,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocab_size=320,
+    windows=(0,) * 2,
+    layer_ropes=(0,) * 2,
+    ropes=(replace(llama_1b().ropes[0], rotary_dim=16),),
+    attention_scale=16**-0.5,
+)
+BILLION = replace(llama_1b(8192), vocab_size=32768)
+"""Llama 3.2 1B with a smaller vocabulary."""
+
+
+def write_model(folder: Path, config: ModelConfig, device: str) -> None:
+    """Write config, tokenizer and weights in bf16, which are drawn on ``device``."""
+    write_folder(config, folder, torch.device(device))
+    write_tokenizer(folder, config.vocab_size)
+
 
 Find = Callable[[ServingCluster, Sizes], Awaitable[list[Result]]]
 

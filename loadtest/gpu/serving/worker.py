@@ -1,6 +1,6 @@
 """A real worker without Ray, which can be asked what it holds, and poisoned.
 
-Run as a module; see ``line_service``. It reads ``config``, ``role``, ``slot``, ``model_path``,
+Run as a module; see ``json_worker``. It reads ``config``, ``role``, ``slot``, ``model_path``,
 ``redis_url``, ``cluster_id`` and ``costs_folder``. It says hello with its incarnation, answers
 every question with what ``look`` finds, and ends with its input, or with the process that started
 it.
@@ -28,7 +28,7 @@ from baton.host.process_end import end_with_parent
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan
-from loadtest.common.line_service import Asker, Fields, run_helper
+from loadtest.common.json_worker import Asker, Fields, run_helper
 from loadtest.common.peer_servers import SERVED_NAME
 from prefill_worker.role import PrefillRole
 from worker.process import WorkerProcess

@@ -1,7 +1,8 @@
-"""The kernels that take most of a step's time, beside the fastest that torch has for the same."""
+"""The kernels that take most of a step's time, compared with the fastest of torch."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from engine.gpu.fused_weights import QuantizedLinear
 from engine.gpu.kernels.activation import gated
 from engine.gpu.kernels.attention.chunk import chunk_attention
 from engine.gpu.kernels.attention.decode import decode_attention
-from engine.gpu.kernels.attention.reference import Scoring
+from engine.gpu.kernels.attention.paged import Scoring
 from engine.gpu.kernels.kv_blocks import KvBlocks
 from engine.gpu.kernels.linear.fixed import fixed_linear
 from engine.gpu.kernels.linear.grouped import grouped_linear, route
@@ -25,7 +26,7 @@ from engine.gpu.kernels.rope_cache import rope_cache
 from engine.gpu.kernels.sample import draw
 from engine.model.rope import rope_table
 from engine.quantization.weight import DEFAULT_GROUP, QuantizedWeight, QuantKind
-from engine.roofline import best_elapsed
+from engine.roofline import best_elapsed, elapsed
 from loadtest.gpu.common.cases import (
     BLOCK,
     ChunkAttention,
@@ -38,7 +39,49 @@ from loadtest.gpu.common.cases import (
 )
 from loadtest.gpu.common.place import Place
 from loadtest.gpu.common.results import Item, Timing
-from loadtest.gpu.speed.timing import Work, timed
+
+Work = Callable[[], object]
+
+_REPEATS, _TOGETHER = 7, 8
+
+
+def median(place: Place, works: Sequence[Work]) -> float:
+    """Median seconds of one of ``works``, which run after one another; 0 where nothing runs."""
+    repeats = -(-_TOGETHER // len(works)) if place.on_gpu else 1
+
+    def all_works() -> None:
+        for _ in range(repeats):
+            for work in works:
+                work()
+
+    if place.describes:
+        works[0]()
+        return 0.0
+    run = place.capture()(all_works)
+    run()
+    found = statistics.median(
+        elapsed(place.device, run) for _ in range(_REPEATS if place.on_gpu else 1)
+    )
+    return found / repeats / len(works)
+
+
+def timed(
+    place: Place, name: str, works: Sequence[Work], peers: Mapping[str, Sequence[Work]]
+) -> Timing:
+    """``works`` beside the fastest of the peers that this torch and device have."""
+    seconds = median(place, works)
+    best, best_s, missing = "", None, []
+    for peer, others in ({} if place.describes else peers).items():
+        try:
+            found = median(place, others)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            # Which kernels torch has differs with its version and the device.
+            missing.append(f"{peer}: {str(error).splitlines()[0][:80]}")
+            continue
+        if best_s is None or found < best_s:
+            best, best_s = peer, found
+    return Timing(name, seconds, best or "; ".join(missing), best_s)
+
 
 _POOL_PART = 0.6
 """Of the memory that is free."""

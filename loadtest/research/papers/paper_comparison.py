@@ -7,7 +7,7 @@ What is compared, and why figures differ, is in docs/simulator.md. Sources:
 - DistServe: Zhong et al., DistServe: Disaggregating Prefill and Decoding for Goodput-optimized
   Large Language Model Serving, OSDI 2024; its authors' article "Throughput is Not All You Need"
   (2024) has the experiment with 512 tokens in and 64 out on an A100.
-- Splitwise: see ``loadtest.research.papers.splitwise_comparison``.
+- Splitwise: see ``loadtest.research.papers.splitwise``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 from rich.console import Console
 
 from loadtest.research.papers.paper_tools import SEED, Finding, MeetsSlos, best_rate, quiet_config
-from loadtest.research.papers.splitwise_comparison import KINDS, equal_cost, equal_power
-from planning.common.report_output import print_whole, whole_table
+from loadtest.research.papers.splitwise import KINDS, equal_cost, equal_power
+from planning.common.report import print_whole, whole_table
 from planning.common.traces import TracedRequest, read_trace
 from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.costs.analytical_costs import DEFAULT_EFFICIENCY, Efficiency
 from planning.simulator.costs.model_shape import MODELS
-from planning.simulator.costs.step_model import StepShape
-from planning.simulator.costs.worker_kinds import gpu_profile
+from planning.simulator.costs.step_model import StepLoad
+from planning.simulator.costs.worker_profile import gpu_profile
 from planning.simulator.results import SimulationResult
 from planning.simulator.simulation import simulate
 
@@ -122,10 +122,10 @@ def chatbot(efficiency: Efficiency) -> list[Finding]:
 def interference() -> list[Finding]:
     """What one prompt does to the step of a batch that decodes: 13B, A100, 32 sequences of 512."""
     costs = gpu_profile("a100", MODELS["opt-13b"]).costs
-    alone_s = costs.seconds(StepShape(32, 32 * 512))
+    alone_s = costs.seconds(StepLoad(32, 32 * 512))
     findings = [Finding("step of 32 that decode, ms", "", f"{alone_s * 1e3:.1f}")]
     for prompt in (128, 512, 1024, 2048):
-        beside_s = costs.seconds(StepShape(32, 32 * 512, ((prompt, 0),)))
+        beside_s = costs.seconds(StepLoad(32, 32 * 512, ((prompt, 0),)))
         shown = f"{beside_s * 1e3:.1f} ({beside_s / alone_s:.1f}x)"
         findings.append(Finding(f"the same beside a prompt of {prompt}, ms", "", shown))
     return findings

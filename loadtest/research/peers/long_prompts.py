@@ -25,23 +25,20 @@ from rich.console import Console
 
 from baton.errors import BatonError
 from loadtest.common.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
-from loadtest.generator.live_progress import Say
-from loadtest.generator.load_run import run_load
+from loadtest.generator.load_run import Say, run_load
 from loadtest.generator.load_settings import (
     LoadSettings,
     PaceSettings,
+    RunTraffic,
     ServerSettings,
-    Traffic,
     TrafficSettings,
     counted,
 )
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.workload.arrival_process import ArrivalProcess
-from loadtest.generator.workload.planned_request import PlannedRequest
-from loadtest.generator.workload.prompts import PromptMaker
+from loadtest.generator.workload.prompts import PlannedRequest, PromptMaker
 from loadtest.generator.workload.traffic import Source
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 
 CHAT_TOKENS = 128
 DOCUMENT_ANSWER = 16
@@ -153,7 +150,7 @@ def drive(server: Server, load: Load, repetition: int, run: int) -> Figures:
         pace,
     )
     times = tuple(due for due, _ in load.times())
-    traffic = Traffic(ChatsAndDocuments(load, run), times, load.seconds)
+    traffic = RunTraffic(ChatsAndDocuments(load, run), times, load.seconds)
     console = Console(stderr=True)
     done = uvloop.run(run_load(settings, traffic, console, console.print))
     window = counted(pace, load.seconds)

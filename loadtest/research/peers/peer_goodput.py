@@ -26,13 +26,12 @@ from rich.console import Console
 
 from baton.errors import BatonError
 from loadtest.common.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
-from loadtest.generator.live_progress import Say
-from loadtest.generator.load_run import LoadRun, run_load
+from loadtest.generator.load_run import LoadRun, Say, run_load
 from loadtest.generator.load_settings import (
     LoadSettings,
     PaceSettings,
+    RunTraffic,
     ServerSettings,
-    Traffic,
     TrafficSettings,
     counted,
 )
@@ -40,11 +39,9 @@ from loadtest.generator.rate_search import ATTAINMENT
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.workload.arrival_process import ArrivalProcess
 from loadtest.generator.workload.lengths import Lengths
-from loadtest.generator.workload.planned_request import PlannedRequest
-from loadtest.generator.workload.prompts import PromptMaker
+from loadtest.generator.workload.prompts import PlannedRequest, PromptMaker
 from loadtest.generator.workload.traffic import Source
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 from planning.common.slo import Slo
 
 _STEP = 1.25
@@ -133,7 +130,7 @@ def drive(
         pace,
     )
     times = ArrivalProcess("poisson", rate).times(seconds, np.random.default_rng(_SEED)).tolist()
-    traffic = Traffic(Mix(documents, _SEED, run), tuple(times), seconds)
+    traffic = RunTraffic(Mix(documents, _SEED, run), tuple(times), seconds)
     done = uvloop.run(run_load(settings, traffic, Console(stderr=True), say))
     window = counted(pace, seconds)
     return figures_of(done, [record for record in done.records if window.holds(record)])

@@ -22,14 +22,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.research.shifting import case
+from loadtest.research.shifting import scenario
 from loadtest.research.shifting.live import RolesSeen, autoscaled, fixed_ratios
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, gain, table_of
+from loadtest.research.shifting.scenario import ShiftingTraffic
 from loadtest.research.shifting.simulated import compare
-from loadtest.research.shifting.traffic import ShiftingTraffic
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole
-from planning.simulator.cluster.role_change import RoleChange
+from planning.common.report import print_whole, this_machine
+from planning.simulator.cluster.simulated_autoscaler import RoleChange
 
 
 def main() -> None:
@@ -66,7 +65,7 @@ async def _live(
     found: list[Outcome] = []
     seen: list[RolesSeen] = []
     with tempfile.TemporaryDirectory(prefix="baton-") as name:
-        ratios = [(prefill, case.WORKERS - prefill) for prefill in given.prefill]
+        ratios = [(prefill, scenario.WORKERS - prefill) for prefill in given.prefill]
         if ratios:
             found += await fixed_ratios(traffic, ratios, given.local_prefill, Path(name), say)
         if not given.fixed_only:
@@ -94,15 +93,15 @@ def _parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(dest="what", required=True)
     for name in ("simulated", "live"):
         kind = kinds.add_parser(name)
-        kind.add_argument("--rate", type=float, default=case.RATE, help="requests per second")
+        kind.add_argument("--rate", type=float, default=scenario.RATE, help="requests per second")
         kind.add_argument(
-            "--phase-seconds", type=float, default=case.PHASE_S, help="of the long answers"
+            "--phase-seconds", type=float, default=scenario.PHASE_S, help="of the long answers"
         )
         kind.add_argument("--local-prefill", default="never", choices=("auto", "never"))
         kind.add_argument("--seed", type=int, default=0)
         kind.add_argument("--json", type=Path, help="a file for the figures")
         if name == "live":
-            every = ",".join(str(prefill) for prefill, _ in case.RATIOS)
+            every = ",".join(str(prefill) for prefill, _ in scenario.RATIOS)
             kind.add_argument(
                 "--prefill",
                 type=_counts,

@@ -1,27 +1,129 @@
-"""The shifting traffic on live clusters of timed workers: each fixed ratio, and the autoscaler.
-
-One client process drives one cluster at a time. Owned by the event loop that it runs on.
-"""
+"""The shifting traffic on live clusters of timed workers: each fixed ratio, and the autoscaler."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from baton.errors import Unavailable
 from baton.host.background import end_tasks
+from loadtest.common.child_processes import LOOPBACK, free_port, last_lines, process_group
 from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.generator.load_driver import LoadDriver
 from loadtest.generator.targets.openai_target import OpenAiTarget
 from loadtest.generator.targets.target import AskOptions
-from loadtest.research.shifting import case
-from loadtest.research.shifting.live_cluster import LiveCluster, live_cluster
+from loadtest.research.shifting import scenario
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, outcome
-from loadtest.research.shifting.traffic import REST_S, WARM_UP, ShiftingTraffic
+from loadtest.research.shifting.scenario import COSTS, REST_S, WARM_UP, ShiftingTraffic
+
+_PROGRAM = "loadtest.research.validation.timed_up"
+_READY_S = 240.0
+_ROLE_S = 60.0
+_POLL_S = 0.2
+
+
+class LiveCluster:
+    """One that is ready; its methods raise Unavailable. Owned by one event loop."""
+
+    def __init__(self, http: str, client: httpx.AsyncClient) -> None:
+        self.url = f"http://{http}"
+        self._client = client
+
+    async def roles(self) -> dict[str, str]:
+        """The role of each slot that a router knows."""
+        try:
+            answer = await self._client.get(f"{self.url}/v1/cache/stats")
+            return {worker["slot"]: worker["role"] for worker in answer.json()["workers"]}
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            raise Unavailable(f"{self.url} does not tell its workers' roles: {error}") from error
+
+    async def take_ratio(self, prefill: int) -> None:
+        """Have so many workers play the prefill role, and the others decode."""
+        roles = await self.roles()
+        own = sorted(slot for slot, role in roles.items() if role == "prefill")
+        others = sorted(slot for slot, role in roles.items() if role == "decode")
+        for slot in others[: max(0, prefill - len(own))]:
+            await self._change(slot, "prefill")
+        for slot in own[prefill:]:
+            await self._change(slot, "decode")
+        await self.until({"prefill": prefill, "decode": len(roles) - prefill})
+
+    async def until(self, counts: Mapping[str, int], patience_s: float = _ROLE_S) -> None:
+        """Wait until so many workers play each role."""
+        deadline = time.monotonic() + patience_s
+        while Counter((await self.roles()).values()) != Counter(counts):
+            if time.monotonic() > deadline:
+                raise Unavailable(f"not {dict(counts)} in time, but {await self.roles()}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _change(self, slot: str, role: str) -> None:
+        url = f"{self.url}/v1/workers/{slot}/role"
+        try:
+            answer = await self._client.post(url, json={"role": role})
+        except httpx.HTTPError as error:
+            raise Unavailable(f"the role of {slot} cannot be changed: {error}") from error
+        if not answer.is_success:
+            raise Unavailable(f"the role of {slot} cannot be changed: {answer.text}")
+
+
+@contextlib.asynccontextmanager
+async def live_cluster(
+    prefill: int, decode: int, fields: Mapping[str, Any], folder: Path
+) -> AsyncIterator[LiveCluster]:
+    """Bring one up with these fields of the configuration; its files lie in ``folder``."""
+    http, grpc = (f"{LOOPBACK}:{free_port()}" for _ in range(2))
+    config, log = folder / "cluster.toml", folder / "cluster.log"
+    config.write_text(toml_of(fields))
+    command = [sys.executable, "-m", _PROGRAM, "--config", str(config)]
+    command += ["--prefill", str(prefill), "--decode", str(decode), "--http", http, "--grpc", grpc]
+    command += [
+        f"--prefill-costs={_numbers(COSTS.prefill)}",
+        f"--step-costs={_numbers(COSTS.step)}",
+    ]
+    with process_group(command, os.environ, log) as process:
+        async with httpx.AsyncClient(trust_env=False, timeout=_ROLE_S) as client:
+            cluster = LiveCluster(http, client)
+            deadline = time.monotonic() + _READY_S
+            while not await _is_healthy(cluster.url, client):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise Unavailable(f"the cluster does not come up:\n{last_lines(log)}")
+                await asyncio.sleep(_POLL_S)
+            await cluster.until({"prefill": prefill, "decode": decode}, _READY_S)
+            yield cluster
+
+
+def toml_of(fields: Mapping[str, Any]) -> str:
+    """Plain fields first, then a table for each mapping; texts and numbers alone."""
+    plain = [f"{name} = {json.dumps(value)}" for name, value in fields.items() if _plain(value)]
+    tables = [f"[{name}]\n{toml_of(value)}" for name, value in fields.items() if not _plain(value)]
+    return "\n".join([*plain, *tables]) + "\n"
+
+
+def _plain(value: object) -> bool:
+    return not isinstance(value, Mapping)
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+async def _is_healthy(url: str, client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get(f"{url}/health")).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
 
 Say = Callable[[str], None]
 
@@ -47,7 +149,7 @@ async def drive(cluster: LiveCluster, traffic: ShiftingTraffic, name: str, run: 
         await target.close()
     late = sorted(driver.loop_lag_s)
     late_s = late[int(0.99 * (len(late) - 1))] if late else 0.0
-    return outcome(name, records, traffic, case.SLO, late_s)
+    return outcome(name, records, traffic, scenario.SLO, late_s)
 
 
 async def fixed_ratios(
@@ -55,9 +157,9 @@ async def fixed_ratios(
 ) -> list[Outcome]:
     """One cluster, whose roles are changed by hand between the runs."""
     found = []
-    half = case.WORKERS // 2
-    fields = case.fields(autoscaled=False, local_prefill=local)
-    async with live_cluster(half, case.WORKERS - half, fields, folder) as cluster:
+    half = scenario.WORKERS // 2
+    fields = scenario.fields(autoscaled=False, local_prefill=local)
+    async with live_cluster(half, scenario.WORKERS - half, fields, folder) as cluster:
         await drive(cluster, WARM_UP, "", 0)
         for run, (prefill, decode) in enumerate(ratios, start=1):
             await cluster.take_ratio(prefill)
@@ -71,9 +173,9 @@ async def autoscaled(
     traffic: ShiftingTraffic, local: str, folder: Path, say: Say
 ) -> tuple[Outcome, list[RolesSeen]]:
     """A cluster that begins with as many workers of each role, and what it made of them."""
-    half = case.WORKERS // 2
-    fields = case.fields(autoscaled=True, local_prefill=local)
-    async with live_cluster(half, case.WORKERS - half, fields, folder) as cluster:
+    half = scenario.WORKERS // 2
+    fields = scenario.fields(autoscaled=True, local_prefill=local)
+    async with live_cluster(half, scenario.WORKERS - half, fields, folder) as cluster:
         await drive(cluster, WARM_UP, "", 0)
         await asyncio.sleep(REST_S)
         seen: list[RolesSeen] = []

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.results.summary import Window, summarise
-from loadtest.research.shifting.traffic import ShiftingTraffic
-from planning.common.report_output import whole_table
+from loadtest.research.shifting.scenario import ShiftingTraffic
+from planning.common.report import whole_table
 from planning.common.slo import Slo
 
 AUTOSCALED = "autoscaler"

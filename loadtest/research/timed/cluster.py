@@ -27,11 +27,11 @@ import numpy.typing as npt
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.errors import Unavailable
-from loadtest.common.bench_store import bench_store
-from loadtest.common.line_service import Fields, Helper, helper
+from loadtest.common.child_processes import bench_store
+from loadtest.common.json_worker import Fields, Helper, helper
 from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.research.timed.model_folder import write_model_folder
-from loadtest.router.router_child import RouterChild, router_child
+from loadtest.router.router_process import RouterChild, router_child
 from worker.costs.step_costs import StepCosts
 
 Process = TypeVar("Process")

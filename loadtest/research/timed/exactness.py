@@ -24,8 +24,7 @@ from rich.console import Console
 from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.research.timed.cluster import Steps, TimedCluster, TimedSettings, timed_cluster
 from loadtest.router.stream_client import HttpTarget
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 from worker.costs.step_costs import StepCosts
 
 _COSTS = StepCosts(prefill=(10.0, 0.2, 0.0), step=(50.0, 0.0, 0.0))

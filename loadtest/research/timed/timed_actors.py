@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def build_timed_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
     """A worker whose engine is timed; see ``loadtest.research.timed``."""
-    from loadtest.research.timed.process import TimedProcess  # noqa: PLC0415
+    from loadtest.research.timed.worker import TimedProcess  # noqa: PLC0415
 
     return TimedProcess(worker_settings(settings, share)).process
 

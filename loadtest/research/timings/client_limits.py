@@ -16,7 +16,7 @@ import typer
 import uvloop
 from rich.console import Console
 
-from loadtest.common.line_service import helper
+from loadtest.common.json_worker import helper
 from loadtest.generator.load_run import LoadRun, run_load
 from loadtest.generator.load_settings import (
     LoadSettings,
@@ -26,8 +26,7 @@ from loadtest.generator.load_settings import (
     make_traffic,
 )
 from loadtest.generator.workload.lengths import Lengths
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 
 _READY_S = 20.0
 

@@ -20,8 +20,7 @@ from rich.console import Console
 from baton.config.choices import LocalPrefill, PolicyName
 from baton.request import Geometry, LoadSnapshot
 from baton.store.registry import WorkerRecord
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 from router.routing.ledger import Ledger, Promise
 from router.routing.policies import make_policy
 from router.routing.policy import ClassRoute, RouteRequest, RouteSettings

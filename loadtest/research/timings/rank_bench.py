@@ -30,11 +30,10 @@ from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.reshard import plan
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer
-from loadtest.common.bench_pool import bench_pool
-from loadtest.common.line_service import Helper, helper
-from loadtest.handoff.transfer_end import transfer_end
+from loadtest.common.json_worker import Helper, helper
+from loadtest.handoff.transfer_end import bench_pool, transfer_end
 from loadtest.research.timings.rank_bench_receiver import RECEIVER
-from planning.common.machine import this_machine
+from planning.common.report import this_machine
 from worker.exchange.exchange import Exchange
 
 SENDER = "sender"

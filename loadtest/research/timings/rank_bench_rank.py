@@ -1,4 +1,4 @@
-"""Any rank except the first of a worker of ``rank_bench``; see ``line_service``."""
+"""Any rank except the first of a worker of ``rank_bench``; see ``json_worker``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from baton.config.cluster import Config
 from baton.request import Geometry
 from kvtransfer.layout.layout import KvLayout
-from loadtest.common.bench_pool import bench_pool
-from loadtest.common.line_service import Asker, Fields, run_helper
-from loadtest.handoff.transfer_end import LOOPBACK, TRANSFER_THREADS
+from loadtest.common.child_processes import LOOPBACK
+from loadtest.common.json_worker import Asker, Fields, run_helper
+from loadtest.handoff.transfer_end import TRANSFER_THREADS, bench_pool
 from worker.device.process_tuning import keep_buffers, spare_the_interpreter
 from worker.exchange.rank_server import RankServer
 from worker.exchange.transports import make_transports

@@ -1,4 +1,4 @@
-"""Rank 0 of the receiving worker of ``rank_bench``; see ``line_service``."""
+"""Rank 0 of the receiving worker of ``rank_bench``; see ``json_worker``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from baton.v1 import transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.tickets.ticket import Ticket
-from loadtest.common.bench_pool import bench_pool
-from loadtest.common.line_service import Asker, Fields, run_helper
-from loadtest.handoff.transfer_end import LOOPBACK, transfer_end
+from loadtest.common.child_processes import LOOPBACK
+from loadtest.common.json_worker import Asker, Fields, run_helper
+from loadtest.handoff.transfer_end import bench_pool, transfer_end
 from worker.exchange.block_receiver import BlockReceiver
 from worker.services import TransferServicer
 

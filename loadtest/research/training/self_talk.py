@@ -1,18 +1,17 @@
-"""Conversations that the target holds with itself: what a drafter for it learns from.
-
-A chat model that is shown nothing but the beginning of a user's turn makes up a question (Xu et
-al., Magpie, 2024); then it answers it. So the text is the target's own, and none of anybody else's
-is needed. Some conversations begin with a passage or a function of Baton's own instead.
-"""
+"""Conversations of the target with itself, and their files: what a draft head learns from."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
+from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from engine.cpu.sampler import cpu_sampler
 from engine.engine import Engine
@@ -157,3 +156,38 @@ class SelfTalk:
         else:
             return False
         return True
+
+
+def save_conversations(conversations: Sequence[Conversation], path: Path) -> None:
+    """All of them after one another in one file."""
+    save_file(
+        {
+            "token_ids": torch.cat([each.token_ids for each in conversations]),
+            "hidden": torch.cat([each.hidden for each in conversations]),
+            "lengths": torch.tensor([len(each.token_ids) for each in conversations]),
+            "answers": torch.tensor([each.answer for each in conversations]),
+        },
+        path,
+    )
+
+
+def load_conversations(folder: Path) -> list[Conversation]:
+    """Those of all files of a folder, in their order. Raises ConfigError where there are none."""
+    found = [each for path in sorted(folder.glob("*.safetensors")) for each in _of(path)]
+    if not found:
+        raise ConfigError(f"{folder} has no conversations")
+    return found
+
+
+def _of(path: Path) -> Iterator[Conversation]:
+    try:
+        parts = load_file(path)
+        tokens, hidden = parts["token_ids"], parts["hidden"]
+        lengths, answers = parts["lengths"].tolist(), parts["answers"].tolist()
+    except (OSError, SafetensorError, LookupError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    start = 0
+    for length, answer in zip(lengths, answers, strict=True):
+        end = start + length
+        yield Conversation(tokens[start:end], hidden[start:end], answer)
+        start = end

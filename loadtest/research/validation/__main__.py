@@ -28,10 +28,9 @@ from loadtest.research.validation import timed_case as timed
 from loadtest.research.validation.comparison import Comparison, Figure
 from loadtest.research.validation.offered_load import OfferedLoad
 from loadtest.research.validation.validate import LiveCluster, Say, validate
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import print_whole, this_machine, whole_table
 from planning.simulator.cluster_shape import ClusterShape
-from planning.simulator.costs.worker_kinds import read_profile
+from planning.simulator.costs.worker_profile import read_profile
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from loadtest.generator.results.summary import Window
 from loadtest.generator.workload.arrival_process import ArrivalProcess, Kind
 from loadtest.generator.workload.lengths import Lengths
-from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.prompts import PlannedRequest
 from loadtest.generator.workload.traffic import DrawnLengths, planned
 from planning.common.traces import TracedRequest
 

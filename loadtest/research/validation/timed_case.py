@@ -9,7 +9,7 @@ from loadtest.research.timed.model_folder import CONTEXT_TOKENS, KV_TOKEN_BYTES
 from loadtest.research.validation.offered_load import OfferedLoad
 from loadtest.research.validation.validate import LiveCluster
 from planning.simulator.cluster_shape import ClusterShape
-from planning.simulator.costs.fitted_costs import FittedCosts
+from planning.simulator.costs.step_model import FittedCosts
 from planning.simulator.costs.worker_profile import WorkerProfile
 from worker.costs.step_costs import StepCosts
 

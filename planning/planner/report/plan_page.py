@@ -7,7 +7,7 @@ from pathlib import Path
 import jinja2
 
 from planning.common.plots import Line, Mark, draw_lines
-from planning.common.report_output import write_json
+from planning.common.report import write_json
 from planning.planner.evaluation import Trial
 from planning.planner.plan import PlannedCluster
 from planning.planner.report.plan_report import COLUMNS, PlanReport, cells

@@ -9,11 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from planning.common.machine import Machine
-from planning.common.report_output import print_whole, whole_table
+from planning.common.report import Machine, print_whole, whole_table
 from planning.planner.evaluation import Trial
-from planning.planner.figures import Figures
-from planning.planner.plan import Plan, PlannedCluster
+from planning.planner.plan import Figures, Plan, PlannedCluster
 
 COLUMNS = (
     *("cluster", "prefill", "decode", "TP", "transport", "GPUs", "$/h", "$/1M in", "$/1M out"),

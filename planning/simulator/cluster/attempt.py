@@ -13,7 +13,7 @@ from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from router.routing.ledger import Promise
 
 
-class Attempt:
+class SimulatedAttempt:
     """Mutable; owned by the simulation."""
 
     __slots__ = (

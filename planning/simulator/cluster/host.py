@@ -1,16 +1,19 @@
-"""A machine whose workers slow one another down. Plain Python; owned by the simulation.
+"""What simulated workers share: cores and memory of a host, and the wire. Plain Python, numpy.
 
-What a worker does: nothing, or a step that decodes, or a step with prompts; and after steps with
-prompts for ``PATIENCE_S`` without a break of ``BREAK_S``, long prompts.
+Owned by the simulation.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from planning.simulator.cluster.event_queue import EventQueue
+from planning.simulator.cluster.step_log import Floats
 from planning.simulator.costs.sharing import Doing, Sharing
 from worker.cores.core_sharing import BREAK_S, PATIENCE_S
 
@@ -28,7 +31,7 @@ class Tenant(Protocol):
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of a tenant."""
+    """The state of a tenant."""
 
     doing: Doing = Doing.NOTHING
     speed: float = 1.0
@@ -39,7 +42,11 @@ class _Seen:
 
 
 class Host:
-    """Knows what each of its workers does, and tells each how fast it is."""
+    """Tracks what each worker of a host does, and sets the speed of each.
+
+    A worker does nothing, runs a decode step or runs a step with prompts; after steps with prompts
+    for ``PATIENCE_S`` without a break of ``BREAK_S``, it runs long prompts.
+    """
 
     def __init__(self, events: EventQueue) -> None:
         self._events = events
@@ -79,3 +86,75 @@ class Host:
             if speed != seen.speed:
                 seen.speed = speed
                 tenant.change_speed(speed)
+
+
+class WorkClock:
+    """Converts virtual time to engine time and back, where the speed of an engine changes.
+
+    Engine time is that of an engine with a host of its own: one second of virtual time has as much
+    of it as the engine's speed. While the speed has never changed, both are the same number.
+    """
+
+    def __init__(self) -> None:
+        self.speed = 1.0
+        """Engine time that passes in a second; positive."""
+        self._moments = [0.0]
+        """Virtual times at which the speed changed, rising."""
+        self._engine_times = [0.0]
+        """The engine times then."""
+
+    def change(self, now: float, speed: float) -> None:
+        """From ``now`` on; no earlier than the change before it."""
+        if now > self._moments[-1]:
+            engine_time = self.engine_time(now)
+            self._moments.append(now)
+            self._engine_times.append(engine_time)
+        self.speed = speed
+
+    def engine_time(self, moment: float) -> float:
+        """At a moment behind the last change, if there is no other until then."""
+        return self._engine_times[-1] + (moment - self._moments[-1]) * self.speed
+
+    def moment(self, engine_time: float) -> float:
+        """The inverse."""
+        return self._moments[-1] + (engine_time - self._engine_times[-1]) / self.speed
+
+    def moments(self, engine_times: Floats) -> Floats:
+        """When an engine had come so far, which may lie behind changes. Rising. fp64 [times]."""
+        if len(self._moments) == 1 and self.speed == 1.0:
+            return engine_times
+        first = max(0, bisect_right(self._engine_times, engine_times[0]) - 1)
+        last = bisect_right(self._engine_times, engine_times[-1]) + 1
+        known, moments = self._engine_times[first:last], self._moments[first:last]
+        if last > len(self._engine_times):
+            beyond = engine_times[-1] + 1.0
+            known, moments = [*known, beyond], [*moments, self.moment(beyond)]
+        return np.interp(engine_times, known, moments)
+
+
+@dataclass(slots=True)
+class Wire:
+    """One worker's end of the network: it sends one transfer at a time, and receives likewise."""
+
+    bytes_per_s: float
+    """Each way."""
+    latency_s: float = 0.0
+    """From the last byte's leaving to its being in place."""
+    sends_until: float = 0.0
+    receives_until: float = 0.0
+    sent_bytes: float = 0.0
+    busy_s: float = 0.0
+    """Time in which something left."""
+
+    def send(self, to: Wire, size: float, ready_s: float) -> float:
+        """Send ``size`` bytes that are there at ``ready_s``; returns when the last one is in place.
+
+        Transfers are first come, first served at both ends, at the speed of the slower one. Fair
+        sharing would end the last of several at the same time, and the others later.
+        """
+        begins = max(ready_s, self.sends_until, to.receives_until)
+        took = size / min(self.bytes_per_s, to.bytes_per_s)
+        self.sends_until = to.receives_until = begins + took
+        self.sent_bytes += size
+        self.busy_s += took
+        return begins + took + self.latency_s

@@ -1,14 +1,9 @@
-"""The real autoscaler over simulated workers: their roles follow the traffic in virtual time.
-
-    looking ─decided→ turning (a worker takes nothing more) ─it is empty→ looking
-
-Roles alone: the number of workers stays, whatever the bounds in the configuration say of it.
-"""
+"""The real autoscaler over simulated workers: their roles follow the traffic in virtual time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from baton.autoscaling.autoscaler import Autoscaler, Bounds, ChangeRole
 from baton.autoscaling.cluster_figures import ClusterFigures, WorkerFigures, WorkerState
@@ -17,10 +12,23 @@ from baton.autoscaling.traffic import RouterTraffic, TrafficCounts, TrafficTrack
 from baton.config.choices import Role
 from baton.config.cluster import Config
 from planning.simulator.cluster.event_queue import EventQueue
-from planning.simulator.cluster.role_change import RoleChange
 from planning.simulator.cluster.simulated_router import SimulatedRouter
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from planning.simulator.cluster.workers_side import WorkersSide
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """One that was carried out. Times are seconds of virtual time from the trace's start."""
+
+    begun_s: float
+    took_s: float
+    """Until it served again."""
+    worker: str
+    role: str
+    """That it plays since."""
+    why: str
+
 
 HEARD_S = 0.25
 """Until a router has read in the registry that a worker leaves, or is back, as

@@ -16,7 +16,7 @@ from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
 from baton.request import Geometry
 from baton.store.registry import WorkerRecord
-from planning.simulator.cluster.attempt import Attempt
+from planning.simulator.cluster.attempt import SimulatedAttempt
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_request import SimulatedRequest
@@ -70,7 +70,7 @@ class SimulatedRouter:
         """Under way."""
         self._begun: dict[str, SimulatedRequest] = {}
         self._deadlines: dict[str, float] = {}
-        self._attempts: dict[str, Attempt] = {}
+        self._attempts: dict[str, SimulatedAttempt] = {}
         self._capacity: Capacity | None = None
         self._capacity_at = -math.inf
         self._generated_at = -math.inf
@@ -227,7 +227,7 @@ class SimulatedRouter:
         request.prefill, request.decode = source.number, target.number
         request.is_local = decision.local
         spec = request.spec(left_s, context_class)
-        attempt = Attempt(request, spec, source, target, promise, now + left_s)
+        attempt = SimulatedAttempt(request, spec, source, target, promise, now + left_s)
         self._attempts[request.name] = attempt
         self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
 
@@ -244,7 +244,7 @@ class SimulatedRouter:
 
     # What workers tell
 
-    def computed(self, attempt: Attempt, computed_tokens: int, compute_s: float) -> None:
+    def computed(self, attempt: SimulatedAttempt, computed_tokens: int, compute_s: float) -> None:
         """See ``RouterSide``."""
         now, request = self._events.now, attempt.request
         if request.name not in self._requests:
@@ -258,23 +258,23 @@ class SimulatedRouter:
         if self._admission.first_token(request.name, now):
             self._pump()
 
-    def committed(self, attempt: Attempt, transfer_s: float) -> None:
+    def committed(self, attempt: SimulatedAttempt, transfer_s: float) -> None:
         """See ``RouterSide``."""
         attempt.promise.committed(pinned_blocks=len(attempt.pinned), transfer_ms=transfer_s * 1e3)
 
-    def finished(self, attempt: Attempt) -> None:
+    def finished(self, attempt: SimulatedAttempt) -> None:
         """See ``RouterSide``."""
         if attempt.request.name in self._requests:
             self._end(attempt.request, "")
             self._pump()
 
-    def handed_back(self, attempt: Attempt) -> None:
+    def handed_back(self, attempt: SimulatedAttempt) -> None:
         """See ``RouterSide``."""
         attempt.promise.ended(self._events.now)
         if attempt.request.name in self._requests:
             self._place(attempt.request)
 
-    def failed(self, attempt: Attempt, error: BatonError) -> None:
+    def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
         """See ``RouterSide``."""
         if attempt.request.name in self._requests:
             self._end(attempt.request, error.code or "unavailable")

@@ -24,23 +24,20 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import Sequence as EngineSequence
 from engine.scheduling.sequence import SequenceUpdate
 from planning.simulator.cluster.event_queue import STEP_END, EventQueue
-from planning.simulator.cluster.host import Host
-from planning.simulator.cluster.leaping_planner import LeapingPlanner
-from planning.simulator.cluster.leaping_scheduler import LeapingScheduler
+from planning.simulator.cluster.host import Host, Wire, WorkClock
+from planning.simulator.cluster.leaping import LeapingPlanner, LeapingScheduler
 from planning.simulator.cluster.simulated_request import (
     TOKEN_IDS,
     SimulatedRequest,
     SimulatedSequence,
 )
 from planning.simulator.cluster.step_log import Floats, StepLog, StepRun
-from planning.simulator.cluster.wire import Wire
-from planning.simulator.cluster.work_clock import WorkClock
 from planning.simulator.costs.sharing import Doing, Sharing
-from planning.simulator.costs.step_model import StepShape, shape_of
+from planning.simulator.costs.step_model import StepLoad, shape_of
 from planning.simulator.costs.worker_profile import WorkerProfile
 
 PUBLISH_S = 0.05
-"""From a prompt's coming or going to its events, as ``worker.process`` publishes."""
+"""From the start or end of a prompt to its events: see ``worker.registry.index_publisher``."""
 
 
 class WorkerListener(Protocol):
@@ -58,7 +55,7 @@ Publish = Callable[[str, Sequence[bytes], Sequence[bytes]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSettings:
+class SimulatedWorkerSettings:
     """How a worker is run."""
 
     block_tokens: int
@@ -96,7 +93,7 @@ class SimulatedWorker:
         number: int,
         role: str,
         profile: WorkerProfile,
-        settings: WorkerSettings,
+        settings: SimulatedWorkerSettings,
         events: EventQueue,
         listener: WorkerListener,
         publish: Publish,
@@ -142,7 +139,7 @@ class SimulatedWorker:
         """In flight, the first of them runs; and how many steps were leapt over when each came."""
         self._run: StepRun | None = None
         """The running step, and, while it leaps, those after it."""
-        self._shape = StepShape(0, 0)
+        self._shape = StepLoad(0, 0)
         """Of the first step of ``_run``."""
         self._leapt = 0
         """Steps of ``_run`` that have ended."""
@@ -232,7 +229,7 @@ class SimulatedWorker:
         shape = shape_of(plan)
         missed = self._leapt_ever - leapt
         if missed:
-            shape = StepShape(shape.decodes, shape.context_tokens + missed * shape.decodes)
+            shape = StepLoad(shape.decodes, shape.context_tokens + missed * shape.decodes)
         line = self.profile.costs.decode_line(shape.decodes) if not shape.chunks else None
         growth_s = 0.0 if line is None else line.per_token_s * shape.decodes
         step_s = self.profile.costs.seconds(shape)
@@ -315,7 +312,7 @@ class SimulatedWorker:
         first = self.work.steps
         for sequence in self.scheduler.running:
             _owner(sequence).took_run(self.number, first, steps)
-        leapt = StepShape(shape.decodes, context_tokens)
+        leapt = StepLoad(shape.decodes, context_tokens)
         if steps > 1:
             took_s = (run.end_s(self._leapt) - run.end_s(before)) / speed
         self._count(steps, took_s, leapt)
@@ -335,7 +332,7 @@ class SimulatedWorker:
         now = self._events.now
         plan, _ = self._plans.popleft()
         step_s = self._took_s(self._leapt)
-        shape = StepShape(
+        shape = StepLoad(
             self._shape.decodes,
             self._shape.context_tokens + self._leapt * self._shape.decodes,
             self._shape.chunks,
@@ -357,7 +354,7 @@ class SimulatedWorker:
         self.catch_up()
         self.settle()
 
-    def _observe(self, plan: StepPlan, result: StepResult, shape: StepShape) -> None:
+    def _observe(self, plan: StepPlan, result: StepResult, shape: StepLoad) -> None:
         """What the worker learns of its own steps."""
         if shape.chunks:
             self._planner.observe(plan, result, result.seconds * 1e3)
@@ -365,7 +362,7 @@ class SimulatedWorker:
             ms = result.seconds * 1e3
             self._planner.observe_run(shape.decodes, shape.context_tokens, 1, ms, 0.0)
 
-    def _count(self, steps: int, seconds: float, shape: StepShape) -> None:
+    def _count(self, steps: int, seconds: float, shape: StepLoad) -> None:
         """Of ``steps`` alike that began with ``shape``."""
         work = self.work
         self._count_work(steps, shape)
@@ -378,12 +375,12 @@ class SimulatedWorker:
         else:
             work.decode_s += seconds
 
-    def _count_work(self, steps: int, shape: StepShape) -> None:
+    def _count_work(self, steps: int, shape: StepLoad) -> None:
         ends = [shape]
         if steps > 1:
             # A line in the context: the mean of the first step and of the last one is that of all.
             grown = shape.context_tokens + (steps - 1) * shape.decodes
-            ends.append(StepShape(shape.decodes, grown))
+            ends.append(StepLoad(shape.decodes, grown))
         for end in ends:
             done = self.profile.costs.work(end)
             if done is not None:

@@ -13,7 +13,7 @@ from typing import Protocol
 from baton.errors import BatonError, ContextLengthExceeded, DeadlineExceeded, NoRoom
 from decode_worker.room import Room
 from engine.scheduling.sequence import Sequence, SequenceUpdate
-from planning.simulator.cluster.attempt import Attempt
+from planning.simulator.cluster.attempt import SimulatedAttempt
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.simulated_request import SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
@@ -26,19 +26,19 @@ MIN_WIRE_S = 0.02
 class RouterSide(Protocol):
     """Whoever placed the requests. Called when the router hears of it."""
 
-    def computed(self, attempt: Attempt, computed_tokens: int, compute_s: float) -> None:
+    def computed(self, attempt: SimulatedAttempt, computed_tokens: int, compute_s: float) -> None:
         """An attempt has its first token."""
 
-    def committed(self, attempt: Attempt, transfer_s: float) -> None:
+    def committed(self, attempt: SimulatedAttempt, transfer_s: float) -> None:
         """Its handoff has ended."""
 
-    def finished(self, attempt: Attempt) -> None:
+    def finished(self, attempt: SimulatedAttempt) -> None:
         """It has all its tokens."""
 
-    def handed_back(self, attempt: Attempt) -> None:
+    def handed_back(self, attempt: SimulatedAttempt) -> None:
         """It has lost its blocks, and is to be placed again."""
 
-    def failed(self, attempt: Attempt, error: BatonError) -> None:
+    def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
         """It has ended without all its tokens."""
 
 
@@ -47,9 +47,9 @@ class _Places:
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self.waiting: deque[Attempt] = deque()
+        self.waiting: deque[SimulatedAttempt] = deque()
 
-    def enter(self, attempt: Attempt) -> bool:
+    def enter(self, attempt: SimulatedAttempt) -> bool:
         """Take a place, if there is one; else the attempt waits. Returns whether it has one."""
         if self.places:
             self.places -= 1
@@ -57,7 +57,7 @@ class _Places:
         self.waiting.append(attempt)
         return False
 
-    def leave(self) -> Attempt | None:
+    def leave(self) -> SimulatedAttempt | None:
         """Free a place. Returns the attempt that has it now; None where none waits."""
         if self.waiting:
             return self.waiting.popleft()
@@ -86,7 +86,7 @@ class WorkersSide:
     def __init__(self, events: EventQueue) -> None:
         self._events = events
         self._seats: dict[str, _Seat] = {}
-        self._attempts: dict[Sequence, Attempt] = {}
+        self._attempts: dict[Sequence, SimulatedAttempt] = {}
 
     def _seat(self, worker: SimulatedWorker) -> _Seat:
         if worker.name not in self._seats:
@@ -95,7 +95,7 @@ class WorkersSide:
 
     # A prompt's beginning
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: SimulatedAttempt) -> None:
         """A request has come to the worker that is to compute its prompt."""
         if len(attempt.spec.token_ids) + 1 >= attempt.target.context_length:
             longest = attempt.target.context_length
@@ -110,34 +110,34 @@ class WorkersSide:
         else:
             self._events.at(attempt.deadline, lambda: self._give_up(attempt))
 
-    def _handoffs(self, attempt: Attempt) -> _Places:
+    def _handoffs(self, attempt: SimulatedAttempt) -> _Places:
         handoffs, source = self._seat(attempt.source).handoffs, attempt.source
         if attempt.target.name not in handoffs:
             handoffs[attempt.target.name] = _Places(source.profile.max_sequences)
         return handoffs[attempt.target.name]
 
-    def _give_up(self, attempt: Attempt) -> None:
+    def _give_up(self, attempt: SimulatedAttempt) -> None:
         if attempt in self._handoffs(attempt).waiting:
             self._handoffs(attempt).waiting.remove(attempt)
             self._fail(attempt, _expired())
 
-    def _reserve(self, attempt: Attempt) -> None:
+    def _reserve(self, attempt: SimulatedAttempt) -> None:
         """Ask the target for room."""
         self._events.after(attempt.source.profile.call_s, lambda: self._promise(attempt))
 
-    def _leave_handoff(self, attempt: Attempt) -> None:
+    def _leave_handoff(self, attempt: SimulatedAttempt) -> None:
         following = self._handoffs(attempt).leave() if attempt.needs_handoff else None
         if following is not None:
             self._reserve(following)
 
-    def _take_place(self, attempt: Attempt) -> None:
+    def _take_place(self, attempt: SimulatedAttempt) -> None:
         """Take a place in the batch of the source, once the blocks at the target are promised."""
         if self._seat(attempt.source).batch.enter(attempt):
             self._compute(attempt)
         else:
             self._events.at(attempt.deadline, lambda: self._give_place_up(attempt))
 
-    def _give_place_up(self, attempt: Attempt) -> None:
+    def _give_place_up(self, attempt: SimulatedAttempt) -> None:
         waiting = self._seat(attempt.source).batch.waiting
         if attempt in waiting:
             waiting.remove(attempt)
@@ -145,14 +145,14 @@ class WorkersSide:
             self._leave_handoff(attempt)
             self._fail(attempt, _expired())
 
-    def _leave_place(self, attempt: Attempt) -> None:
+    def _leave_place(self, attempt: SimulatedAttempt) -> None:
         """Give the place at a prefill worker to the next attempt."""
         following = self._seat(attempt.source).batch.leave()
         if following is not None:
             self._compute(following)
         self._leave_handoff(attempt)
 
-    def _promise(self, attempt: Attempt) -> None:
+    def _promise(self, attempt: SimulatedAttempt) -> None:
         """At the target: take blocks, or ask again later."""
         target, call_s = attempt.target, attempt.source.profile.call_s
         target.catch_up()
@@ -177,7 +177,7 @@ class WorkersSide:
         self._events.after(call_s, lambda: self._take_place(attempt))
 
     def _ask_again(
-        self, attempt: Attempt, full: NoRoom, ask: Callable[[], None], calls_s: float
+        self, attempt: SimulatedAttempt, full: NoRoom, ask: Callable[[], None], calls_s: float
     ) -> None:
         left = attempt.deadline - self._events.now
         wait = (full.retry_after or 0.1) + calls_s
@@ -188,12 +188,14 @@ class WorkersSide:
             self._leave_handoff(attempt)
         self._events.after(max(0.0, left), lambda: self._fail(attempt, _expired()))
 
-    def _compute(self, attempt: Attempt) -> None:
+    def _compute(self, attempt: SimulatedAttempt) -> None:
         """At the source: queue the prompt."""
         sequence = self._sequence(attempt, prefill_only=True)
         attempt.source.add(sequence)
 
-    def _sequence(self, attempt: Attempt, *, prefill_only: bool = False) -> SimulatedSequence:
+    def _sequence(
+        self, attempt: SimulatedAttempt, *, prefill_only: bool = False
+    ) -> SimulatedSequence:
         sequence = SimulatedSequence(
             attempt.spec,
             attempt.request,
@@ -206,7 +208,7 @@ class WorkersSide:
         self._attempts[sequence] = attempt
         return sequence
 
-    def _place(self, attempt: Attempt) -> None:
+    def _place(self, attempt: SimulatedAttempt) -> None:
         """At a worker that computes the prompt itself: take all its blocks, or ask again later."""
         target = attempt.target
         target.catch_up()
@@ -245,7 +247,7 @@ class WorkersSide:
         for sequence in worker.scheduler.take_handed_back():
             self._hand_back(worker, sequence)
 
-    def _prompt_step(self, attempt: Attempt, update: SequenceUpdate) -> None:
+    def _prompt_step(self, attempt: SimulatedAttempt, update: SequenceUpdate) -> None:
         """A chunk was computed at the source; with the first token, the prompt."""
         source, sequence = attempt.source, update.sequence
         if attempt.needs_handoff and sequence.block_table:
@@ -264,7 +266,7 @@ class WorkersSide:
         arrived_s = max(now, attempt.arrived_s) + source.profile.handoff_s
         self._events.at(arrived_s, lambda: self._commit(attempt, now))
 
-    def _send(self, attempt: Attempt, sequence: Sequence, *, is_last: bool) -> None:
+    def _send(self, attempt: SimulatedAttempt, sequence: Sequence, *, is_last: bool) -> None:
         """Let blocks leave that have become full, with the last one whatever it has."""
         source, target = attempt.source, attempt.target
         size = source.scheduler.limits.block_size
@@ -282,18 +284,18 @@ class WorkersSide:
         arrived_s = source.wire.send(target.wire, amount, ready_s)
         attempt.arrived_s = max(attempt.arrived_s, arrived_s, now + layer_s)
 
-    def _tell_computed(self, attempt: Attempt) -> None:
+    def _tell_computed(self, attempt: SimulatedAttempt) -> None:
         sequence = attempt.sequence
         assert sequence is not None, "no prompt was queued"
         tokens, seconds = sequence.computed_here, sequence.compute_s
         attempt.request.cached_tokens = max(attempt.request.cached_tokens, sequence.cached_tokens)
         self._tell(attempt, lambda: self.router.computed(attempt, tokens, seconds))
 
-    def _tell(self, attempt: Attempt, say: Callable[[], None]) -> None:
+    def _tell(self, attempt: SimulatedAttempt, say: Callable[[], None]) -> None:
         """The router hears it a message later."""
         self._events.after(attempt.target.profile.call_s, say)
 
-    def _commit(self, attempt: Attempt, computed_at: float) -> None:
+    def _commit(self, attempt: SimulatedAttempt, computed_at: float) -> None:
         """At the target: the last byte is in place, the sequence runs."""
         source, target = attempt.source, attempt.target
         self._seat(target).tickets -= 1
@@ -314,7 +316,7 @@ class WorkersSide:
 
         self._events.after(source.profile.call_s, answered)
 
-    def _decode_step(self, attempt: Attempt, update: SequenceUpdate) -> None:
+    def _decode_step(self, attempt: SimulatedAttempt, update: SequenceUpdate) -> None:
         sequence = update.sequence
         if not update.token_ids:
             return
@@ -370,7 +372,7 @@ class WorkersSide:
                 self._end_ticket(attempt)
             self._fail(attempt, _expired())
 
-    def _end_ticket(self, attempt: Attempt) -> None:
+    def _end_ticket(self, attempt: SimulatedAttempt) -> None:
         if not attempt.missing:
             return
         target = attempt.target
@@ -381,11 +383,11 @@ class WorkersSide:
         self._seat(target).tickets -= 1
         target.settle()
 
-    def _fail(self, attempt: Attempt, error: BatonError) -> None:
+    def _fail(self, attempt: SimulatedAttempt, error: BatonError) -> None:
         self._tell(attempt, lambda: self.router.failed(attempt, error))
 
 
-def _blocks(attempt: Attempt, worker: SimulatedWorker) -> int:
+def _blocks(attempt: SimulatedAttempt, worker: SimulatedWorker) -> int:
     """Of all tokens that it comes with."""
     return -(-len(attempt.spec.token_ids) // worker.scheduler.limits.block_size)
 

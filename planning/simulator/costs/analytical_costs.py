@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from planning.simulator.costs.hardware import Accelerator
 from planning.simulator.costs.model_shape import ModelShape
-from planning.simulator.costs.step_model import DecodeLine, Peak, StepShape, StepWork
+from planning.simulator.costs.step_model import DecodeLine, Peak, StepLoad, StepWork
 from worker.costs.step_costs import StepCosts, fit
 
 _CHUNKS = ((64, 0), (256, 0), (512, 512), (1024, 0), (2048, 0), (2048, 6144), (8192, 0))
@@ -47,7 +47,7 @@ DEFAULT_EFFICIENCY = Efficiency()
 
 
 class AnalyticalCosts:
-    """Implements ``planning.simulator.costs.step_model.StepModel``."""
+    """Implements ``planning.simulator.costs.step_model.StepCostModel``."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class AnalyticalCosts:
         self._kv_s = self.kv_token_bytes / self._bytes_per_s
         self._lines: dict[int, DecodeLine] = {}
 
-    def seconds(self, shape: StepShape) -> float:
-        """See ``StepModel``."""
+    def seconds(self, shape: StepLoad) -> float:
+        """See ``StepCostModel``."""
         line = self.decode_line(shape.decodes)
         if not shape.chunks:
             return line.seconds(shape.context_tokens)
@@ -91,8 +91,8 @@ class AnalyticalCosts:
         decodes = line.per_token_s * shape.context_tokens
         return self._products_s(shape.tokens, rows) + chunks + decodes
 
-    def work(self, shape: StepShape) -> StepWork:
-        """See ``StepModel``."""
+    def work(self, shape: StepLoad) -> StepWork:
+        """See ``StepCostModel``."""
         rows = shape.decodes + len(shape.chunks)
         pairs = shape.context_tokens + sum(_pairs(*chunk) for chunk in shape.chunks)
         held = shape.context_tokens + sum(count + start for count, start in shape.chunks)
@@ -100,7 +100,7 @@ class AnalyticalCosts:
         return StepWork(flops + self._pair_flops * pairs, weights + self.kv_token_bytes * held)
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """See ``StepModel``."""
+        """See ``StepCostModel``."""
         line = self._lines.get(batch)
         if line is None:
             # Queries by keys are few beside the bytes of these, but where many heads share them.
@@ -109,11 +109,11 @@ class AnalyticalCosts:
         return line
 
     def step_costs(self) -> StepCosts:
-        """See ``StepModel``. By the fit that workers make of what they measure."""
+        """See ``StepCostModel``. By the fit that workers make of what they measure."""
         chunks = [(n, n * (start + n / 2)) for n, start in _CHUNKS]
-        chunk_ms = [self.seconds(StepShape(0, 0, (chunk,))) * 1e3 for chunk in _CHUNKS]
+        chunk_ms = [self.seconds(StepLoad(0, 0, (chunk,))) * 1e3 for chunk in _CHUNKS]
         steps = [(batch, batch * start) for batch, start in _BATCHES]
-        shapes = [StepShape(batch, batch * start) for batch, start in _BATCHES]
+        shapes = [StepLoad(batch, batch * start) for batch, start in _BATCHES]
         step_ms = [self.seconds(shape) * 1e3 for shape in shapes]
         return StepCosts(fit(chunks, chunk_ms), fit(steps, step_ms))
 

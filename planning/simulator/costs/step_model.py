@@ -11,7 +11,7 @@ from worker.costs.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
+class StepLoad:
     """What of a step its time depends on."""
 
     decodes: int
@@ -27,12 +27,12 @@ class StepShape:
         return self.decodes + sum(count for count, _ in self.chunks)
 
 
-def shape_of(plan: StepPlan) -> StepShape:
+def shape_of(plan: StepPlan) -> StepLoad:
     """What a plan's time depends on."""
     return shape_of_rows(plan.rows)
 
 
-def shape_of_rows(rows: Iterable[PlanRow]) -> StepShape:
+def shape_of_rows(rows: Iterable[PlanRow]) -> StepLoad:
     """The same of the rows of a step."""
     decodes = context_tokens = 0
     chunks = []
@@ -42,7 +42,7 @@ def shape_of_rows(rows: Iterable[PlanRow]) -> StepShape:
             context_tokens += row.start + 1
         else:
             chunks.append((row.count, row.start))
-    return StepShape(decodes, context_tokens, tuple(chunks))
+    return StepLoad(decodes, context_tokens, tuple(chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +76,17 @@ class StepWork:
     """The weights once, and the KV that is read or written."""
 
 
-class StepModel(Protocol):
+class StepCostModel(Protocol):
     """Pure: the same shape always costs the same."""
 
     @property
     def peak(self) -> Peak | None:
         """None where nobody knows: a profile that was measured has times alone."""
 
-    def work(self, shape: StepShape) -> StepWork | None:
+    def work(self, shape: StepLoad) -> StepWork | None:
         """What a step must do; a line in ``context_tokens``. None where ``peak`` is."""
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, shape: StepLoad) -> float:
         """A step's time, positive; of one without chunks what ``decode_line`` says."""
 
     def decode_line(self, batch: int) -> DecodeLine:
@@ -94,3 +94,39 @@ class StepModel(Protocol):
 
     def step_costs(self) -> StepCosts:
         """What a worker's calibration would find: what the policy and the workers predict by."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCosts:
+    """Implements ``planning.simulator.costs.step_model.StepCostModel`` by the formulas of
+    ``StepCosts``.
+
+    A step with both kinds of rows takes what its decode rows take, and what its chunks add to that.
+    """
+
+    costs: StepCosts
+
+    @property
+    def peak(self) -> None:
+        """See ``StepCostModel``."""
+
+    def work(self, shape: StepLoad) -> None:
+        """See ``StepCostModel``: times say nothing of it."""
+
+    def seconds(self, shape: StepLoad) -> float:
+        """See ``StepCostModel``."""
+        if not shape.chunks:
+            return self.decode_line(shape.decodes).seconds(shape.context_tokens)
+        chunks = sum(self.costs.chunk_ms(count, start) for count, start in shape.chunks)
+        alone = self.costs.prefill[0]
+        beside = self.costs.step_ms(shape.decodes, shape.context_tokens) if shape.decodes else alone
+        return (beside + chunks) / 1e3
+
+    def decode_line(self, batch: int) -> DecodeLine:
+        """See ``StepCostModel``."""
+        a, b, c = self.costs.step
+        return DecodeLine((a + b * batch) / 1e3, c / 1e3)
+
+    def step_costs(self) -> StepCosts:
+        """See ``StepCostModel``."""
+        return self.costs

@@ -28,7 +28,7 @@ export function authorization() {
   return known ? { Authorization: `Bearer ${known}` } : {};
 }
 
-/** Wires the dialog; `changed` is called when another key, or none, is to be used. */
+/** Connects the dialog; calls `changed` after another key, or none, is chosen. */
 export function wireKey(changed) {
   const dialog = byId("key-dialog");
   const input = byId("key-input");
@@ -50,7 +50,7 @@ export function wireKey(changed) {
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     const value = input.value.trim();
-    // A header takes nothing else, and fetch would refuse it without a word.
+    // A header takes no other characters, and fetch would refuse them without a message.
     if (!/^[\x21-\x7e]+$/.test(value)) {
       say(byId("key-why"), value ? "A key has no spaces and no special characters." : "Type a key first.");
       return;
@@ -89,7 +89,7 @@ export async function* events(response) {
   }
 }
 
-/** What a failed response says of itself. */
+/** The error message of a failed response. */
 export async function complaint(response) {
   try {
     const body = await response.json();

@@ -1,4 +1,4 @@
-// The page's main program: wires the parts to the stream of snapshots.
+// The page's main program: connects its parts to the stream of snapshots.
 import { wireKey } from "./api.js";
 import { Diagram } from "./diagram.js";
 import { Feed } from "./feed.js";
@@ -34,7 +34,7 @@ function showHealth({ health, reason }) {
   announce(`The cluster is ${text}`);
 }
 
-/** Said aloud: only what changes seldom. */
+/** Text for screen readers: rare changes only. */
 function announce(text) {
   say(byId("announcer"), text);
 }

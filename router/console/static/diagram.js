@@ -1,4 +1,4 @@
-// Prefill workers on the left, decode workers on the right, and KV that moves between them.
+// The diagram: prefill workers on the left, decode workers on the right, KV transfers between them.
 import { byId, bytes, count, el, keyed, row, say, set, svg } from "./view.js";
 
 const MOST = 16;

@@ -1,4 +1,4 @@
-// The live snapshots: one stream, opened again when it ends, closed while nobody can see the page.
+// Live snapshots: one stream, reopened when it ends, closed while the page is hidden.
 import { authorization, complaint, events } from "./api.js";
 
 const SILENCE_MS = 8000;
@@ -16,7 +16,7 @@ export class Feed {
     document.addEventListener("visibilitychange", () => this.#seen());
   }
 
-  /** Open the stream, or open it anew. */
+  /** Open the stream, or reopen it. */
   start() {
     this.#stop();
     this.life += 1;
@@ -49,7 +49,7 @@ export class Feed {
       try {
         if (await this.#stream(life)) return;
       } catch {
-        // Whatever broke: it is tried again.
+        // Any failure is retried.
       }
       if (life !== this.life) return;
       this.onState("waiting", `no answer; again in ${Math.round(this.wait / 1000)} s`);
@@ -58,7 +58,7 @@ export class Feed {
     }
   }
 
-  /** True where it makes no sense to try again by itself. */
+  /** Returns true if a retry would fail for the same reason. */
   async #stream(life) {
     const abort = (this.abort = new AbortController());
     let watchdog;
@@ -94,7 +94,7 @@ export class Feed {
     }
   }
 
-  /** A fault of the page is not one of the connection. */
+  /** An error of the page is no error of the connection. */
   #told(snapshot) {
     try {
       this.onSnapshot(snapshot);

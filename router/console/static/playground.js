@@ -1,4 +1,4 @@
-// A chat with the model, over the same API that everybody uses.
+// A chat with the model, over the API that all clients use.
 import { authorization, complaint, events } from "./api.js";
 import { byId, el, rate, say, seconds } from "./view.js";
 

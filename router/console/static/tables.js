@@ -1,4 +1,4 @@
-// Workers, pools, handoffs, queues and latencies: everything that is a table.
+// Tables: workers, pools, handoffs, queues and latencies.
 import { byId, bytes, count, DASH, el, keyed, rate, row, say, seconds, set, share } from "./view.js";
 
 const KV = ["used", "cached", "quarantined"];

@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it; before the page is drawn, so that it does not flash.
+// The theme: light, dark, or the system's. It runs before the page is drawn, to avoid a flash.
 "use strict";
 (() => {
   const NAME = "baton-theme";
@@ -8,7 +8,7 @@
       const found = localStorage.getItem(NAME);
       return ORDER.includes(found) ? found : "system";
     } catch {
-      return "system"; // no storage: it is chosen anew for each page
+      return "system"; // no storage: each page starts with the system's
     }
   };
   const show = (theme) => {

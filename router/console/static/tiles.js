@@ -1,4 +1,4 @@
-// The figures at the top, each with the line of its last two minutes; and these as a table.
+// Figures at the top, each with a line of its last two minutes, and a table of them.
 import { byId, count, el, keyed, rate, row, say, seconds, set, share, svg } from "./view.js";
 
 const KEPT_S = 120;

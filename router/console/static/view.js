@@ -19,7 +19,7 @@ export const svg = (tag, attributes = {}, ...children) =>
 
 export const byId = (id) => document.getElementById(id);
 
-/** Sets a text, and leaves the node alone where it has it: selections and screen readers stay. */
+/** Sets a text unless the node has it already, so that selections and screen readers stay. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -31,7 +31,7 @@ export function set(node, name, value) {
 
 const kept = new WeakMap();
 
-/** Children of `parent` for `items`, kept by key: `make(item)` gives {node, update(item)}. */
+/** Keeps a child of `parent` for each item, by key; `make(item)` returns {node, update(item)}. */
 export function keyed(parent, items, keyOf, make) {
   if (!kept.has(parent)) kept.set(parent, new Map());
   const rows = kept.get(parent);

@@ -1,4 +1,4 @@
-// Asks the simulator what the present traffic would see with other numbers of workers.
+// What-if questions: what recent traffic would see with other numbers of workers.
 import { authorization, complaint } from "./api.js";
 import { byId, DASH, el, row, say, seconds, share } from "./view.js";
 

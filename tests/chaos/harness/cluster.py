@@ -20,9 +20,9 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.client.headers import ROUTER_HEADER
 from baton.config.choices import Role
 from baton.store.registry import Registry, WorkerRecord
-from router.process_number import ROUTER_HEADER
 from tests.chaos.harness.clock import Clock, NoClock
 from tests.chaos.harness.proxy import Proxy
 from tests.chaos.harness.store import Store

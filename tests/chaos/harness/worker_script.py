@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 
 import prefill_worker.role
-import worker.life
+import worker.session
 from baton.config.advanced import AdvancedConfig
 from baton.config.choices import Role, TransportName
 from baton.config.cluster import Config
@@ -307,7 +307,7 @@ if __name__ == "__main__":
     with (
         patch.object(prefill_worker.role, "Handoff", HaltingHandoff),
         patch.object(outbound, "Push", HaltingPush),
-        patch.object(worker.life, "BlockReceiver", HaltingReceiver),
-        patch.object(worker.life, "TransferServicer", HaltingTransferServicer),
+        patch.object(worker.session, "BlockReceiver", HaltingReceiver),
+        patch.object(worker.session, "TransferServicer", HaltingTransferServicer),
     ):
         asyncio.run(main(Job(**json.loads(sys.argv[1]))))

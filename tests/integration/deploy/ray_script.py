@@ -33,15 +33,15 @@ class Echo:
     def life(self) -> tuple[int, str]:
         return os.getpid(), os.environ.get("BATON_CLUSTER_ID", "")
 
-    def ask_for_standby(self) -> None:
-        from deploy.workers.standby import StandbyPlace, ask_for_standby  # noqa: PLC0415
+    def request_standby(self) -> None:
+        from deploy.workers.standby import StandbyFiles, request_standby  # noqa: PLC0415
 
-        ask_for_standby(StandbyPlace.own())
+        request_standby(StandbyFiles.own())
 
     def somebody_stands_by(self) -> bool:
-        from deploy.workers.standby import StandbyPlace  # noqa: PLC0415
+        from deploy.workers.standby import StandbyFiles  # noqa: PLC0415
 
-        return StandbyPlace.own().lock.is_held()
+        return StandbyFiles.own().lock.is_held()
 
     def take(self) -> bool:
         """Whether what a worker needs was there before."""
@@ -92,7 +92,7 @@ async def prepared(echo: Any, options: Any) -> bool:
     for _ in range(MAX_STARTS):
         # Whoever stood by may have been one that Ray ends when it has many.
         while not await asked(echo.somebody_stands_by):
-            await asked(echo.ask_for_standby)
+            await asked(echo.request_standby)
             await stands_by(lambda: asked(echo.somebody_stands_by))
         # They stay, so that each takes a process out of the stock.
         comers.append(options.remote())

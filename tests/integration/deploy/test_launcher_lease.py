@@ -21,7 +21,7 @@ from deploy.processes.launcher_lease import (
     LauncherClaim,
     LauncherLease,
     lease_lost,
-    what_workers_are_told,
+    workers_hash,
 )
 
 
@@ -106,7 +106,7 @@ def test_what_others_are_told_are_fields() -> None:
     assert set(Config.model_fields) >= OF_ROUTERS | OF_LAUNCHERS
 
 
-def test_what_workers_are_told_has_their_pools_in_it() -> None:
+def test_workers_hash_has_their_pools_in_it() -> None:
     more = PoolConfig(name="decode", role="decode", max_sequences=8)
     pools = (Config().pools[0], more)
-    assert what_workers_are_told(Config(pools=pools)) != what_workers_are_told(Config())
+    assert workers_hash(Config(pools=pools)) != workers_hash(Config())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import cast
 
 import pytest
 import redis
@@ -13,9 +12,7 @@ from baton.config.cluster import Config
 from baton.errors import ConfigError
 from deploy.doctor.doctor import Finding, examine
 from deploy.doctor.doctor_host import host_checks
-from deploy.launcher.launcher import Launcher
-from deploy.processes.progress import Progress
-from deploy.processes.run_directory import RunDirectory
+from deploy.launcher.preflight import preflight
 from deploy.store.redis_access import check_redis
 from tests.support.mini_cluster import free_port, valkey
 
@@ -72,26 +69,11 @@ async def test_it_is_to_evict_nothing(own_url: str, admin: redis.Redis, policy: 
     assert await check_redis(own_url) == ""
 
 
-async def test_a_start_tells_the_operator(
-    own_url: str, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-
-    class Told:
-        def line(self, text: str, style: str = "") -> None:
-            said.append(text)
-
-    async def run_in(self: Launcher, run: RunDirectory) -> int:
-        run.remove()
-        return 0
-
-    monkeypatch.setattr(Launcher, "_take_signals", lambda self: None)
-    monkeypatch.setattr(Launcher, "_run_in", run_in)
+async def test_a_start_advises_the_operator(own_url: str, admin: redis.Redis) -> None:
     admin.config_set("maxmemory-policy", "volatile-ttl")
     admin.config_set("maxmemory", "100mb")
     config = Config(redis_url=own_url, http="127.0.0.1:0", grpc="127.0.0.1:0")
-    assert await Launcher(config, cast(Progress, Told())).run() == 0
-    (advice,) = said
+    (advice,) = (await preflight(config)).advice
     assert "CONFIG SET maxmemory-policy noeviction" in advice
 
 

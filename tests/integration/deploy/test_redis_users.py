@@ -26,7 +26,7 @@ from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes, supervision_page
 from baton.telemetry.metrics import RouterMetrics
-from deploy.launcher.cluster_keys import forget_cluster
+from deploy.launcher.cluster_workers import forget_cluster
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import STORE_USERS, StoreUser, store_url, url_with_user
 from deploy.store.valkey import EmbeddedValkey

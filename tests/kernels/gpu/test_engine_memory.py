@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
+from engine.build import build_engine
 from engine.checkpoint.model_config import ModelConfig
-from engine.engine import EngineSettings, build_engine
+from engine.engine import EngineSettings
 from engine.gpu.memory_plan import MemoryPlan, StepLimits, memory_plan
 from engine.model.weights import load_weights
 from engine.quantization.formats import NATIVE_CONFIG, native_tensors
@@ -72,7 +73,7 @@ def gpu_of(
 
         doubles = {
             # Files cannot be read into tensors without contents.
-            "engine.engine.load_weights": lambda *_: {
+            "engine.load.load_weights": lambda *_: {
                 name: weight.to(CUDA) for name, weight in weights.items()
             },
             "torch.cuda.device_count": lambda: 1,

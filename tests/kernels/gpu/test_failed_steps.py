@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from engine.execution.runner import ModelRunner
 from engine.gpu.decoder import Masks, StartedStep
 from engine.gpu.draws import Draw

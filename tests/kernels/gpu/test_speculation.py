@@ -18,7 +18,8 @@ import torch
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, make_sequence
 from engine.execution.runner import Ending
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import (
@@ -26,7 +27,7 @@ from engine.gpu.speculation import (
     make_overlap_speculation,
     verification_rows,
 )
-from engine.local import compile_grammar, make_sequence
+from engine.offline import compile_grammar
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler

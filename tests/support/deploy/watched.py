@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from tests.support.deploy.promql import Checker
-from tools.metric_catalogue import families
+from tools.metrics_reference import families
 
 MONITORING = Path(__file__).parents[3] / "deploy" / "monitoring"
 RULES = MONITORING / "rules.yaml"

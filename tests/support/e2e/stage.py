@@ -16,9 +16,8 @@ from router.access.access import Access
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
 from router.core.served_model import ServedModel
-from router.http_app import create_app
 from tests.support.mini_cluster import MiniCluster, mini_cluster
-from tests.support.router.front_fakes import plain_client, serve
+from tests.support.router.front_fakes import create_app, plain_client, serve
 
 DEADLINE_S = 60.0
 WHAT_IF = (sys.executable, "-P", "-m", "planning.what_if")

@@ -9,9 +9,10 @@ from concurrent.futures import Future
 
 import torch
 
-from engine.engine import Engine, EngineSettings, build_engine, build_following
+from engine.build import build_engine, build_follower
+from engine.engine import Engine, EngineSettings
 from engine.kv.kv_cache import KvCache
-from engine.parallel.ranks import FollowingRank, LeadRank
+from engine.parallel.ranks import Follower, Leader
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -21,20 +22,20 @@ WAIT_S = 60.0
 @contextlib.contextmanager
 def engine_of_ranks(settings: EngineSettings, ranks: int) -> Iterator[tuple[Engine, list[KvCache]]]:
     """Rank 0's engine, and the caches of all ranks."""
-    lead = LeadRank(HOST, ranks)
+    leader = Leader(HOST, ranks)
     broken: list[str] = []
     caches: list[Future[KvCache]] = [Future() for _ in range(ranks)]
     ended: list[Future[None]] = [Future() for _ in range(1, ranks)]
 
     def follow(rank: int) -> None:
         try:
-            following = FollowingRank(lead.address, rank, ranks, WAIT_S)
-            group = following.form(CPU, broken.append)
-            model, cache = build_following(settings, group)
+            follower = Follower(leader.address, rank, ranks, WAIT_S)
+            group = follower.form(CPU, broken.append)
+            model, cache = build_follower(settings, group)
             caches[rank].set_result(cache)
-            following.ready(f"rank {rank}")
-            following.run(model, cache)
-            following.close()
+            follower.ready(f"rank {rank}")
+            follower.run(model, cache)
+            follower.close()
             ended[rank - 1].set_result(None)
         except BaseException as error:
             ended[rank - 1].set_exception(error)
@@ -43,13 +44,13 @@ def engine_of_ranks(settings: EngineSettings, ranks: int) -> Iterator[tuple[Engi
     for thread in threads:
         thread.start()
     try:
-        leading = lead.form(CPU, WAIT_S)
+        leading = leader.form(CPU, WAIT_S)
         engine = build_engine(settings, ranks=leading)
         caches[0].set_result(engine.cache)
-        assert lead.addresses(WAIT_S) == tuple(f"rank {rank}" for rank in range(1, ranks))
+        assert leader.addresses(WAIT_S) == tuple(f"rank {rank}" for rank in range(1, ranks))
         yield engine, [cache.result(WAIT_S) for cache in caches]
     finally:
-        lead.close()
+        leader.close()
         for thread in threads:
             thread.join(WAIT_S)
     for end in ended:

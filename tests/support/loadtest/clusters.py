@@ -9,8 +9,8 @@ from baton.config.cluster import Config
 from baton.config.pools import ContextClass
 from planning.common.traces import TracedRequest
 from planning.simulator.cluster_shape import ClusterShape
-from planning.simulator.costs.fitted_costs import FittedCosts
 from planning.simulator.costs.sharing import Sharing
+from planning.simulator.costs.step_model import FittedCosts
 from planning.simulator.costs.worker_profile import WorkerProfile
 from worker.costs.step_costs import StepCosts
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from baton.config.cluster import Config
 from baton.config.pools import ContextClass
 from planning.common.traces import Trace, TracedRequest
-from planning.planner.cluster_kind import ClusterKind, WorkerKind
+from planning.planner.cluster_kind import AS_MEASURED, ClusterKind, WorkerKind
 from planning.planner.evaluation import Evaluation
-from planning.planner.transports import AS_MEASURED
 from tests.support.loadtest.clusters import profile
 
 SMALL = WorkerKind("small.json", profile(), 2.0)

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 import jsonschema
 import pytest
@@ -25,11 +26,18 @@ from baton.config.cluster import Config
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from baton.telemetry.metrics import RouterMetrics
-from router.core.request import GenerationRequest, OutputDelta
-from router.core.request_recorder import RequestStats
+from router.access.access import Access
+from router.batches.batches import Batches
+from router.core.accounting import RequestStats
+from router.core.request import Dispatcher, GenerationRequest, OutputDelta
 from router.core.served_model import ServedModel
+from router.grpc.call import Service
+from router.grpc.inference import add_grpc_services
 from router.http.protocol import http_protocol
-from router.http_app import create_app
+from router.inference.service import InferenceService
+from router.inference.tokens import TokenService
+from router.listeners import Apps
+from router.routes import Apis, make_apps
 from router.text.chat_template import ChatTemplate
 from router.text.output_processor import OutputProcessor
 from router.text.tokenizer import Tokenizer
@@ -208,6 +216,76 @@ class Front:
             for s in family.samples
             if s.name.endswith("_total")
         }
+
+
+def service_of(
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    stats: RequestStats,
+    config: Config,
+    access: Access | None = None,
+) -> InferenceService:
+    """Without ``access``, keys are those of ``config``, and their limits are not kept."""
+    access = access or Access(config, stats.metrics)
+    return InferenceService(dispatcher, tokenizer, model, stats, config, access)
+
+
+def batches_of(
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    stats: RequestStats,
+    config: Config,
+    access: Access | None = None,
+) -> Batches:
+    """Files and batches; not started."""
+    service = service_of(dispatcher, tokenizer, model, stats, config, access)
+    return Batches(service, Apis.of(service).endpoints(), stats.metrics)
+
+
+def create_apps(
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    stats: RequestStats,
+    config: Config,
+    access: Access | None = None,
+    **options: Any,
+) -> Apps:
+    """``options`` as for ``make_apps``."""
+    service = service_of(dispatcher, tokenizer, model, stats, config, access)
+    return make_apps(Apis.of(service), dispatcher, stats.metrics, **options)
+
+
+def create_app(
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    stats: RequestStats,
+    config: Config,
+    access: Access | None = None,
+    **options: Any,
+) -> ASGIApp:
+    """The app with all endpoints on one listener."""
+    config = config.model_copy(update={"admin_http": ""})
+    return create_apps(dispatcher, tokenizer, model, stats, config, access, **options).http
+
+
+def add_grpc(
+    server: grpc.aio.Server,
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    stats: RequestStats,
+    config: Config,
+    access: Access | None = None,
+    *,
+    more: Sequence[Service] = (),
+) -> None:
+    """Mount all gRPC services."""
+    service = service_of(dispatcher, tokenizer, model, stats, config, access)
+    add_grpc_services(server, service, TokenService(service), dispatcher, more=more)
 
 
 def make_front(

@@ -1,4 +1,4 @@
-"""A worker's control loop, scheduler and runner, where any call of theirs may raise.
+"""A worker's engine core, scheduler and runner, where any call of theirs may raise.
 
 The model is made up: a token's KV is a hash of all tokens up to it, read from the blocks, and the
 logits are a function of the KV. So wrong, stale or foreign KV gives other tokens.
@@ -253,7 +253,7 @@ class _Gauges:
 
 
 class World:
-    """Runs a history. Listens to the control loop as a role does."""
+    """Runs a history. Listens to the engine core as a role does."""
 
     def __init__(self, history: History, faults: Faults) -> None:
         """Call it on an event loop."""
@@ -383,7 +383,7 @@ class World:
         self.scheduler.add(made[0], blocks)
 
     def turn(self) -> None:
-        """The engine ends its oldest step; the control loop hears of it, and beats."""
+        """The engine ends its oldest step; the engine core applies it, and beats."""
         with self.faults.armed():
             self.core.schedule_steps()
         if self.plans:

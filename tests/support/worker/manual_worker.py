@@ -1,6 +1,6 @@
 """A worker without sockets, tensors and threads: steps end, and time passes, as the test says.
 
-The control loop, the scheduler and the pool are the real ones.
+The engine core, the scheduler and the pool are the real ones.
 """
 
 from __future__ import annotations

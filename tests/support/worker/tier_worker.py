@@ -1,4 +1,4 @@
-"""A real engine with a small pool, a control loop and KV tiers, without a network."""
+"""A real engine with a small pool, an engine core and KV tiers, without a network."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from baton.host.background import end_tasks
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
-from engine.engine import Engine, EngineSettings, build_engine
-from engine.local import generate, make_sequence
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, make_sequence
+from engine.offline import generate
 from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.memory.host_memory import HostMemory
 from worker.core.engine_core import EngineCore

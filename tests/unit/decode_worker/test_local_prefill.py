@@ -1,4 +1,4 @@
-"""Prompts on a decode worker: with a real control loop, on the test's clock, without an engine."""
+"""Prompts on a decode worker: with a real engine core, on the test's clock, without an engine."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Control:
 
 
 class World:
-    """A role, its control loop and its clock."""
+    """A role, its engine core and its clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0

@@ -332,7 +332,7 @@ def test_helm_test_needs_no_key_where_others_do(value_set: str, status: int, cod
 
 @each_set
 def test_probes_ask_what_a_router_answers(value_set: str) -> None:
-    served = (ROOT / "router" / "http_app.py").read_text()
+    served = (ROOT / "router" / "routes.py").read_text()
     paths = {
         container[probe]["httpGet"]["path"]
         for name, container in containers(render(value_set))

@@ -14,11 +14,12 @@ import torch
 from baton.errors import ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
+from engine.build import build_engine
 from engine.checkpoint.model_config import load_model_config
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
-from engine.local import generate
+from engine.engine import Engine, EngineSettings, warm_up
 from engine.model.model import DecoderModel
 from engine.model.weights import load_weights
+from engine.offline import generate
 from tests.support.models import make_tiny_model
 from worker.cores.core_board import CoreBoard
 

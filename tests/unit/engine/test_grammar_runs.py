@@ -20,10 +20,11 @@ from tokenizers import Tokenizer
 from baton.grammar import Grammar, GrammarKind
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, make_sequence
 from engine.execution.grammar_rows import GrammarRows
 from engine.execution.runner import ModelRunner
-from engine.local import LocalOutput, compile_grammar, generate, make_sequence
+from engine.offline import OfflineOutput, compile_grammar, generate
 from engine.sampling.grammar_state import unpack
 from engine.sampling.sampling import SampleRow, sample
 from engine.scheduling.block_pool import BlockPool
@@ -107,7 +108,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def text_of(output: LocalOutput, tokenizer: Tokenizer) -> str:
+def text_of(output: OfflineOutput, tokenizer: Tokenizer) -> str:
     text: str = tokenizer.decode(list(output.token_ids))
     return text
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import OpenTransfers, check_part
+from kvtransfer.transports.links import OpenTransfers, damaged
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
 from tests.unit.handoff_model.memory import BLOCK_BYTES, SimulatedMemory
@@ -79,8 +79,8 @@ class Placer:
             self._watch.writing(block)
             self._memory.write(block, offset + half, memoryview(data)[half:])
             try:
-                if batch.checksums:
-                    check_part(checksum(data), batch.checksums[index], batch)
+                if batch.checksums and checksum(data) != batch.checksums[index]:
+                    raise damaged(batch.number)
             except Exception as error:
                 after(error)
             else:

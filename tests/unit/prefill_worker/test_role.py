@@ -1,4 +1,4 @@
-"""The prefill role with a real control loop on the test's clock: deadlines and reports."""
+"""The prefill role with a real engine core on the test's clock: deadlines and reports."""
 
 from __future__ import annotations
 

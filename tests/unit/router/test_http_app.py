@@ -16,13 +16,13 @@ from baton import errors
 from baton.request import FinishReason
 from router.core.request import GenerationRequest, OutputDelta
 from router.http.errors import add_error_handlers
-from router.http_app import create_app
 from tests.support.router.front_fakes import (
     CONTEXT,
     MODEL,
     SCHEMAS,
     Front,
     check_schema,
+    create_app,
     make_front,
 )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import pytest
 import redis
@@ -18,59 +20,16 @@ import torch
 from baton.config.advanced import AdvancedConfig
 from baton.errors import WorkerFailed
 from baton.host.background import end_tasks
-from baton.store.registry import DRAINING, Registry
-from engine.parallel.ranks import LeadRank
-from engine.scheduling.block_pool import BlockPool
-from worker.life import Life
+from baton.store.registry import DRAINING, Registry, WorkerRecord
+from engine.parallel.ranks import Leader
+from worker.core.gauges import WorkerGauges
 from worker.process import LEAVE_S, WorkerProcess
 from worker.registry.own_entry import OwnEntry
 from worker.registry.own_lease import OwnLease
-from worker.role import Intake, WorkerContext
+from worker.role import Intake, Role, WorkerContext
+from worker.runtime import WorkerRuntime
+from worker.session import WorkerSession
 from worker.settings import WorkerSettings
-
-
-def watching(pool: BlockPool, **busy: bool) -> tuple[WorkerProcess, WorkerContext]:
-    """A process that looks after a pool alone; ``busy``: runs, moves, loads."""
-    context = SimpleNamespace(
-        engine=SimpleNamespace(pool=pool),
-        core=SimpleNamespace(scheduler=SimpleNamespace(is_idle=lambda: not busy.get("runs"))),
-        exchange=SimpleNamespace(is_idle=lambda: not busy.get("moves")),
-        tiers=SimpleNamespace(is_idle=not busy.get("loads")),
-    )
-    process = WorkerProcess.__new__(WorkerProcess)
-    process._next_check_at = 0.0
-    return process, cast(WorkerContext, context)
-
-
-@pytest.mark.parametrize("busy", [None, "runs", "moves", "loads"])
-def test_a_leak_is_noticed_once_nothing_runs_nor_moves(busy: str | None) -> None:
-    pool = BlockPool(4)
-    process, context = watching(pool, **({busy: True} if busy else {}))
-    process._check_integrity(context)
-    pool.allocate(1)
-    process._next_check_at = 0.0
-    if busy:
-        process._check_integrity(context)
-        return
-    with pytest.raises(AssertionError, match="leaked"):
-        process._check_integrity(context)
-
-
-def test_looking_takes_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    looks: list[float] = []
-
-    class LargePool(BlockPool):
-        def check(self) -> None:
-            looks.append(now[0])
-            now[0] += 0.3
-
-    monkeypatch.setattr("worker.process.time", SimpleNamespace(monotonic=lambda: now[0]))
-    process, context = watching(LargePool(4))
-    for _ in range(60):
-        process._check_integrity(context)
-        now[0] += 1.0
-    assert looks == pytest.approx([1000.0, 1030.3])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
@@ -81,7 +40,7 @@ async def test_a_lost_rank_ends_a_worker_on_gpus_at_once(device: str) -> None:
     process._fail, process._tasks, process._stopped = reasons.append, [], asyncio.Event()
     process.settings = cast(WorkerSettings, SimpleNamespace(slot="decode-0"))
     lost: Future[str] = Future()
-    process._mind_ranks(cast(LeadRank, SimpleNamespace(lost=lost)), torch.device(device))
+    process._watch_ranks(cast(Leader, SimpleNamespace(lost=lost)), torch.device(device))
     assert not reasons
     lost.set_result("rank 1 has ended\nand more")
     if device == "cpu":
@@ -119,26 +78,40 @@ class Record:
 
 
 class Living:
-    """A process with a life whose parts count their heartbeats, and a registry."""
+    """A process with a session whose parts count their heartbeats, and a registry."""
 
     def __init__(self, heartbeat_s: float = 0.001) -> None:
         self.registry = Asked()
         self.beats = 0
         self.intake = Intake()
+        session = self.session = WorkerSession.__new__(WorkerSession)
         context = SimpleNamespace(
             incarnation="decode-0:1",
             intake=self.intake,
-            exchange=SimpleNamespace(heartbeat=self._beat, check_ranks=lambda: None),
-            core=SimpleNamespace(load=lambda: None),
+            exchange=SimpleNamespace(
+                heartbeat=self._beat,
+                check_ranks=lambda: None,
+                pairs=dict,
+                in_flight_bytes=0,
+                staging=dict,
+                is_idle=lambda: False,
+            ),
+            core=SimpleNamespace(
+                load=lambda: None,
+                pool=None,
+                scheduler=SimpleNamespace(is_idle=lambda: False),
+            ),
         )
+        session.context = cast(WorkerContext, context)
+        session.record = cast(WorkerRecord, Record())
 
         async def heartbeat() -> None:
             self.beats += 1
 
-        self.life = SimpleNamespace(
-            context=context, role=SimpleNamespace(heartbeat=heartbeat), record=Record()
-        )
-        self.life.is_empty = False
+        session.role = cast(Role, SimpleNamespace(heartbeat=heartbeat))
+        gauges = mock.create_autospec(WorkerGauges, instance=True)
+        session.runtime = cast(WorkerRuntime, SimpleNamespace(gauges=gauges))
+        session._next_check_at = math.inf
         process = self.process = WorkerProcess.__new__(WorkerProcess)
         config = SimpleNamespace(advanced=AdvancedConfig(heartbeat_s=heartbeat_s))
         process.settings = cast(WorkerSettings, SimpleNamespace(config=config, slot="decode-0"))
@@ -146,17 +119,16 @@ class Living:
             cast(Registry, self.registry),
             ttl_s=4.0,
             heartbeat_s=heartbeat_s,
-            record=process._present_record,
+            record=process._current_record,
             timed=contextlib.nullcontext,
             lost=process._lost_entry,
         )
         process._entry._lease = OwnLease(4.0, 1.0)
-        process._started_life = cast(Life, self.life)
-        process._leave_by = process.leave_by = None
+        process._session = session
+        process._lapsed_by = process.leave_by = None
         process.beats = 0
         process.drained = False
         process._changing, process._condemned = asyncio.Lock(), asyncio.Event()
-        process._refresh = process._check_integrity = lambda context: None  # type: ignore[method-assign]
 
     def _beat(self) -> None:
         self.beats += 1
@@ -197,10 +169,10 @@ async def test_a_call_to_the_registry_has_one_deadline(
 ) -> None:
     monkeypatch.setattr("worker.registry.own_entry.CALL_S", 0.01)
     async with asyncio.timeout(20.0):
-        await living.process._entry.tell()
+        await living.process._entry.write()
     assert not living.process._entry._lease.registered
     living.registry.answer = True
-    await living.process._entry.tell()
+    await living.process._entry.write()
     assert living.process._entry._lease.registered
 
 
@@ -210,8 +182,8 @@ async def test_a_worker_that_stood_still_lives_on_unless_the_registry_says_other
 ) -> None:
     living.stand_still()
     living.registry.answer = answer
-    await living.process._entry.tell()
-    assert living.process._leave_by is None
+    await living.process._entry.write()
+    assert living.process._lapsed_by is None
     assert not living.process._condemned.is_set()
     assert living.intake.is_open
     assert living.process._entry._lease.stood_still is (answer is not True)
@@ -221,29 +193,29 @@ async def test_a_worker_that_stood_still_alone_ends_its_life_at_once(living: Liv
     """The registry has said so after it went on, however long that took."""
     process, ends = living.process, []
 
-    async def take_new_life(reason: str) -> None:
+    async def replace_session(reason: str) -> None:
         ends.append(reason)
-        process._leave_by = None
+        process._lapsed_by = None
 
-    process._take_new_life = take_new_life  # type: ignore[method-assign]
+    process._replace_session = replace_session  # type: ignore[method-assign]
     living.stand_still()
     living.registry.answer = redis.ConnectionError("away")
-    await process._entry.tell()
+    await process._entry.write()
     living.registry.answer = False
-    await process._entry.tell()
+    await process._entry.write()
     assert process._condemned.is_set()
     assert not living.intake.is_open
-    await process._live_on(time.monotonic())
+    await process._replace_lapsed(time.monotonic())
     assert ends == ["the registry says that its lease has lapsed"]
 
 
 async def test_a_worker_that_the_registry_alone_has_lost_ends_what_it_runs(living: Living) -> None:
     living.process._entry._lease.renewed(time.monotonic())
     living.registry.answer = False
-    await living.process._entry.tell()
-    assert living.life.record.state == DRAINING
-    assert living.process._leave_by is not None
-    assert living.process._leave_by > time.monotonic() + LEAVE_S / 2
+    await living.process._entry.write()
+    assert living.session.record.state == DRAINING
+    assert living.process._lapsed_by is not None
+    assert living.process._lapsed_by > time.monotonic() + LEAVE_S / 2
 
 
 async def test_a_worker_that_is_drained_goes_on_when_its_entry_lapses(living: Living) -> None:

@@ -8,12 +8,13 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from baton.errors import BatonError, HandoffError, TicketEnded, WorkerFailed
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.reshard import plan
-from kvtransfer.transports.shm_transport import ShmReceiveLink
+from kvtransfer.transports.shm_transport import ShmReceiveLink, ShmShardCopier
 from tests.support.worker.ranked_worker import (
     DEADLINE_S,
     LIMITS,
@@ -209,8 +210,10 @@ async def test_damaged_bytes_on_one_rank_end_the_ticket() -> None:
         assert life is not None
         (pair,) = life.inbound._pairs.values()
         assert isinstance(pair._link, ShmReceiveLink)
+        copier = pair._link._copier
+        assert isinstance(copier, ShmShardCopier)
         # As the receiver's rank 1 maps them: the writer's checksum is of other bytes.
-        pair._link._theirs = memoryview(bytes(len(pair._link._theirs)))
+        copier._theirs = np.zeros_like(copier._theirs)
         ticket, push = await writer.begin(receiver, 1, 1)
         push.put_layers(0, 5, 0, 3)
         push.end()

@@ -12,13 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.kernels.attention.paged_tile import add_values, key_scores, slots_of
-from engine.gpu.kernels.attention.reference import Scoring
-from engine.gpu.kernels.kv_blocks import PLAIN, KvBlocks
+from engine.gpu.kernels.attention.paged import (
+    Scoring,
+    add_values,
+    check_queries,
+    key_scores,
+    pages_of,
+    place_of,
+)
+from engine.gpu.kernels.kv_blocks import KvBlocks
 from engine.gpu.kernels.launch import (
     Launch,
     capability_of,
-    check_strides,
     interpreted,
     power_of_two,
 )
@@ -38,75 +43,31 @@ def _attend_range(  # type: ignore[no-untyped-def]
     found,
     query,
     position,
-    keys,
-    values,
-    key_scales,
-    value_scales,
+    pages,
     table,
     low,
     high,
     end,
-    stride_block,
-    stride_slot,
-    scale_block,
-    scale_slot,
-    window,
-    scale,
-    soft_cap,
+    strides,
+    scoring,
+    shape,
     tile: tl.constexpr,
-    tile_dim: tl.constexpr,
-    dim: tl.constexpr,
     block_size: tl.constexpr,
-    kind: tl.constexpr,
     masked: tl.constexpr,
     windowed: tl.constexpr,
     capped: tl.constexpr,
 ):
     """Online softmax over the keys ``low … high`` for a tile of rows."""
     for start in range(low, high, tile):
-        tokens, inside, blocks, slots = slots_of(table, start, end, tile, block_size)
-        scores = key_scores(
-            query,
-            keys,
-            key_scales,
-            blocks,
-            slots,
-            inside,
-            stride_block,
-            stride_slot,
-            scale_block,
-            scale_slot,
-            scale,
-            soft_cap,
-            tile_dim,
-            dim,
-            kind,
-            capped,
-        )
+        tokens, place = place_of(table, start, end, tile, block_size)
+        scores = key_scores(query, pages, place, strides, scoring, shape, capped)
         if masked:
             seen = tokens[None, :] <= position[:, None]
             if windowed:
-                seen = seen & (tokens[None, :] > position[:, None] - window)
+                seen = seen & (tokens[None, :] > position[:, None] - scoring[0])
             scores = tl.where(seen, scores, float("-inf"))
         most, total, found = add_values(
-            most,
-            total,
-            found,
-            scores,
-            values,
-            value_scales,
-            blocks,
-            slots,
-            inside,
-            stride_block,
-            stride_slot,
-            scale_block,
-            scale_slot,
-            tile_dim,
-            dim,
-            kind,
-            query.dtype,
-            windowed,
+            most, total, found, scores, pages, place, strides, shape, query.dtype, windowed
         )
     return most, total, found
 
@@ -171,13 +132,12 @@ def chunk_kernel(  # type: ignore[no-untyped-def]
         first = number * rows // group
         last = tl.minimum((number * rows + rows - 1) // group, count - 1)
         end = context + last + 1
-        keys = data + head.to(tl.int64) * stride_head
-        values = keys + stride_value
-        key_scales = scales
-        value_scales = scales
-        if kind != 0:
-            key_scales = scales + head.to(tl.int64) * scale_head
-            value_scales = key_scales + scale_value
+        pages = pages_of(
+            data, scales, head, stride_value, stride_head, scale_value, scale_head, kind
+        )
+        strides = (stride_block, stride_slot, scale_block, scale_slot)
+        scoring = (window, scale, soft_cap)
+        shape: tl.constexpr = (tile_dim, dim, kind)
         table = tables + sequence * stride_table
         most = tl.full((rows,), float("-inf"), tl.float32)
         total = tl.zeros((rows,), tl.float32)
@@ -193,26 +153,16 @@ def chunk_kernel(  # type: ignore[no-untyped-def]
                 found,
                 query,
                 position,
-                keys,
-                values,
-                key_scales,
-                value_scales,
+                pages,
                 table,
                 0,
                 middle,
                 end,
-                stride_block,
-                stride_slot,
-                scale_block,
-                scale_slot,
-                window,
-                scale,
-                soft_cap,
+                strides,
+                scoring,
+                shape,
                 tile,
-                tile_dim,
-                dim,
                 block_size,
-                kind,
                 False,
                 False,
                 capped,
@@ -223,26 +173,16 @@ def chunk_kernel(  # type: ignore[no-untyped-def]
             found,
             query,
             position,
-            keys,
-            values,
-            key_scales,
-            value_scales,
+            pages,
             table,
             middle,
             end,
             end,
-            stride_block,
-            stride_slot,
-            scale_block,
-            scale_slot,
-            window,
-            scale,
-            soft_cap,
+            strides,
+            scoring,
+            shape,
             tile,
-            tile_dim,
-            dim,
             block_size,
-            kind,
             True,
             windowed,
             capped,
@@ -333,30 +273,18 @@ def chunk_launch(
     most = power_of_two(longest * group)
     tiles = _tiles(tile_dim, queries.element_size(), max(_LEAST, most), capability)
     kind = blocks.kind(capability)
-    data = blocks.codes(kind)[:, layer]
-    scales = None if blocks.scales is None else blocks.scales[:, layer]
-    scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
     return Launch(
         chunk_kernel,
         (-(-longest * group // tiles.rows), blocks.heads, len(contexts)),
         {
             "queries": queries,
-            "data": data,
-            "scales": scales,
             "tables": tables,
             "query_starts": query_starts,
             "contexts": contexts,
             "out": out,
             "stride_query": queries.stride(0),
             "stride_query_head": queries.stride(1),
-            "stride_block": data.stride(0),
-            "stride_value": data.stride(1),
-            "stride_head": data.stride(2),
-            "stride_slot": data.stride(3),
-            "scale_block": scale_strides[0],
-            "scale_value": scale_strides[1],
-            "scale_head": scale_strides[2],
-            "scale_slot": scale_strides[3],
+            **blocks.arguments(layer, kind),
             "stride_table": tables.stride(0),
             "window": scoring.window,
             "scale": scoring.scale,
@@ -388,15 +316,7 @@ def _check(
     query_starts: torch.Tensor,
     contexts: torch.Tensor,
 ) -> None:
-    _, heads, dim = queries.shape
-    check_strides(queries, "queries")
-    check_strides(tables, "block tables")
-    if heads % blocks.heads or dim != blocks.dim:
-        raise ValueError(
-            f"{heads} query heads of {dim} do not fit {blocks.heads} KV heads of {blocks.dim}"
-        )
-    if blocks.kind(0) == PLAIN and blocks.data.dtype != queries.dtype:
-        raise ValueError(f"queries are {queries.dtype} and KV blocks {blocks.data.dtype}")
+    check_queries(queries, blocks, tables)
     sequences = len(contexts)
     if len(query_starts) != sequences + 1 or tables.shape[0] != sequences:
         raise ValueError(f"{sequences} contexts need as many tables, and one start more")

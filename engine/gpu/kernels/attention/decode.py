@@ -11,13 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.kernels.attention.paged_tile import add_values, key_scores, slots_of
-from engine.gpu.kernels.attention.reference import Scoring
-from engine.gpu.kernels.kv_blocks import PLAIN, KvBlocks
+from engine.gpu.kernels.attention.paged import (
+    Scoring,
+    add_values,
+    check_queries,
+    key_scores,
+    pages_of,
+    place_of,
+)
+from engine.gpu.kernels.kv_blocks import KvBlocks
 from engine.gpu.kernels.launch import (
     Launch,
     capability_of,
-    check_strides,
     interpreted,
     power_of_two,
 )
@@ -100,64 +105,27 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         table = row
         if mapped:
             table = tl.load(table_rows + row).to(tl.int64)
-        keys = data + head.to(tl.int64) * stride_head
-        values = keys + stride_value
-        key_scales = scales
-        value_scales = scales
-        if kind != 0:
-            key_scales = scales + head.to(tl.int64) * scale_head
-            value_scales = key_scales + scale_value
+        pages = pages_of(
+            data, scales, head, stride_value, stride_head, scale_value, scale_head, kind
+        )
+        strides = (stride_block, stride_slot, scale_block, scale_slot)
+        scoring = (window, scale, soft_cap)
+        shape: tl.constexpr = (tile_dim, dim, kind)
         most = tl.full((rows,), float("-inf"), tl.float32)
         total = tl.zeros((rows,), tl.float32)
         found = tl.zeros((rows, tile_dim), tl.float32)
         for start in range(low, high, tile):
-            tokens, inside, blocks, slots = slots_of(
-                tables + table * stride_table, start, high, tile, block_size
-            )
-            scores = key_scores(
-                query,
-                keys,
-                key_scales,
-                blocks,
-                slots,
-                inside,
-                stride_block,
-                stride_slot,
-                scale_block,
-                scale_slot,
-                scale,
-                soft_cap,
-                tile_dim,
-                dim,
-                kind,
-                capped,
-            )
+            tokens, place = place_of(tables + table * stride_table, start, high, tile, block_size)
+            scores = key_scores(query, pages, place, strides, scoring, shape, capped)
             # Every tile has a key that counts.
-            scores = tl.where((inside & (tokens >= begin))[None, :], scores, float("-inf"))
+            scores = tl.where((place[2] & (tokens >= begin))[None, :], scores, float("-inf"))
             most, total, found = add_values(
-                most,
-                total,
-                found,
-                scores,
-                values,
-                value_scales,
-                blocks,
-                slots,
-                inside,
-                stride_block,
-                stride_slot,
-                scale_block,
-                scale_slot,
-                tile_dim,
-                dim,
-                kind,
-                query.dtype,
-                False,
+                most, total, found, scores, pages, place, strides, shape, query.dtype, False
             )
-        place = (row * tl.num_programs(1) * group + heads) * splits + tl.program_id(0)
-        pointers = partial + place[:, None] * dim + dims[None, :]
+        part = (row * tl.num_programs(1) * group + heads) * splits + tl.program_id(0)
+        pointers = partial + part[:, None] * dim + dims[None, :]
         tl.store(pointers, found / total[:, None], mask=used)
-        tl.store(sums + place, most + tl.log2(total), mask=real)
+        tl.store(sums + part, most + tl.log2(total), mask=real)
 
 
 @triton.jit(do_not_specialize=["window", "splits"])  # type: ignore[untyped-decorator]
@@ -334,16 +302,11 @@ def _launches(
     splits = partial.shape[2]
     kind = blocks.kind(capability)
     tile_dim = max(_LEAST, power_of_two(dim))
-    data = blocks.codes(kind)[:, layer]
-    scales = None if blocks.scales is None else blocks.scales[:, layer]
-    scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
     first = Launch(
         decode_kernel,
         (splits, blocks.heads, rows),
         {
             "queries": queries,
-            "data": data,
-            "scales": scales,
             "tables": tables,
             "table_rows": table_rows,
             "lengths": lengths,
@@ -351,14 +314,7 @@ def _launches(
             "sums": sums,
             "stride_query": queries.stride(0),
             "stride_query_head": queries.stride(1),
-            "stride_block": data.stride(0),
-            "stride_value": data.stride(1),
-            "stride_head": data.stride(2),
-            "stride_slot": data.stride(3),
-            "scale_block": scale_strides[0],
-            "scale_value": scale_strides[1],
-            "scale_head": scale_strides[2],
-            "scale_slot": scale_strides[3],
+            **blocks.arguments(layer, kind),
             "stride_table": tables.stride(0),
             "window": scoring.window,
             "scale": scoring.scale,
@@ -370,7 +326,7 @@ def _launches(
             "rows": max(_LEAST, power_of_two(group)),
             "dim": dim,
             "tile_dim": tile_dim,
-            "tile": tile_keys(tile_dim, data.element_size(), split),
+            "tile": tile_keys(tile_dim, blocks.data.element_size(), split),
             "split": split,
             "block_size": blocks.block_size,
             "kind": kind,
@@ -421,15 +377,8 @@ def _check(
     table_rows: torch.Tensor | None,
     split: int,
 ) -> None:
-    rows, heads, dim = queries.shape
-    check_strides(queries, "queries")
-    check_strides(tables, "block tables")
-    if heads % blocks.heads or dim != blocks.dim:
-        raise ValueError(
-            f"{heads} query heads of {dim} do not fit {blocks.heads} KV heads of {blocks.dim}"
-        )
-    if blocks.kind(0) == PLAIN and blocks.data.dtype != queries.dtype:
-        raise ValueError(f"queries are {queries.dtype} and KV blocks {blocks.data.dtype}")
+    rows = len(queries)
+    check_queries(queries, blocks, tables)
     if split < _LEAST or split != power_of_two(split):
         raise ValueError("a split must be a power of two of at least 16 keys")
     for name, tensor in (("tables", tables), ("lengths", lengths), ("table_rows", table_rows)):

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 from unittest import mock
@@ -20,11 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import engine
 from engine.gpu.kernels.launch import Launch
 from tests.kernels.gpu.fake.indexing import get_item, set_item
 from tests.kernels.gpu.fake.ledger import Ledger
 
 CUDA = torch.device("cuda", 0)
+_ENGINE = Path(engine.__file__ or "").parent
 CAPABILITY = (9, 0)
 
 _FORBIDDEN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -161,9 +164,9 @@ def _on_gpu(args: Sequence[Any]) -> bool:
 def _line_of_the_engine() -> str:
     """Of the innermost frame that is not the harness's own."""
     for frame in reversed(traceback.extract_stack()):
-        _, found, path = frame.filename.rpartition("/engine/")
-        if found:
-            return f"engine/{path}:{frame.lineno} {frame.name}"
+        path = Path(frame.filename)
+        if path.is_relative_to(_ENGINE):
+            return f"{path.relative_to(_ENGINE.parent)}:{frame.lineno} {frame.name}"
     frame = next(f for f in reversed(traceback.extract_stack()) if f.filename != __file__)
     return f"{frame.filename}:{frame.lineno} {frame.name}"
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.gpu.kernels.attention.chunk import MAX_TILE_ROWS, chunk_attention
-from engine.gpu.kernels.attention.reference import Scoring, attend_reference
+from engine.gpu.kernels.attention.paged import Scoring, attend_reference
 from tests.kernels.gpu.device import DEVICE, INTERPRETED, TOLERANCE
 from tests.kernels.gpu.paged import paged
 

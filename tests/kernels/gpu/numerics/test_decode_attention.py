@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.gpu.kernels.attention.decode import decode_attention, decode_launches
-from engine.gpu.kernels.attention.reference import Scoring, attend_reference
+from engine.gpu.kernels.attention.paged import Scoring, attend_reference
 from tests.kernels.gpu.device import DEVICE, INTERPRETED, TOLERANCE
 from tests.kernels.gpu.paged import Paged, paged
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from baton.errors import WorkerFailed
+from engine.build import build_engine
 from engine.checkpoint.model_config import load_model_config
-from engine.engine import EngineSettings, build_engine
+from engine.engine import EngineSettings
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.draws import GREEDY
 from engine.gpu.fused_weights import gpu_weights
@@ -26,7 +27,7 @@ from engine.parallel import context_split
 from engine.parallel.context_parallel import ContextExchange
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
-from engine.parallel.ranks import FollowingRank, LeadRank
+from engine.parallel.ranks import Follower, Leader
 from engine.parallel.shard import config_of, shard_of
 from engine.parallel.weight_slices import WeightSlices
 from engine.scheduling.plan import PlanRow
@@ -40,10 +41,10 @@ RANKS = 2
 PROMPT = list(range(7, 32))
 TABLE = (3, 5, 2)
 
-MakeStepModel = Callable[[Path, RankGroup, LeadRank | None], GpuStepModel]
+MakeStepModel = Callable[[Path, RankGroup, Leader | None], GpuStepModel]
 
 
-def model_shard(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+def model_shard(folder: Path, group: RankGroup, leader: Leader | None) -> GpuStepModel:
     """Of ranks that divide the model."""
     config = load_model_config(folder)
     shard = shard_of(config, group.rank, group.ranks)
@@ -51,16 +52,16 @@ def model_shard(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuSte
     weights = load_weights(folder, DEVICE, torch.float32, slices=slices)
     model = DecoderModel(config_of(config, shard), weights, DEVICE, RankModel(shard, group))
     cache = KvCache(model.config, 8, 16, torch.float32, DEVICE)
-    return GpuStepModel(gpu_weights(model), cache, 8, lead=lead)
+    return GpuStepModel(gpu_weights(model), cache, 8, leader=leader)
 
 
-def context_shard(folder: Path, group: RankGroup, lead: LeadRank | None) -> GpuStepModel:
+def context_shard(folder: Path, group: RankGroup, leader: Leader | None) -> GpuStepModel:
     """Of ranks that divide prompts."""
     config = load_model_config(folder)
     model = DecoderModel(config, load_weights(folder, DEVICE, torch.float32), DEVICE)
     model.context = ContextExchange(group)
     cache = KvCache(config, 8, 16, torch.float32, DEVICE)
-    return GpuStepModel(gpu_weights(model), cache, 8, lead=lead)
+    return GpuStepModel(gpu_weights(model), cache, 8, leader=leader)
 
 
 @pytest.fixture(autouse=True)
@@ -98,17 +99,17 @@ def test_ranks_compute_what_one_computes(
     # So that ranks divide a prompt as short as this one.
     monkeypatch.setattr(context_split, "MIN_TOKENS", 8)
     folder = make(tmp_path)
-    lead = LeadRank(HOST, RANKS)
+    leader = Leader(HOST, RANKS)
     ended: Future[None] = Future()
 
     def follow() -> None:
         try:
-            with closing(FollowingRank(lead.address, 1, RANKS, WAIT_S)) as following:
-                group = following.form(DEVICE, lambda _: None)
+            with closing(Follower(leader.address, 1, RANKS, WAIT_S)) as follower:
+                group = follower.form(DEVICE, lambda _: None)
                 model = shard(folder, group, None)
-                following.ready("none")
+                follower.ready("none")
                 cache = KvCache(load_model_config(folder), 8, 16, torch.float32, DEVICE)
-                following.run(model, cache)
+                follower.run(model, cache)
             ended.set_result(None)
         except BaseException as error:
             ended.set_exception(error)
@@ -116,7 +117,7 @@ def test_ranks_compute_what_one_computes(
     thread = threading.Thread(target=follow)
     thread.start()
     try:
-        model = shard(folder, lead.form(DEVICE, WAIT_S).group, lead)
+        model = shard(folder, leader.form(DEVICE, WAIT_S).group, leader)
         rows = (PlanRow(0, 0, len(PROMPT), TABLE, True),)
         step = StepInput(rows, PROMPT, list(range(len(PROMPT))), False)
         found = model.run(step).logits
@@ -130,7 +131,7 @@ def test_ranks_compute_what_one_computes(
         # Most likely since the other rank failed, which says more.
         raise ended.exception(WAIT_S) or error from error
     finally:
-        lead.close()
+        leader.close()
         thread.join(WAIT_S)
     ended.result(0)
     reference = build_engine(EngineSettings(folder, "float32", "cpu", kv_pool_bytes=1 << 20))

@@ -56,7 +56,7 @@ def plans(sampling: tuple[dict[str, Any], ...]) -> list[StepPlan]:
 
 
 def overlapped(runner: ModelRunner, all_plans: list[StepPlan]) -> list[Any]:
-    """As the control loop does it: the next step is started, then the last one is waited for."""
+    """As the engine core does it: the next step is started, then the last one is waited for."""
     endings: list[Ending] = []
     found = []
     for plan in all_plans:

@@ -33,13 +33,13 @@ from baton.errors import (
 )
 from baton.rpc.grpc_channel import make_server
 from router.access.access import Access
-from router.batches.batches import Batches
 from router.core.request import GenerationRequest, OutputDelta
-from router.grpc.inference import add_grpc_front
-from router.http_app import create_app
 from tests.support.router.front_fakes import (
     MODEL,
     Front,
+    add_grpc,
+    batches_of,
+    create_app,
     endless,
     make_front,
     serve,
@@ -95,9 +95,9 @@ class There:
 async def fronts(front: Front) -> AsyncIterator[There]:
     access = Access(front.config, front.metrics)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
-    batches = Batches(*parts)
+    batches = batches_of(*parts)
     server = make_server()
-    add_grpc_front(server, *parts)
+    add_grpc(server, *parts)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await batches.start()

@@ -113,7 +113,9 @@ GEOMETRIES = st.builds(Geometry, U32, U32, U32, U32, TEXT, U32, GROUPS)
 @quick
 @given(SAMPLING)
 def test_sampling(params: SamplingParams) -> None:
-    wire = convert.sampling_to_proto(params).SerializeToString()
+    written = sampling_pb2.SamplingParameters()
+    convert.write_sampling(written, params)
+    wire = written.SerializeToString()
     message = sampling_pb2.SamplingParameters.FromString(wire)
     assert convert.sampling_from_proto(message) == params
 

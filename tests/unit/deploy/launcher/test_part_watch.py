@@ -48,7 +48,7 @@ async def test_some_parts_are_started_again_for_ever_and_that_is_said_once(
     part = Mayfly()
     part.failure = failure
     watch = PartWatch(lines.append, pids.__setitem__)
-    keeping = asyncio.create_task(watch.keep_at_it("gcs", part))
+    keeping = asyncio.create_task(watch.keep_forever("gcs", part))
     async with asyncio.timeout(60):
         while part.starts < 20:
             await asyncio.sleep(0.001)

@@ -29,7 +29,7 @@ SIGN = """
 import sys
 from pathlib import Path
 from deploy.workers.node import NodeWorkers
-NodeWorkers(Path(sys.argv[1])).sign("decode-0", 5.0)
+NodeWorkers(Path(sys.argv[1])).register("decode-0", 5.0)
 print(flush=True)
 sys.stdin.read()
 """
@@ -66,7 +66,7 @@ def test_a_step_of_the_wall_clock_makes_no_process_another_one(
         assert launcher.is_running
         assert not launcher.is_gone
         assert [state.launcher for state in running_clusters()] == [launcher]
-        (found,) = roll.living()
+        (found,) = roll.running()
         assert found.process.is_running
         end_others(tmp_path / "workers", "decode-0")
         assert worker.wait(DEADLINE_S) == -signal.SIGKILL

@@ -98,7 +98,7 @@ class Play:
 
     # What it takes for a look at the cluster
 
-    async def look(self, now: float) -> ClusterFigures:
+    async def observe(self, now: float) -> ClusterFigures:
         self.looks += 1
         if self.away is not None:
             raise self.away
@@ -250,7 +250,7 @@ class FakeBoard:
         self.removed += routers
 
 
-def look_at(
+def observer_of(
     registry: FakeRegistry, board: FakeBoard, phases: Mapping[str, Phase]
 ) -> ClusterObserver:
     return ClusterObserver(
@@ -288,42 +288,42 @@ async def test_figures_come_with_the_second_look_and_not_while_one_is_unlisted()
     phases = {"prefill-0": Phase.RUNNING, "decode-0": Phase.RUNNING}
     registry = FakeRegistry(record("prefill-0", "prefill"), record("decode-0", "decode"))
     board = FakeBoard()
-    look = look_at(registry, board, phases)
+    observer = observer_of(registry, board, phases)
     for beat in range(4):
         board.told["r"] = RouterTraffic(beat, TrafficCounts(requests=10.0 * beat))
-        seen = await look.look(float(beat))
+        seen = await observer.observe(float(beat))
         assert (seen.demand is None) == (beat == 0)
-    assert set(look.records) == {"prefill-0", "decode-0"}
+    assert set(observer.records) == {"prefill-0", "decode-0"}
     del registry.records["decode-0:1"]
     board.told["r"] = RouterTraffic(9, TrafficCounts(requests=100))
-    assert (await look.look(9.0)).demand is None
+    assert (await observer.observe(9.0)).demand is None
     registry.records["decode-0:2"] = record("decode-0", "decode", DRAINING)
     board.told["r"] = RouterTraffic(10, TrafficCounts(requests=110))
-    seen = await look.look(10.0)
+    seen = await observer.observe(10.0)
     assert seen.demand is not None, "one that drains is known"
-    assert set(look.records) == {"prefill-0"}
+    assert set(observer.records) == {"prefill-0"}
 
 
 async def test_routers_that_are_gone_are_struck_off() -> None:
     board = FakeBoard()
     board.told["r"] = RouterTraffic(1, TrafficCounts())
-    look = look_at(FakeRegistry(), board, {})
-    await look.look(0.0)
-    await look.look(GONE_S)
-    await look.forget_gone(GONE_S)
+    observer = observer_of(FakeRegistry(), board, {})
+    await observer.observe(0.0)
+    await observer.observe(GONE_S)
+    await observer.forget_gone(GONE_S)
     assert board.removed == ["r"]
     board.failure = OSError("away")
-    await look.forget_gone(GONE_S)
+    await observer.forget_gone(GONE_S)
 
 
 @pytest.mark.parametrize("routers", [0, 1])
 async def test_without_workers_or_routers_nothing_is_known(routers: int) -> None:
     board = FakeBoard()
-    look = look_at(FakeRegistry(), board, {})
+    observer = observer_of(FakeRegistry(), board, {})
     for beat in range(3):
         for number in range(routers):
             board.told[f"r{number}"] = RouterTraffic(beat, TrafficCounts())
-        assert (await look.look(float(beat))).demand is None
+        assert (await observer.observe(float(beat))).demand is None
 
 
 class Worker(control_pb2_grpc.ControlServiceServicer):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.errors import BatonError
-from deploy.supervisor import ray_slots as fleet_module
+from deploy.supervisor import ray_slots as ray_slots_module
 from deploy.supervisor.ray_slots import RaySlots
 from deploy.supervisor.reconciler import Observed
 from deploy.workers.worker_actor import PingReply
@@ -45,7 +45,7 @@ class FakeWorker:
 
 
 class Scene:
-    """A fleet of two, with a clock and a registry of the test's."""
+    """Two slots, with a clock and a registry of the test's."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -66,19 +66,19 @@ class Scene:
             raise ConnectionError("away")
         return slot in self.known
 
-    async def until(self, fleet: RaySlots, holds: Callable[[], bool]) -> None:
+    async def until(self, slots: RaySlots, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not holds():
-                await fleet.look("decode-0")
+                await slots.observe("decode-0")
                 await asyncio.sleep(0)
 
-    async def pass_time(self, fleet: RaySlots, seconds: int) -> float:
+    async def pass_time(self, slots: RaySlots, seconds: int) -> float:
         """The worker is asked once a second; returns what it was told at last."""
         for _ in range(seconds):
             self.now += 1.0
-            await fleet.refresh()
+            await slots.refresh()
         count = len(self.workers[0].unlisted)
-        await self.until(fleet, lambda: len(self.workers[0].unlisted) >= count + 2)
+        await self.until(slots, lambda: len(self.workers[0].unlisted) >= count + 2)
         return self.workers[0].unlisted[-1]
 
 
@@ -87,118 +87,118 @@ async def begun(
     monkeypatch: pytest.MonkeyPatch, registry_ttl_s: float = 4.0
 ) -> AsyncIterator[tuple[Scene, RaySlots]]:
     scene = Scene()
-    monkeypatch.setattr(fleet_module, "find_all", lambda: scene.workers)
-    monkeypatch.setattr(fleet_module, "is_known", scene.is_known)
-    monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: scene.now))
-    fleet = RaySlots(lambda _: pytest.fail("nobody is started"), scene.roll, registry_ttl_s)
-    await fleet.recall()
+    monkeypatch.setattr(ray_slots_module, "find_all", lambda: scene.workers)
+    monkeypatch.setattr(ray_slots_module, "is_known", scene.is_known)
+    monkeypatch.setattr(ray_slots_module, "time", SimpleNamespace(monotonic=lambda: scene.now))
+    slots = RaySlots(lambda _: pytest.fail("nobody is started"), scene.roll, registry_ttl_s)
+    await slots.find_running()
     try:
-        await scene.until(fleet, lambda: bool(scene.workers[0].unlisted))
-        yield scene, fleet
+        await scene.until(slots, lambda: bool(scene.workers[0].unlisted))
+        yield scene, slots
     finally:
-        fleet.close()
+        slots.close()
 
 
 async def test_a_worker_is_told_for_how_long_others_alone_were_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with begun(monkeypatch) as (scene, fleet):
-        assert set(fleet.slots) == {"decode-0", "decode-1"}
-        assert await scene.pass_time(fleet, 5) == 0
+    async with begun(monkeypatch) as (scene, slots):
+        assert set(slots.names) == {"decode-0", "decode-1"}
+        assert await scene.pass_time(slots, 5) == 0
         scene.listed = ("decode-1",)
-        assert await scene.pass_time(fleet, 40) == 40
-        assert (await fleet.look("decode-0")).observed is Observed.SERVING
+        assert await scene.pass_time(slots, 40) == 40
+        assert (await slots.observe("decode-0")).observed is Observed.SERVING
         scene.listed = ("decode-0",)
-        assert await scene.pass_time(fleet, 1) == 0
+        assert await scene.pass_time(slots, 1) == 0
 
 
 @pytest.mark.parametrize("listed", [None, ()])
 async def test_a_registry_that_is_away_or_empty_blames_nobody(
     monkeypatch: pytest.MonkeyPatch, listed: tuple[str, ...] | None
 ) -> None:
-    async with begun(monkeypatch) as (scene, fleet):
+    async with begun(monkeypatch) as (scene, slots):
         scene.listed = listed
-        assert await scene.pass_time(fleet, 500) == 0
+        assert await scene.pass_time(slots, 500) == 0
 
 
 async def test_a_supervisor_that_stood_still_blames_nobody_for_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with begun(monkeypatch) as (scene, fleet):
+    async with begun(monkeypatch) as (scene, slots):
         scene.now += 500.0
         scene.listed = ("decode-1",)
-        assert await scene.pass_time(fleet, 1) < 10
+        assert await scene.pass_time(slots, 1) < 10
 
 
 async def test_who_leaves_is_seen_to_and_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with begun(monkeypatch) as (scene, fleet):
-        await fleet.drain("decode-0", 3.0)
-        await fleet.drain("decode-9", 3.0)
+    async with begun(monkeypatch) as (scene, slots):
+        await slots.drain("decode-0", 3.0)
+        await slots.drain("decode-9", 3.0)
         assert scene.workers[0].drained == [3.0]
         scene.workers[0].answer = PingReply.LEAVING
-        await scene.pass_time(fleet, 1)
-        assert (await fleet.look("decode-0")).observed is Observed.LEAVING
+        await scene.pass_time(slots, 1)
+        assert (await slots.observe("decode-0")).observed is Observed.LEAVING
 
 
-async def _looks(scene: Scene, fleet: RaySlots, seconds: int) -> None:
+async def _looks(scene: Scene, slots: RaySlots, seconds: int) -> None:
     """At decode-0, which does not answer; Ray has time to."""
     for _ in range(seconds):
         scene.now += 1.0
-        await fleet.look("decode-0")
+        await slots.observe("decode-0")
         await asyncio.sleep(0.01)
 
 
 async def test_a_death_that_ray_knows_and_does_not_tell_makes_this_process_useless(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with begun(monkeypatch) as (scene, fleet):
+    async with begun(monkeypatch) as (scene, slots):
         scene.workers[0].stuck = True
         scene.known = ("decode-1",)
         # Ray may be about to tell.
-        await _looks(scene, fleet, 8)
-        with pytest.raises(BatonError, match="Ray knows that decode-0 is dead, and does not tell"):
-            await _looks(scene, fleet, 8)
+        await _looks(scene, slots, 8)
+        with pytest.raises(BatonError, match="Ray reports decode-0 dead but sent no notification"):
+            await _looks(scene, slots, 8)
 
 
 @pytest.mark.parametrize("known", [("decode-0", "decode-1"), None])
 async def test_a_worker_that_is_silent_while_ray_thinks_it_lives_is_no_sign_of_that(
     monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...] | None
 ) -> None:
-    async with begun(monkeypatch) as (scene, fleet):
+    async with begun(monkeypatch) as (scene, slots):
         scene.workers[0].stuck = True
         scene.known = known
         scene.listed = ("decode-1",)
-        await fleet.refresh()
-        await _looks(scene, fleet, 60)
-        assert (await fleet.look("decode-0")).observed is Observed.SILENT
+        await slots.refresh()
+        await _looks(scene, slots, 60)
+        assert (await slots.observe("decode-0")).observed is Observed.SILENT
 
 
 async def test_an_entry_that_is_not_renewed_lists_no_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Redis keeps it for as long as its clock was set back."""
-    async with begun(monkeypatch) as (scene, fleet):
+    async with begun(monkeypatch) as (scene, slots):
         scene.workers[0].stuck = True
-        await _looks(scene, fleet, 8)
-        await fleet.refresh()
-        assert (await fleet.look("decode-0")).observed is Observed.SERVING, "the registry has it"
+        await _looks(scene, slots, 8)
+        await slots.refresh()
+        assert (await slots.observe("decode-0")).observed is Observed.SERVING, "the registry has it"
         scene.frozen = ("decode-0",)
         for _ in range(24):
             scene.now += 0.5
-            await fleet.refresh()
-        assert (await fleet.look("decode-0")).observed is Observed.SILENT
+            await slots.refresh()
+        assert (await slots.observe("decode-0")).observed is Observed.SILENT
         scene.frozen = ()
-        await fleet.refresh()
-        assert (await fleet.look("decode-0")).observed is Observed.SERVING
+        await slots.refresh()
+        assert (await slots.observe("decode-0")).observed is Observed.SERVING
 
 
 async def test_workers_that_renew_their_entries_seldom_are_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A heartbeat of 10 s, and entries that live for 30 s."""
-    async with begun(monkeypatch, registry_ttl_s=30.0) as (scene, fleet):
+    async with begun(monkeypatch, registry_ttl_s=30.0) as (scene, slots):
         for _ in range(20):
             scene.frozen = ()
-            assert await scene.pass_time(fleet, 1) == 0
+            assert await scene.pass_time(slots, 1) == 0
             scene.frozen = ("decode-0",)
-            assert await scene.pass_time(fleet, 9) == 0
+            assert await scene.pass_time(slots, 9) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection
 from typing import cast
 
@@ -14,8 +15,8 @@ from baton.host.background import end_tasks
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.supervisor import supervisor as supervisor_module
-from deploy.supervisor.ray_slots import SlotObservation
-from deploy.supervisor.reconciler import Observed, Phase, SlotState
+from deploy.supervisor.ray_slots import RaySlots, SlotObservation
+from deploy.supervisor.reconciler import Observed, Phase, Reconciler, SlotState
 from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
 from deploy.supervisor.supervisor import Supervisor
 
@@ -39,19 +40,19 @@ class FakeWorkers:
         self.failure: Exception | None = None
         self.closed = False
 
-    async def recall(self) -> None:
+    async def find_running(self) -> None:
         self.recalls += 1
         if self.recalls == 1 and self.failure is not None:
             raise self.failure
 
     @property
-    def slots(self) -> Collection[str]:
+    def names(self) -> Collection[str]:
         return [slot for slot, seen in self.seen.items() if seen.observed is not Observed.ABSENT]
 
     async def refresh(self) -> None:
         self.refreshed += 1
 
-    async def look(self, slot: str) -> SlotObservation:
+    async def observe(self, slot: str) -> SlotObservation:
         return self.seen.get(slot, SlotObservation(Observed.ABSENT))
 
     async def start(self, slot: str) -> None:
@@ -117,14 +118,18 @@ class Play:
     ) -> None:
         self.workers, self.board, self.sizes = workers, board, sizes or FakeSizes()
         self.metrics = SupervisorMetrics(CollectorRegistry())
+        self.reconciler = Reconciler(DRAIN_S)
+        self.note = ""
         self.supervisor = supervisor = Supervisor(
             POOLS,
-            workers,
+            self.reconciler,
+            cast(RaySlots, workers),
             cast(StatusStore, board),
             cast(PoolSizes, self.sizes),
             self.metrics,
             "here:1",
             drain_s=DRAIN_S,
+            note=lambda: self.note,
         )
         self.task = asyncio.create_task(supervisor.run())
 
@@ -147,7 +152,7 @@ class Play:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "LOOK_S", 0.001)
-    monkeypatch.setattr(supervisor_module, "_RECALL_AGAIN_S", 0.001)
+    monkeypatch.setattr(supervisor_module, "_FIND_AGAIN_S", 0.001)
 
 
 async def test_it_fills_what_is_empty_leaves_who_serves_and_tells() -> None:
@@ -257,10 +262,13 @@ async def test_its_slots_and_the_autoscalers_note_are_told() -> None:
         FakeWorkers(decode_0=SlotObservation(Observed.SERVING, pid=77, node="here")), FakeBoard()
     )
     await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
-    assert play.supervisor.phases() == {"decode-0": Phase.RUNNING, "decode-1": Phase.RUNNING}
+    assert play.reconciler.phases(time.monotonic()) == {
+        "decode-0": Phase.RUNNING,
+        "decode-1": Phase.RUNNING,
+    }
     assert play.board.told is not None
     assert play.board.told.autoscaler == ""
-    play.supervisor.note = lambda: "decode has 2 and needs 1.5"
+    play.note = "decode has 2 and needs 1.5"
     await play.until(lambda: bool(play.board.told and play.board.told.autoscaler))
     assert play.board.told.autoscaler == "decode has 2 and needs 1.5"
     await play.end()

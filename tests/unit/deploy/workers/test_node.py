@@ -33,7 +33,7 @@ SIGN = """
 import sys
 from pathlib import Path
 from deploy.workers.node import NodeWorkers
-print(NodeWorkers(Path(sys.argv[1])).sign(sys.argv[2], 5.0, "ab", "h:1"), flush=True)
+print(NodeWorkers(Path(sys.argv[1])).register(sys.argv[2], 5.0, "ab", "h:1"), flush=True)
 sys.stdin.read()
 """
 
@@ -135,17 +135,17 @@ class Signer:
 def test_a_number_is_free_again_when_its_process_has_ended(tmp_path: Path) -> None:
     folder = tmp_path / "workers"
     roll = NodeWorkers(folder)
-    assert roll.living() == []
+    assert roll.running() == []
     signers = [Signer(folder, f"decode-{n}") for n in range(3)]
     try:
         assert [one.number for one in signers] == [0, 1, 2]
-        found = {worker.slot: worker for worker in roll.living()}
+        found = {worker.slot: worker for worker in roll.running()}
         assert {slot: one.process.pid for slot, one in found.items()} == {
             f"decode-{n}": one.process.pid for n, one in enumerate(signers)
         }
         assert (found["decode-1"].drain_s, found["decode-1"].node) == (5.0, "ab")
         signers[1].end()
-        assert {worker.slot for worker in roll.living()} == {"decode-0", "decode-2"}
+        assert {worker.slot for worker in roll.running()} == {"decode-0", "decode-2"}
         signers.append(Signer(folder, "decode-3"))
         assert signers[-1].number == 1
     finally:
@@ -155,4 +155,4 @@ def test_a_number_is_free_again_when_its_process_has_ended(tmp_path: Path) -> No
 
 def test_a_file_that_says_nothing_is_nobody(tmp_path: Path) -> None:
     (tmp_path / "0").write_text("")
-    assert NodeWorkers(tmp_path).living() == []
+    assert NodeWorkers(tmp_path).running() == []

@@ -13,7 +13,7 @@ from deploy.workers.standby import (
     PATIENCE_S,
     FileLock,
     Standby,
-    StandbyPlace,
+    StandbyFiles,
     StandbyWatch,
 )
 
@@ -21,8 +21,8 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> StandbyPlace:
-    return StandbyPlace(tmp_path, "node")
+def place(tmp_path: Path) -> StandbyFiles:
+    return StandbyFiles(tmp_path, "node")
 
 
 class Imports:
@@ -38,7 +38,7 @@ class Imports:
         self.ended = True
 
 
-def standby(place: StandbyPlace, imports: Imports, fresh_s: float = 0.0) -> Standby:
+def standby(place: StandbyFiles, imports: Imports, fresh_s: float = 0.0) -> Standby:
     one = Standby(place, imports, fresh_s)
     one.begin()
     return one
@@ -58,23 +58,23 @@ def test_a_lock_is_one_holders(tmp_path: Path) -> None:
 
 
 def test_who_was_asked_imports_holds_the_lock_and_gives_it_back_when_it_is_taken(
-    place: StandbyPlace,
+    place: StandbyFiles,
 ) -> None:
     imports = Imports()
     imports.may_end.set()
-    place.ask()
+    place.request()
     one = standby(place, imports)
     assert imports.begun.wait(WAIT_S)
     assert place.lock.is_held()
-    assert not place.was_asked()
+    assert not place.take_request()
     one.take()
     assert imports.ended
     assert not place.lock.is_held()
 
 
-def test_whoever_is_taken_waits_for_imports_that_are_under_way(place: StandbyPlace) -> None:
+def test_whoever_is_taken_waits_for_imports_that_are_under_way(place: StandbyFiles) -> None:
     imports = Imports()
-    place.ask()
+    place.request()
     one = standby(place, imports)
     assert imports.begun.wait(WAIT_S)
     taking = threading.Thread(target=one.take)
@@ -86,23 +86,23 @@ def test_whoever_is_taken_waits_for_imports_that_are_under_way(place: StandbyPla
     assert not place.lock.is_held()
 
 
-def test_whoever_was_not_asked_or_is_taken_before_imports_nothing(place: StandbyPlace) -> None:
+def test_whoever_was_not_asked_or_is_taken_before_imports_nothing(place: StandbyFiles) -> None:
     imports = Imports()
     standby(place, imports).take()
-    place.ask()
+    place.request()
     one = standby(place, imports, fresh_s=WAIT_S)
     one.leave()
     one.take()
     assert not imports.begun.is_set()
-    assert place.was_asked()
+    assert place.take_request()
 
 
 def test_one_stands_by_on_a_node_and_the_next_one_after_him(
-    place: StandbyPlace, tmp_path: Path
+    place: StandbyFiles, tmp_path: Path
 ) -> None:
     holder, imports = place.lock, Imports()
     assert holder.take()
-    place.ask()
+    place.request()
     one = standby(place, imports)
     while any(tmp_path.glob("*.asked")):
         time.sleep(0.01)
@@ -114,12 +114,12 @@ def test_one_stands_by_on_a_node_and_the_next_one_after_him(
 
 
 def test_imports_that_fail_let_the_lock_go(
-    place: StandbyPlace, caplog: pytest.LogCaptureFixture
+    place: StandbyFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails() -> None:
         raise ImportError("no module named torch")
 
-    place.ask()
+    place.request()
     one = Standby(place, fails, 0.0)
     one.begin()
     for thread in threading.enumerate():

@@ -15,9 +15,10 @@ from transformers import LlamaForCausalLM
 from baton.errors import ConfigError
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, warm_up
 from engine.execution.runner import ModelRunner
-from engine.local import LocalOutput, generate
+from engine.offline import OfflineOutput, generate
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from tests.support.models import EOS, VOCAB, make_tiny_model
 
@@ -192,7 +193,7 @@ def test_the_same_seed_draws_the_same_in_any_company(runner: ModelRunner) -> Non
     assert runner.run(plan(*rows, arrivals=arrivals)).token_ids[1] == alone
 
 
-def answers(engine: Engine, **changes: Any) -> list[LocalOutput]:
+def answers(engine: Engine, **changes: Any) -> list[OfflineOutput]:
     """What five prompts of several lengths get."""
     sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
     prompts = [tuple(some_tokens(count, seed=count)) for count in (1, 15, 16, 17, 70)]

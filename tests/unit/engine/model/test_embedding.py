@@ -13,9 +13,10 @@ from transformers import LlamaForCausalLM
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
+from engine.build import build_engine
 from engine.cpu.decoder import CpuDecoder
-from engine.engine import Engine, EngineSettings, build_engine
-from engine.local import LocalOutput, generate
+from engine.engine import Engine, EngineSettings
+from engine.offline import OfflineOutput, generate
 from tests.support.drafter_heads import make_eagle_head
 from tests.support.models import make_tiny_model
 
@@ -52,7 +53,7 @@ def spoken(number: int, prompt: tuple[int, ...]) -> SequenceSpec:
     return SequenceSpec(f"s{number}", 0, "r", prompt, len(prompt), sampling)
 
 
-def vectors(found: list[LocalOutput]) -> torch.Tensor:
+def vectors(found: list[OfflineOutput]) -> torch.Tensor:
     return torch.tensor([output.embedding for output in found])
 
 

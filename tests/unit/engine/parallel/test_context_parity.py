@@ -14,8 +14,9 @@ import torch
 
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
-from engine.parallel.ranks import LeadingRank
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
+from engine.parallel.ranks import FormedGroup
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from engine.step.step import StepInput
 from tests.support.engine.rank_threads import engine_of_ranks
@@ -180,6 +181,6 @@ def test_ranks_share_the_memory_of_the_pool(built: dict[str, EngineSettings]) ->
 def test_what_ranks_do_not_do_is_refused(
     built: dict[str, EngineSettings], changes: dict[str, Any], reason: str
 ) -> None:
-    nobody = cast(LeadingRank, SimpleNamespace(lead=None, group=None))
+    nobody = cast(FormedGroup, SimpleNamespace(leader=None, group=None))
     with pytest.raises(ConfigError, match=reason):
         build_engine(replace(built["dense"], **changes), ranks=nobody)

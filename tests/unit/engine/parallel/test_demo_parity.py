@@ -14,10 +14,11 @@ import torch
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
-from engine.local import generate
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from engine.model.model import DecoderModel
 from engine.model.torch_step import TorchStepModel
+from engine.offline import generate
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
 from router.text.tokenizer import Tokenizer

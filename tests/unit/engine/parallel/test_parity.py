@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
 from engine.step.step import StepInput
 from tests.support.engine.rank_threads import engine_of_ranks

@@ -13,9 +13,10 @@ import torch
 from baton.logprobs import TokenLogprobs
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.cpu.logprobs import cpu_logprobs
-from engine.engine import Engine, EngineSettings, build_engine
-from engine.local import generate
+from engine.build import build_engine
+from engine.cpu.sampler import cpu_logprobs
+from engine.engine import Engine, EngineSettings
+from engine.offline import generate
 from engine.sampling.logprobs import Scored, Scorer, token_logprobs
 from tests.support.models import make_tiny_model
 

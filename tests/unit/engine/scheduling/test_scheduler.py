@@ -342,7 +342,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(turns=st.integers(1, 6), late=st.booleans())
     def run(self, turns: int, late: bool) -> None:
-        """Some steps as the control loop takes them; results come late when two are in flight."""
+        """Some steps as the engine core takes them; results come late when two are in flight."""
         for _ in range(turns):
             while self.world.scheduler.plans_in_flight < self.world.depth:
                 if self.world.schedule() is None:
@@ -547,7 +547,7 @@ def make_world(
 
 
 def run_without_a_pause(world: World) -> None:
-    """As the control loop does: once nothing is planned, nothing may be left."""
+    """As the engine core does: once nothing is planned, nothing may be left."""
     while not world.scheduler.is_idle():
         assert world.schedule() is not None, "work is left and nothing is planned"
         world.execute()

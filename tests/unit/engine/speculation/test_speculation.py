@@ -16,9 +16,10 @@ from baton.errors import ConfigError
 from baton.grammar import Grammar, GrammarKind
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine, drafter_of
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, drafter_of, make_sequence
 from engine.execution.runner import ModelRunner
-from engine.local import compile_grammar, make_sequence
+from engine.offline import compile_grammar
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler

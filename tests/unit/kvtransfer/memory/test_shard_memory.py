@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.errors import HandoffError
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.reshard import plan
-from kvtransfer.layout.shard_layout import ShardLayout, shard_of, shards_from, shards_to
+from kvtransfer.layout.shard_layout import ShardLayout, shard_of, shards_to
 from kvtransfer.memory.host_memory import HostMemory
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.shard_memory import (
@@ -151,8 +151,8 @@ def test_packed_bytes_are_those_of_the_floor(
     floor = sum(each.length for each in plan(here, there, 0, BLOCKS * 4))
     packed = sum(
         shard.block_bytes * sum(map(shard.shard.has, range(BLOCKS)))
-        for rank in range(source)
-        for shard in shards_from(here, there, rank)
+        for rank in range(target)
+        for shard in shards_to(here, there, rank)
     )
     assert packed == floor
 

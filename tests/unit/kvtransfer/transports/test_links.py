@@ -1,14 +1,18 @@
-"""Transfers end when their link does."""
+"""Transfers end when their link does; parts are compared as they are placed."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from baton.errors import ChecksumMismatch, WorkerFailed
-from kvtransfer.transports.links import OpenTransfers, check_part
+from kvtransfer.memory.checksum import checksum
+from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.transports.links import OpenTransfers, place
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Batch, Parts
 
@@ -77,8 +81,10 @@ def test_none_escapes_an_end_on_another_thread() -> None:
                 transfer.wait(DEADLINE_S)
 
 
-def test_a_part_is_what_was_announced_or_damaged() -> None:
-    batch = Batch(7, Parts((0,), 0, 8), Parts((1,), 0, 8), (5,))
-    check_part(5, 5, batch)
+def test_parts_are_what_was_announced_or_damaged() -> None:
+    memory = HostMemory(np.zeros((2, 64), dtype=np.uint8))
+    data = np.arange(64, dtype=np.uint8).data
+    batch = Batch(7, Parts((0,), 0, 64), Parts((1,), 0, 64), (checksum(data),))
+    assert place(memory, batch, data, [0]) == batch.checksums
     with pytest.raises(ChecksumMismatch, match="batch 7 arrived damaged"):
-        check_part(4, 5, batch)
+        place(memory, replace(batch, checksums=(5,)), data, [0])

@@ -20,8 +20,7 @@ from loadtest.common.peer_servers import SERVED_NAME
 from planning.common.traces import Trace, TracedRequest
 from router.core.request import GenerationRequest, OutputDelta
 from router.core.served_model import ServedModel
-from router.http_app import create_app
-from tests.support.router.front_fakes import CONTEXT, make_front
+from tests.support.router.front_fakes import CONTEXT, create_app, make_front
 
 TRACE = Trace(tuple(TracedRequest(number * 0.01, 20, 3) for number in range(50)))
 

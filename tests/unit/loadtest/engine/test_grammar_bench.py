@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.grammar import Grammar, GrammarKind
-from engine.engine import EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import EngineSettings
 from loadtest.engine.grammar_bench import PEOPLE, measure
 from tests.support.models import make_tiny_model
 

@@ -19,7 +19,7 @@ from engine.quantization.weight import quantize
 from engine.roofline import Ceilings
 from loadtest.engine import profile
 from loadtest.engine.profile import ProfileSettings, draw, profile_engine
-from planning.common.report_output import print_whole
+from planning.common.report import print_whole
 from tests.support.models import make_tiny_model
 
 CEILINGS = Ceilings(1e9, 1e9)

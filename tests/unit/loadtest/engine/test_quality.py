@@ -14,11 +14,12 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
 from loadtest.engine.quality import Candidate, QualitySettings, draw, measure, read_tokens
-from planning.common.report_output import print_whole
+from planning.common.report import print_whole
 from tests.support.models import make_tiny_model
 
 SETTINGS = QualitySettings(text_tokens=300, window=140, prompt=8, answer=6)

@@ -24,7 +24,7 @@ from baton.errors import ConfigError
 from deploy.cli.main import app
 from deploy.cli.measure import bench_load_commands
 from deploy.cli.options.exit_codes import ExitCode
-from loadtest.generator import footprint, soak
+from loadtest.generator import soak
 from loadtest.generator.load_bench import SearchSettings, search_rate
 from loadtest.generator.load_run import LoadRun
 from loadtest.generator.load_settings import (
@@ -262,9 +262,9 @@ def test_soak_sees_a_process_that_leaks(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(soak, "QUIET_S", 0.1)
-    monkeypatch.setattr(footprint, "MORE_BYTES", 1 << 20)
-    monkeypatch.setattr(footprint, "MORE_SHARE", 0.0)
-    monkeypatch.setattr(footprint, "_FEWEST_SAMPLES", 4)
+    monkeypatch.setattr(soak, "MORE_BYTES", 1 << 20)
+    monkeypatch.setattr(soak, "MORE_SHARE", 0.0)
+    monkeypatch.setattr(soak, "_FEWEST_SAMPLES", 4)
     leaky = subprocess.Popen([sys.executable, "-c", LEAKY], cwd=tmp_path)
     try:
         state = SimpleNamespace(processes={"decode-0": leaky.pid}, redis_url="", cluster_id="x")

@@ -12,7 +12,7 @@ from loadtest.generator.load_driver import LoadDriver
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.targets.target import RunClock, Target
 from loadtest.generator.workload.lengths import Lengths
-from loadtest.generator.workload.planned_request import PlannedRequest
+from loadtest.generator.workload.prompts import PlannedRequest
 from loadtest.generator.workload.traffic import DrawnLengths, planned
 
 SOURCE = DrawnLengths(Lengths("fixed", 3), Lengths("fixed", 2), "tokens", seed=1)

@@ -19,7 +19,7 @@ from loadtest.generator.load_run import LoadRun
 from loadtest.generator.metrics_timeline import Timeline
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.results.summary import Distribution, Window, summarise
-from planning.common.machine import this_machine
+from planning.common.report import this_machine
 from planning.common.slo import Slo
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.15)

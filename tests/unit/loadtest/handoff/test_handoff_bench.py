@@ -8,15 +8,14 @@ import random
 import pytest
 from rich.console import Console
 
-from loadtest.handoff.handoff_bench import Answer, as_json, draw, random_prompt, row_of
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole
+from loadtest.handoff.handoff_bench import TimedAnswer, as_json, draw, random_prompt, row_of
+from planning.common.report import print_whole, this_machine
 
-ALONE = [Answer((0.5,)), Answer((0.4,)), Answer((9.0,))]
+ALONE = [TimedAnswer((0.5,)), TimedAnswer((0.4,)), TimedAnswer((9.0,))]
 HANDED = [
-    Answer((0.51, 0.54, 0.55, 0.56)),
-    Answer((0.6, 0.7, 0.7, 0.72)),
-    Answer((0.5, 0.53, 0.56, 0.55)),
+    TimedAnswer((0.51, 0.54, 0.55, 0.56)),
+    TimedAnswer((0.6, 0.7, 0.7, 0.72)),
+    TimedAnswer((0.5, 0.53, 0.56, 0.55)),
 ]
 
 

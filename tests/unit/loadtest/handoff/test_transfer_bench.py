@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from baton.errors import ConfigError, DeadlineExceeded, TicketEnded, WorkerFailed
 from deploy.cli.main import app
-from loadtest.common.line_service import helper
+from loadtest.common.json_worker import helper
 from loadtest.handoff.transfer_bench import TransferSettings, measure_transfers
 from tests.support.models import make_tiny_model
 

@@ -20,8 +20,7 @@ from loadtest.handoff.transfer_rows import (
     row_of,
     sizes_of,
 )
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole, write_json
+from planning.common.report import print_whole, this_machine, write_json
 
 BLOCK = 360 << 10
 EMPTY = EmptyHandoff("tiny", idle_ms=1.25, busy_ms=2.5, batch=63, step_ms=40.0)

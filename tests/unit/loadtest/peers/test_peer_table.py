@@ -13,7 +13,7 @@ from loadtest.common.peer_servers import Precision
 from loadtest.common.workload import WORKLOADS, Workload
 from loadtest.peers.bench_client import ClientResult
 from loadtest.peers.peer_table import Figures, Run, draw, ratios, summarise, tabulate, write_runs
-from planning.common.machine import Machine
+from planning.common.report import Machine
 
 MACHINE = Machine("a CPU", 2, 24 << 30, "Linux 6", "abc+", "2026-11-20")
 

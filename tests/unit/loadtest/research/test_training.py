@@ -10,14 +10,19 @@ import torch
 from typer.testing import CliRunner
 
 from baton.errors import ConfigError
+from engine.build import build_engine
 from engine.checkpoint.model_config import load_model_config
-from engine.engine import Engine, EngineSettings, build_engine
+from engine.engine import Engine, EngineSettings
 from engine.model.model import DecoderModel
 from engine.model.weights import load_weights
 from loadtest.research.training.__main__ import app
 from loadtest.research.training.eagle_training import EagleTraining, EagleTrainingSettings
-from loadtest.research.training.material import load_conversations, save_conversations
-from loadtest.research.training.self_talk import Conversation, SelfTalk
+from loadtest.research.training.self_talk import (
+    Conversation,
+    SelfTalk,
+    load_conversations,
+    save_conversations,
+)
 from router.text.tokenizer import Tokenizer
 from tests.support.drafter_heads import make_counting_model
 from tests.support.models import VOCAB

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from baton.errors import ConfigError
-from loadtest.common.pinning import pinned
+from loadtest.common.child_processes import pinned
 from loadtest.router.router_bench import (
     Latencies,
     Rate,
@@ -21,9 +21,8 @@ from loadtest.router.router_bench import (
     draw,
     draw_rates,
 )
-from loadtest.router.router_peer import check_command
-from planning.common.machine import this_machine
-from planning.common.report_output import print_whole
+from loadtest.router.router_process import check_command
+from planning.common.report import print_whole, this_machine
 
 THROUGH = Latencies(2.5, 5.5, 160.0, 170.0, 0.4)
 DIRECT = Latencies(1.0, 2.0, 150.0, 155.0, 0.01)

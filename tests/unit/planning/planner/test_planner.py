@@ -8,13 +8,18 @@ import pytest
 
 from baton.errors import ConfigError
 from planning.common.traces import Trace, TracedRequest
-from planning.planner.cluster_kind import Budget, ClusterKind, Counts, WorkerKind
+from planning.planner.cluster_kind import (
+    DEFAULT_TRANSPORTS,
+    Budget,
+    ClusterKind,
+    Counts,
+    WorkerKind,
+)
 from planning.planner.evaluation import Evaluation
 from planning.planner.plan import Plan
-from planning.planner.planner import Planner
-from planning.planner.transports import DEFAULT_TRANSPORTS
+from planning.planner.planner import CapacityPlanner
 from planning.planner.worker_kinds import Roles, roles, transports
-from planning.simulator.costs.worker_kinds import read_profile
+from planning.simulator.costs.worker_profile import read_profile
 from tests.support.loadtest.plans import KIND, SMALL, config, evaluation, trace
 
 _TARGET = 0.9
@@ -22,7 +27,7 @@ _SMALL_ROLES = Roles((SMALL,), (SMALL,), (), reachable=True)
 
 
 def small_plan(tried: Evaluation, budget: Budget) -> Plan:
-    planner = Planner(tried, _SMALL_ROLES, transports(DEFAULT_TRANSPORTS), budget, _TARGET)
+    planner = CapacityPlanner(tried, _SMALL_ROLES, transports(DEFAULT_TRANSPORTS), budget, _TARGET)
     return planner.plan()
 
 
@@ -108,7 +113,7 @@ def _gpu_plan(trace: Trace, degrees: tuple[int, ...], budget: Budget, ttft_s: fl
     ]
     settings = tried.config
     found = roles(kinds, tried.traffic["peak"], settings, _TARGET, every=True)
-    return Planner(tried, found, transports(DEFAULT_TRANSPORTS), budget, _TARGET).plan()
+    return CapacityPlanner(tried, found, transports(DEFAULT_TRANSPORTS), budget, _TARGET).plan()
 
 
 def test_of_transports_the_one_is_taken_that_asks_for_least() -> None:

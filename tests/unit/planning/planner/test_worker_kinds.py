@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from planning.planner.cluster_kind import Counts
-from planning.planner.prices import ASSUMED_PRICES, parse_prices
+from planning.planner.cluster_kind import AS_MEASURED, TRANSPORTS, Counts
 from planning.planner.traffic import whole
-from planning.planner.transports import AS_MEASURED, TRANSPORTS
-from planning.planner.worker_kinds import cluster_kinds, roles, transports, worker_kinds
-from planning.simulator.costs.worker_kinds import profile_fields
+from planning.planner.worker_kinds import (
+    ASSUMED_PRICES,
+    cluster_kinds,
+    parse_prices,
+    price_of,
+    roles,
+    transports,
+    worker_kinds,
+)
+from planning.simulator.costs.hardware import ACCELERATORS
+from planning.simulator.costs.worker_profile import profile_fields
 from tests.support.loadtest.clusters import profile
 from tests.support.loadtest.plans import config, trace
 
@@ -75,3 +82,26 @@ def test_transports_by_name() -> None:
         transports(["grpc", "shm"])
     with pytest.raises(ConfigError, match="known"):
         transports([])
+
+
+def test_every_accelerator_has_one() -> None:
+    assert set(ASSUMED_PRICES) == set(ACCELERATORS)
+
+
+def test_ones_own_go_before() -> None:
+    prices = parse_prices(["h200=3.25, a100=1", "0.5"])
+    assert price_of(prices, "h200") == 3.25
+    assert price_of(prices, "a100") == 1.0
+    assert price_of(prices, "b200") == ASSUMED_PRICES["b200"]
+    assert price_of(prices, "cpu.json") == 0.5
+
+
+@pytest.mark.parametrize("text", ["h200=", "h200=-1", "h200=nan", "h200", ""])
+def test_what_is_no_price_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no price"):
+        parse_prices([text])
+
+
+def test_nobody_guesses_what_a_profile_costs() -> None:
+    with pytest.raises(ConfigError, match=r"--price cpu\.json"):
+        price_of(parse_prices([]), "cpu.json")

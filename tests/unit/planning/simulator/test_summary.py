@@ -10,7 +10,7 @@ from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.costs.analytical_costs import Efficiency
 from planning.simulator.costs.hardware import ACCELERATORS
 from planning.simulator.costs.model_shape import MODELS
-from planning.simulator.costs.worker_kinds import gpu_profile
+from planning.simulator.costs.worker_profile import gpu_profile
 from planning.simulator.results import RequestResult, SimulationResult
 from planning.simulator.simulation import simulate
 from planning.simulator.summary import is_good, percentiles, summary

@@ -22,9 +22,8 @@ from baton.telemetry.metrics import RouterMetrics
 from deploy.cli.main import app
 from router.access.access import Access
 from router.access.api_keys import ApiKeys, Caller, KeyWatch
-from router.http_app import create_app
-from router.inference.request_builder import _cache_salt
-from tests.support.router.front_fakes import MODEL, make_front
+from router.inference.builder import _cache_salt
+from tests.support.router.front_fakes import MODEL, create_app, make_front
 
 
 def key(name: str, secret: str, **fields: object) -> KeyConfig:
@@ -36,7 +35,7 @@ KEYS = [key("one", "secret-1", tenant="acme", priority=3), key("two", "secret-2"
 
 
 @pytest.mark.parametrize("header", ["Bearer secret-1", "bearer  secret-1 ", "BEARER secret-1"])
-def test_a_known_key(header: str) -> None:
+def test_a_known_key_names_its_caller(header: str) -> None:
     caller = ApiKeys(KEYS, required=True).caller(header)
     assert (caller.principal.tenant, caller.principal.key_id) == ("acme", "one")
     assert caller.priority == 3
@@ -45,7 +44,7 @@ def test_a_known_key(header: str) -> None:
 @pytest.mark.parametrize(
     "header", ["", "Bearer", "Bearer wrong", "Basic secret-1", "secret-1", "ü"]
 )
-def test_an_unknown_one(header: str) -> None:
+def test_an_unknown_key_is_refused_if_one_is_required(header: str) -> None:
     caller = ApiKeys(KEYS, required=False).caller(header)
     assert (caller.principal.tenant, caller.principal.key_id) == ("default", "")
     assert caller.key is None
@@ -73,7 +72,7 @@ def baton_keys(*arguments: str, code: int = 0) -> tuple[str, str]:
     return done.stdout.strip(), done.stderr
 
 
-async def test_a_keys_whole_life_without_a_restart(tmp_path: Path) -> None:
+async def test_a_key_is_created_used_and_revoked_without_a_restart(tmp_path: Path) -> None:
     file = str(tmp_path / "sub" / "keys.json")
     first, _ = baton_keys("create", "ann", "--file", file, "--tenant", "acme")
     front = make_front(keys_file=file)
@@ -170,7 +169,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), FAULTS)
-def test_faults_are_told(tmp_path: Path, arguments: tuple[str, ...], code: int, said: str) -> None:
+def test_bad_key_commands_name_their_fault(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, said: str
+) -> None:
     file = tmp_path / "keys.json"
     baton_keys("create", "ann", "--file", str(file))
     before = file.read_text()
@@ -222,7 +223,7 @@ async def test_the_configurations_names_are_its_own(tmp_path: Path) -> None:
             await KeyWatch(file, (mine,), access.set_keys, metrics).begin()
 
 
-def test_an_ended_key_opens_nothing() -> None:
+def test_an_expired_key_is_refused() -> None:
     ends = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)
     times = [ends - datetime.timedelta(seconds=1), ends]
     keys = ApiKeys(
@@ -236,7 +237,7 @@ def test_an_ended_key_opens_nothing() -> None:
         keys.caller("Bearer secret")
 
 
-def test_where_a_key_is_required(tmp_path: Path) -> None:
+def test_a_key_file_requires_keys(tmp_path: Path) -> None:
     assert Config(keys_file="k").require_key
     assert not Config(keys_file="k", require_key=False).require_key
     assert not Config().require_key

@@ -56,7 +56,7 @@ async def test_a_burst_takes_one_round_trip(server: Server) -> None:
     await server.queue.close()
 
 
-async def test_what_comes_while_all_connections_are_busy_goes_together(server: Server) -> None:
+async def test_calls_that_wait_for_a_connection_go_together(server: Server) -> None:
     for _ in range(5):
         await server.put(1)
     assert server.sizes == [1, 1]
@@ -66,7 +66,7 @@ async def test_what_comes_while_all_connections_are_busy_goes_together(server: S
     await server.queue.close()
 
 
-async def test_what_was_given_up_in_the_queue_is_never_sent(server: Server) -> None:
+async def test_a_cancelled_call_in_the_queue_is_never_sent(server: Server) -> None:
     await server.put(1)
     await server.put(1)
     given_up, kept = await server.put(2)
@@ -91,7 +91,7 @@ async def test_the_queue_is_bounded(server: Server) -> None:
     await server.queue.close()
 
 
-async def test_one_that_the_server_refuses_fails_alone(server: Server) -> None:
+async def test_a_call_refused_by_the_server_fails_alone(server: Server) -> None:
     first, second = await server.put(2)
     server.sent[0].set_result([redis.ResponseError("no"), "b"])
     await turns()
@@ -118,7 +118,7 @@ async def test_a_bug_fails_its_calls_and_is_logged(
     await server.queue.close()
 
 
-async def test_at_the_end_what_has_no_answer_fails(server: Server) -> None:
+async def test_close_fails_calls_without_an_answer(server: Server) -> None:
     asked = [*await server.put(1), *await server.put(1), *await server.put(1)]
     await server.queue.close()
     for one in asked:

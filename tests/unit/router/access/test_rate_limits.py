@@ -20,11 +20,11 @@ from router.access.rate_limits import Allowance, duration
         (125.2, "2m6s"),
     ],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_names() -> None:
+def test_limits_are_written_as_openai_does() -> None:
     assert Allowance("tokens", 100, 40, 36.0).headers() == {
         "x-ratelimit-limit-tokens": "100",
         "x-ratelimit-remaining-tokens": "40",

@@ -28,9 +28,15 @@ from router.admin.cache import (
     OperatorServicer,
     WorkerCache,
 )
-from router.grpc.inference import add_grpc_front
-from router.http_app import create_app
-from tests.support.router.front_fakes import MODEL, check_schema, make_front, plain_client, serve
+from tests.support.router.front_fakes import (
+    MODEL,
+    add_grpc,
+    check_schema,
+    create_app,
+    make_front,
+    plain_client,
+    serve,
+)
 
 DEADLINE_S = 20.0
 
@@ -70,7 +76,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     real = cast(CacheControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     server = make_server()
-    add_grpc_front(server, *parts, more=(OperatorServicer(real, access),))
+    add_grpc(server, *parts, more=(OperatorServicer(real, access),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -85,7 +91,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
         await server.stop(0)
 
 
-async def test_stats() -> None:
+async def test_cache_statistics_over_http_and_grpc() -> None:
     async with fronts() as there:
         body = (await there.http.get("/v1/cache/stats")).json()
         assert body["index"] == {"blocks": 7, "bytes": 400}
@@ -107,7 +113,7 @@ async def test_stats() -> None:
         assert not told.HasField("index_blocks")
 
 
-async def test_dropping() -> None:
+async def test_caches_are_dropped_over_http_and_grpc() -> None:
     async with fronts() as there:
         answer = await there.http.delete("/v1/cache")
         assert answer.json()["workers"] == [
@@ -171,6 +177,6 @@ def test_without_keys_loopback_is_needed(
         access.check({"authorization": "Bearer guess"}, "admin")
 
 
-def test_nobody_without_a_key_is_an_admin() -> None:
+def test_callers_without_a_key_cannot_be_admins() -> None:
     with pytest.raises(ValueError, match="admin"):
         Config(keys=(KeyConfig(name="all", scopes=("admin",)),))

@@ -22,11 +22,16 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from router.access.access import Access
 from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
 from router.admin.worker_control import PoolScaling, WorkerControl, WorkerStatus
-from router.grpc.inference import add_grpc_front
-from router.http_app import create_app
 from router.workers.worker_link import WorkerLink
 from tests.support.mini_cluster import free_port
-from tests.support.router.front_fakes import MODEL, check_schema, make_front, serve
+from tests.support.router.front_fakes import (
+    MODEL,
+    add_grpc,
+    check_schema,
+    create_app,
+    make_front,
+    serve,
+)
 from tests.unit.router.admin.test_cache import key
 
 DEADLINE_S = 20.0
@@ -92,7 +97,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     server = make_server()
     servicer = WorkerOperatorServicer(real, scaling, access, front.config)
-    add_grpc_front(server, *parts, more=(servicer,))
+    add_grpc(server, *parts, more=(servicer,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     api = WorkerApi(real, scaling, access, front.config)
@@ -109,7 +114,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
         await server.stop(0)
 
 
-async def test_drains() -> None:
+async def test_a_worker_is_drained_over_http_and_grpc() -> None:
     async with fronts(drain_deadline_s=7.0) as there:
         answer = await there.http.post("/v1/workers/decode-0/drain")
         assert answer.json() == {"object": "worker.drained", "slot": "decode-0", "empty": True}
@@ -228,7 +233,7 @@ async def test_two_actions_at_once_do_not_take_the_last_two_workers_of_a_role(ac
         assert await control.drain("prefill-1", DEADLINE_S)
 
 
-async def test_a_drain_that_goes_on_may_be_asked_for_again() -> None:
+async def test_a_running_drain_can_be_requested_again() -> None:
     links = [fake_link("decode-0", "decode", "draining")]
     control = WorkerControl(lambda: links, lambda link: False)
     with pytest.raises(AttributeError):
@@ -272,7 +277,7 @@ async def test_a_cluster_is_shown_to_operators() -> None:
         assert (await there.http.get("/v1/cluster", headers=root)).status_code == 503
 
 
-async def test_one_that_has_gone_is_told_as_such() -> None:
+async def test_a_worker_that_ended_is_reported_as_such() -> None:
     """Not by the words of gRPC, which name addresses."""
     async with open_channel(f"127.0.0.1:{free_port()}") as channel:
         link = SimpleNamespace(
@@ -288,7 +293,7 @@ async def test_one_that_has_gone_is_told_as_such() -> None:
             await control.change_role("decode-0", "decode", DEADLINE_S)
 
 
-async def test_roles() -> None:
+async def test_a_role_is_changed_over_http_and_grpc() -> None:
     async with fronts(drain_deadline_s=7.0) as there:
         body = {"role": "decode"}
         answer = await there.http.post("/v1/workers/prefill-1/role", json=body)
@@ -354,7 +359,7 @@ OWN_POOL = (
         ({"pools": TWO_POOLS, "classes": OWN_POOL}, "long", {}, True),
     ],
 )
-async def test_a_class_keeps_a_prefill_worker_that_it_needs_unless_that_is_forced(
+async def test_the_last_prefill_worker_of_a_class_is_kept_unless_forced(
     config: dict[str, Any], pool: str, sizes: dict[str, int], is_refused: bool
 ) -> None:
     async with fronts(**config) as there:
@@ -386,7 +391,7 @@ async def test_without_prefill_workers_other_pools_are_scaled() -> None:
         assert answer.is_success, answer.text
 
 
-async def test_what_cannot_be_scaled_is_left_as_it_is() -> None:
+async def test_a_refused_scaling_changes_nothing() -> None:
     async with fronts() as there:
         for pool, body, status in (
             ("decode", {"count": 0}, 400),
@@ -406,7 +411,7 @@ async def test_what_cannot_be_scaled_is_left_as_it_is() -> None:
         assert there.sizes.sizes == {}
 
 
-async def test_what_is_wrong_is_said() -> None:
+async def test_bad_worker_requests_are_refused() -> None:
     async with fronts() as there:
         for path, body, status in (
             ("decode-9/drain", {}, 404),
@@ -425,7 +430,7 @@ async def test_what_is_wrong_is_said() -> None:
         assert there.control.told == []
 
 
-async def test_an_admin_is_needed() -> None:
+async def test_the_cache_endpoints_require_an_admin() -> None:
     async with fronts(keys=(key("ann"), key("root", admin=True))) as there:
         for name, status in (("ann", 403), ("root", 200)):
             headers = {"authorization": f"Bearer {name}"}

@@ -19,13 +19,13 @@ from baton.config.access import KeyConfig, TenantConfig
 from baton.errors import Overloaded, WorkerFailed
 from baton.request import FinishReason
 from router.access.access import Access
-from router.batches.batches import Batches
 from router.core.request import GenerationRequest, OutputDelta
-from router.http_app import create_app
 from tests.support.router.front_fakes import (
     MODEL,
     Front,
+    batches_of,
     check_schema,
+    create_app,
     make_front,
     plain_client,
     serve,
@@ -61,16 +61,9 @@ class Served:
 async def served(folder: Path, front: Front | None = None, **config: Any) -> AsyncIterator[Served]:
     front = front or make_front(data_dir=str(folder), **config)
     access = Access(front.config, front.metrics)
-    batches = Batches(front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
-    app = create_app(
-        front.dispatcher,
-        front.tokenizer,
-        MODEL,
-        front.stats,
-        front.config,
-        access,
-        more=(batches.api,),
-    )
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
+    batches = batches_of(*parts)
+    app = create_app(*parts, more=(batches.api,))
     await batches.start()
     async with serve(app) as address:
         try:

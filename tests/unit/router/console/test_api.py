@@ -22,11 +22,18 @@ from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.http.sse import EventStream
-from router.http_app import create_app, create_apps
-from tests.support.router.front_fakes import MODEL, Front, make_front, plain_client, serve
+from tests.support.router.front_fakes import (
+    MODEL,
+    Front,
+    create_app,
+    create_apps,
+    make_front,
+    plain_client,
+    serve,
+)
 from tests.support.router.looks import record
+from tests.unit.router.access.test_access import bearer, key
 from tests.unit.router.console.test_what_if import recent
-from tests.unit.router.test_gates import bearer, key
 
 DEADLINE_S = 20.0
 STATIC = files("router.console").joinpath("static")
@@ -108,7 +115,7 @@ async def test_the_page_and_its_files_need_no_key() -> None:
             assert (await served.http.get(f"/console/static/{name}")).status_code == 404
 
 
-def test_nothing_comes_from_elsewhere() -> None:
+def test_the_page_loads_nothing_from_other_sites() -> None:
     """No address of another host, no style or script within the page, no HTML made of strings."""
     known = {"http://www.w3.org/2000/svg"}
     for name in FILES:
@@ -122,7 +129,7 @@ def test_nothing_comes_from_elsewhere() -> None:
     assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script(?![^>]*src=)", page)
 
 
-async def test_figures_need_a_key() -> None:
+async def test_console_data_requires_keys() -> None:
     """To read takes one for metrics, to make the router work an admin's."""
     keys = key("asks", "inference"), key("reads", "metrics"), key("rules", "admin")
     async with console(keys=keys, require_key=True) as served:
@@ -142,7 +149,7 @@ async def test_figures_need_a_key() -> None:
         assert served.console.broadcaster.viewers == 0
 
 
-async def test_with_a_listener_of_its_own_it_is_there_alone() -> None:
+async def test_the_console_is_at_the_admin_listener_alone() -> None:
     front = make_front(admin_http="127.0.0.1:0")
     access = Access(front.config, front.metrics)
     cluster = cast(ClusterDispatcher, FakeCluster())
@@ -189,7 +196,7 @@ async def test_a_stream_ends_when_its_key_is_revoked() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_viewer_that_leaves_ends_the_looking() -> None:
+async def test_snapshots_end_with_the_last_viewer() -> None:
     async with console() as served, asyncio.timeout(DEADLINE_S):
         async with served.http.stream("GET", "/console/events") as stream:
             await anext(lines_of(stream))

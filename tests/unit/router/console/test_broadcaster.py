@@ -53,7 +53,7 @@ async def test_many_viewers_share_one_task() -> None:
     assert looks.made == made, "nobody watches"
 
 
-async def test_who_comes_later_is_shown_nothing_old() -> None:
+async def test_a_later_viewer_gets_no_old_snapshot() -> None:
     looks = Looks()
     watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=60.0)
     async with asyncio.timeout(DEADLINE_S):
@@ -63,7 +63,7 @@ async def test_who_comes_later_is_shown_nothing_old() -> None:
     assert looks.cleared == 2
 
 
-async def test_a_look_that_fails_is_followed_by_others() -> None:
+async def test_a_failed_snapshot_is_followed_by_others() -> None:
     looks = Looks()
     looks.fails = True
     watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=0.01)
@@ -87,7 +87,7 @@ async def test_viewers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-async def test_closing_wakes_who_waits() -> None:
+async def test_close_wakes_waiting_viewers() -> None:
     looks = Looks()
     watch = SnapshotBroadcaster(looks.look, looks.clear, interval_s=60.0)
     async with asyncio.timeout(DEADLINE_S), watch.viewer():

@@ -12,7 +12,7 @@ from router.console.rates import CounterWindow, percentiles
 SENT, LOST = ("sent",), ("lost",)
 
 
-def test_what_has_grown_in_a_span() -> None:
+def test_growth_over_a_span() -> None:
     window = CounterWindow(60)
     assert window.growth(10) == (0.0, {})
     window.add(100, {SENT: 5})
@@ -24,7 +24,7 @@ def test_what_has_grown_in_a_span() -> None:
     assert window.growth(1000) == (30.0, {SENT: 60})
 
 
-def test_what_is_older_than_the_span_goes() -> None:
+def test_samples_older_than_the_span_are_dropped() -> None:
     window = CounterWindow(10)
     for second in range(100):
         window.add(second, {SENT: second})
@@ -33,14 +33,14 @@ def test_what_is_older_than_the_span_goes() -> None:
     assert window.growth(1000) == (0.0, {})
 
 
-def test_one_that_begins_anew_counts_from_nothing() -> None:
+def test_a_restarted_counter_counts_from_zero() -> None:
     window = CounterWindow(60)
     window.add(0, {SENT: 500})
     window.add(1, {SENT: 7, LOST: 2})
     assert window.growth(60) == (1.0, {SENT: 7, LOST: 2})
 
 
-def test_a_pause_between_looks_is_counted_as_it_was() -> None:
+def test_rates_use_the_real_time_between_snapshots() -> None:
     window = CounterWindow(10)
     window.add(0, {SENT: 0})
     window.add(50, {SENT: 100})
@@ -54,12 +54,12 @@ def histogram(values: list[float]) -> dict[float, float]:
     return {bound: float(sum(value <= bound for value in values)) for bound in BOUNDS}
 
 
-def test_nothing_has_no_percentiles() -> None:
+def test_an_empty_histogram_has_no_percentiles() -> None:
     assert percentiles({}) is None
     assert percentiles(dict.fromkeys(BOUNDS, 0.0)) is None
 
 
-def test_within_a_bucket_values_are_spread_evenly() -> None:
+def test_values_are_spread_evenly_within_a_bucket() -> None:
     found = percentiles({0.01: 0.0, 0.1: 100.0, 1.0: 100.0, 10.0: 100.0, math.inf: 100.0})
     assert found is not None
     assert found.count == 100
@@ -67,14 +67,14 @@ def test_within_a_bucket_values_are_spread_evenly() -> None:
     assert found.p99 == pytest.approx(0.0991)
 
 
-def test_beyond_the_last_bound_nobody_knows() -> None:
+def test_values_beyond_the_last_bound_count_as_that_bound() -> None:
     found = percentiles(histogram([50.0, 60.0]))
     assert found is not None
     assert found.p50 == found.p99 == 10.0
 
 
 @given(st.lists(st.floats(0, 9.9), min_size=1, max_size=50))
-def test_each_lies_in_the_bucket_of_the_true_one(values: list[float]) -> None:
+def test_percentiles_lie_in_the_bucket_of_the_true_value(values: list[float]) -> None:
     found = percentiles(histogram(values))
     assert found is not None
     assert found.p50 <= found.p95 <= found.p99

@@ -24,7 +24,7 @@ def shown(first: Observation, second: Observation, *, seconds: float = 10.0) -> 
     return snapshot_of(second, window, CONFIG)
 
 
-def test_a_first_look_has_workers_and_no_rates() -> None:
+def test_the_first_snapshot_has_workers_and_no_rates() -> None:
     window = CounterWindow(60)
     one = look(
         seen("prefill-0"),
@@ -138,7 +138,7 @@ def test_states_of_workers() -> None:
     assert pools["prefill"].workers == 0, "a pool without workers is shown"
 
 
-def test_the_tenth_worker_comes_behind_the_second() -> None:
+def test_workers_are_sorted_by_number() -> None:
     names = ["decode-10", "decode-2", "prefill-0", "decode"]
     found = shown(
         look(), look(*(ObservedWorker(record(name), seen().load, True) for name in names))

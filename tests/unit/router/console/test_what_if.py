@@ -31,7 +31,7 @@ from router.console.what_if import (
     question,
     rate_share,
 )
-from router.core.request_recorder import RecentRequest
+from router.core.accounting import RecentRequest
 from tests.support.router.looks import record
 
 DEADLINE_S = 60.0
@@ -51,7 +51,7 @@ def asked(requests: list[RecentRequest], **changes: object) -> WhatIfQuestion:
     return question(of, requests, workers, config, **fields)  # type: ignore[arg-type]
 
 
-def test_the_present_is_described() -> None:
+def test_a_question_describes_traffic_and_workers() -> None:
     found = asked(recent(12))
     assert [(one.prefill, one.decode) for one in found.shapes] == [(1, 2), (3, 4)]
     assert [one.at_s for one in found.traffic[:3]] == [0.0, 1.0, 2.0]
@@ -73,12 +73,12 @@ def test_a_rate_and_a_share_change_the_times() -> None:
     assert half.traffic[1].at_s == 0.5
 
 
-def test_what_was_turned_away_counts_with_the_usual_length() -> None:
+def test_shed_requests_count_with_the_mean_length() -> None:
     found = asked([*recent(9, output=20), *recent(3, output=None)])
     assert [one.output_tokens for one in found.traffic[-3:]] == [20] * 3
 
 
-def test_bounds() -> None:
+def test_a_question_needs_traffic_and_is_bounded() -> None:
     assert len(asked(recent(1000)).traffic) == MAX_REQUESTS
     with pytest.raises(InvalidRequest, match="9 requests ended in the last 10 minutes"):
         asked(recent(9))
@@ -91,7 +91,7 @@ def test_bounds() -> None:
 @pytest.mark.parametrize(
     "told", [{"prefill": False}, {"decode": "1"}, {"decode": 1.5}, {"rate": True}, {"more": 1}]
 )
-def test_what_is_no_number_is_refused(told: dict[str, object]) -> None:
+def test_a_what_if_request_takes_numbers_alone(told: dict[str, object]) -> None:
     whole = {"prefill": 1, "decode": 1, "rate": 2}
     assert WhatIfRequest.model_validate(whole | {"prefill": 1.0}).prefill == 1
     with pytest.raises(ValidationError):
@@ -105,7 +105,7 @@ def test_no_secret_leaves_the_router() -> None:
     assert "keys" not in found.config
 
 
-def test_a_pool_says_what_its_workers_are() -> None:
+def test_the_pool_sets_device_and_chunk_of_a_profile() -> None:
     pools = (
         PoolConfig(name="prefill", role="prefill", device="cuda"),
         PoolConfig(name="decode", role="decode", device="cpu", chunk_tokens=100, max_sequences=8),
@@ -115,7 +115,7 @@ def test_a_pool_says_what_its_workers_are() -> None:
     assert (profiles["decode"]["is_cpu"], profiles["decode"]["chunk_tokens"]) == (True, 100)
 
 
-def test_the_share_of_a_process() -> None:
+def test_the_rate_share_of_a_process() -> None:
     assert rate_share(0, []) == 1
     assert rate_share(5, [5, 15]) == 0.25
     assert rate_share(30, [5]) == 1
@@ -125,14 +125,14 @@ def program(script: str, deadline_s: float = DEADLINE_S) -> WhatIfProgram:
     return WhatIfProgram((sys.executable, "-c", script), deadline_s)
 
 
-async def test_a_program_that_hangs_is_ended() -> None:
+async def test_a_hanging_simulator_is_killed() -> None:
     before = psutil.Process().children()
     with pytest.raises(DeadlineExceeded, match="fewer workers"):
         await program("import time; time.sleep(600)", 0.2).ask(asked(recent(12)))
     assert psutil.Process().children() == before, "it is gone"
 
 
-async def test_a_program_that_fails_is_told() -> None:
+async def test_a_failing_simulator_is_reported() -> None:
     with pytest.raises(BatonError, match="planted"):
         await program("import sys; sys.exit('planted')").ask(asked(recent(12)))
     with pytest.raises(BatonError, match="cannot be read"):
@@ -170,7 +170,7 @@ async def _call_on(channel: grpc.aio.Channel) -> None:
             await drain(control_pb2.DrainRequest(), timeout=DEADLINE_S)
 
 
-async def test_what_a_program_has_started_holds_nobody_up(
+async def test_children_of_the_simulator_do_not_delay_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its child has its output open, and lives on."""
@@ -187,7 +187,7 @@ async def test_what_a_program_has_started_holds_nobody_up(
                 process.kill()
 
 
-async def test_one_question_at_a_time() -> None:
+async def test_the_simulator_answers_one_question_at_a_time() -> None:
     hanging = program("import time; time.sleep(600)")
     first = asyncio.create_task(hanging.ask(asked(recent(12))))
     async with asyncio.timeout(DEADLINE_S):

@@ -6,7 +6,7 @@ from baton.telemetry.worker_metrics import WorkerMetrics
 from router.console.worker_page import read_page
 
 
-def test_what_a_worker_writes_is_read() -> None:
+def test_a_workers_page_is_parsed() -> None:
     """Of the real declarations: a series that is renamed is missed here."""
     metrics = WorkerMetrics(CollectorRegistry())
     metrics.batch_fill_ratio.labels(worker="decode-0", role="decode").set(0.5)

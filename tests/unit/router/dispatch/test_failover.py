@@ -134,7 +134,8 @@ class World:
         self.listeners: list[tuple[Any, Any]] = []
         self.readers: dict[tuple[str, int], Any] = {}
         self.metrics = RouterMetrics(CollectorRegistry())
-        ledger = SimpleNamespace(promise=lambda *_: SimpleNamespace(ended=lambda now: None))
+        promise = {"ended": lambda now: None, "is_computed": False}
+        ledger = SimpleNamespace(promise=lambda *_: SimpleNamespace(**promise))
         config, links = Config(**changes), cast(WorkerLinks, self)
         self.placement = Placement(
             "router", config, links, cast(Ledger, ledger), cast(RouteFinder, self), self.metrics
@@ -765,7 +766,7 @@ async def test_a_worker_is_expected_to_speak_from_when_a_prompt_is_handed_to_it(
     world = World()
     running = await world.run()
     (attempt,) = running.attempts
-    attempt.is_computed = True
+    attempt.promise.is_computed = True
     assert world.detector.expected_messages() == {"p0": 0, "d0": 0}
     world.close(running)
 

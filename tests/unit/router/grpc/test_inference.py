@@ -25,8 +25,14 @@ from baton.request import FinishReason
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from router.core.request import GenerationRequest, OutputDelta
-from router.grpc.inference import add_grpc_front
-from tests.support.router.front_fakes import CONTEXT, MODEL, Front, make_front, silent_after_one
+from tests.support.router.front_fakes import (
+    CONTEXT,
+    MODEL,
+    Front,
+    add_grpc,
+    make_front,
+    silent_after_one,
+)
 
 Request = inference_pb2.GenerateRequest
 Sampling = sampling_pb2.SamplingParameters
@@ -35,9 +41,7 @@ Sampling = sampling_pb2.SamplingParameters
 @asynccontextmanager
 async def serve(front: Front) -> AsyncIterator[grpc.aio.Channel]:
     server = make_server()
-    add_grpc_front(
-        server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config
-    )
+    add_grpc(server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     channel = open_channel(f"127.0.0.1:{port}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -46,7 +47,7 @@ async def serves(request: Request) -> Response:
 HANDLERS = {"fails": fails, "refuses": refuses, "breaks": breaks_off, "serves": serves}
 
 
-def gate(**fields: object) -> HttpGate:
+def gate(**fields: Any) -> HttpGate:
     """All handlers twice: under /v1/completions/ directly, under /v1/models/ behind FastAPI."""
     app = FastAPI()
     add_error_handlers(app)

@@ -40,7 +40,7 @@ async def answer(address: str, sent: bytes) -> bytes:
         pytest.param(b"GET /", b"a" * 4096, id="a path"),
     ],
 )
-async def test_what_does_not_end_is_refused(begin: bytes, more: bytes) -> None:
+async def test_an_endless_head_is_refused(begin: bytes, more: bytes) -> None:
     # No more than it takes: a socket closed with unread bytes is reset, and the answer is lost.
     count = MAX_HEAD_BYTES // len(more) + 1
     async with serve(make_front().app()) as address:
@@ -55,7 +55,7 @@ async def flood(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_chunks_extension_that_does_not_end_ends_the_connection() -> None:
+async def test_an_endless_chunk_extension_closes_the_connection() -> None:
     async with serve(make_front().app()) as address:
         host, port = address.split(":")
         _, writer = await asyncio.open_connection(host, int(port))
@@ -72,7 +72,7 @@ async def test_long_bodies_are_no_heads() -> None:
         assert b" 200 " in await answer(address, CHUNKED + CHUNK + b"0\r\n\r\n")
 
 
-async def test_a_head_that_does_not_come_ends_the_connection() -> None:
+async def test_a_late_head_closes_the_connection() -> None:
     async with serve(make_front().app(), head_deadline_s=0.2) as address:
         for begun in (b"", HEAD, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\nGET /li"):
             host, port = address.split(":")
@@ -106,7 +106,7 @@ async def test_an_answer_may_take_longer_than_a_head() -> None:
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-async def test_a_client_has_so_many_connections_and_no_more() -> None:
+async def test_connections_of_a_client_are_bounded() -> None:
     async with serve(make_front().app(), max_connections_per_client=2) as address:
         host, port = address.split(":")
         kept = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
@@ -130,7 +130,7 @@ async def test_a_client_has_so_many_connections_and_no_more() -> None:
         kept[1][1].close()
 
 
-async def test_unless_told_otherwise_a_client_has_any_number() -> None:
+async def test_connections_are_unbounded_by_default() -> None:
     async with serve(make_front().app()) as address:
         host, port = address.split(":")
         kept = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
@@ -148,7 +148,7 @@ async def test_unless_told_otherwise_a_client_has_any_number() -> None:
         ("fe80::1%eth0", "fe80::/64"),
     ],
 )
-def test_a_network_of_ipv6_is_one_client(address: str, client: str) -> None:
+def test_an_ipv6_network_counts_as_one_client(address: str, client: str) -> None:
     assert client_of((address, 80)) == client
 
 

@@ -35,7 +35,7 @@ NAMES = (
 ATTRIBUTES = ("cycle", "timeout_keep_alive", "timeout_keep_alive_task", "transport")
 
 
-def test_uvicorn_has_all_of_it() -> None:
+def test_uvicorn_has_all_names_in_use() -> None:
     assert missing(USER, NAMES) == []
 
 
@@ -59,7 +59,7 @@ def test_what_is_overridden_is_listed() -> None:
     assert own - {"__doc__"} <= listed
 
 
-def test_no_signal_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_handles_no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[object] = []
     monkeypatch.setattr("signal.signal", lambda *given: called.append(given))
     with uvicorn.Server(uvicorn.Config("app:none")).capture_signals():

@@ -78,7 +78,7 @@ def test_stop_inside_one_push_overrules_the_workers_reason() -> None:
     assert (delta.text, delta.finish_reason, target.stopped) == ("one ", FinishReason.STOP, True)
 
 
-def test_no_stop_string_ends_it_before_min_tokens() -> None:
+def test_stop_strings_do_not_count_before_min_tokens() -> None:
     ids = TOKENIZER.encode("one two one two three")
     first = len(TOKENIZER.encode("one two"))
     target = OutputProcessor(TOKENIZER.detokenizer(), ["two"], (EOS,), min_tokens=first)
@@ -214,12 +214,12 @@ def expected(text: str, stop: list[str]) -> tuple[str, str]:
 
 
 @given(st.lists(LETTERS, max_size=6), STOPS)
-def test_pieces_make_no_difference(pieces: list[str], stop: list[str]) -> None:
+def test_stop_strings_are_found_however_text_is_cut(pieces: list[str], stop: list[str]) -> None:
     assert scan(pieces, stop) == expected("".join(pieces), stop)
 
 
 @given(LETTERS, STOPS)
-def test_only_a_possible_beginning_is_held_back(text: str, stop: list[str]) -> None:
+def test_only_the_beginning_of_a_stop_string_is_held_back(text: str, stop: list[str]) -> None:
     scanner = StopStrings(stop)
     shown = ""
     for end, character in enumerate(text, 1):
@@ -237,7 +237,7 @@ def test_text_that_begins_no_stop_string_is_not_held_back() -> None:
     assert scanner.feed("x") == "Ex"
 
 
-def test_nothing_after_the_stop() -> None:
+def test_nothing_follows_a_stop_string() -> None:
     scanner = StopStrings(["."])
     assert scanner.feed("a. b") == "a"
     assert scanner.feed("more") == ""

@@ -174,7 +174,7 @@ def test_any_text_arrives_as_it_is() -> None:
         assert rendered("{{ messages[0].content }}", [{"role": "user", "content": text}]) == text
 
 
-def test_a_refusal_is_told_in_short() -> None:
+def test_a_long_refusal_of_a_template_is_cut() -> None:
     with pytest.raises(InvalidRequest, match=r"refuses these messages: no: aaa") as caught:
         rendered("{{ raise_exception('no: ' + 'a' * 10**6) }}")
     assert len(caught.value.message) < 1100
@@ -182,13 +182,13 @@ def test_a_refusal_is_told_in_short() -> None:
         rendered("{{ 1 + 'a' }}{{ messages }}")
 
 
-def test_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rendering_out_of_time_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_process, "MAX_CPU_S", 0.1)
     with pytest.raises(InvalidRequest, match=r"ends its process .*\(more than 0.1 s\)"):
         rendered(SLOW)
 
 
-def test_one_process_serves_on_after_a_refusal_and_another_after_its_end(
+def test_a_template_process_serves_after_a_refusal_and_is_replaced_after_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(template_process, "MAX_CPU_S", 0.3)
@@ -214,7 +214,7 @@ def test_one_process_serves_on_after_a_refusal_and_another_after_its_end(
     assert ask("c") == "c"
 
 
-def test_one_that_was_killed_while_idle_or_at_work_is_replaced() -> None:
+def test_a_killed_template_process_is_replaced() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     before = set(children())
     assert template.render(MESSAGES, LIMIT).result(WAIT_S) == "Hi"
@@ -229,7 +229,7 @@ def test_one_that_was_killed_while_idle_or_at_work_is_replaced() -> None:
     assert late.result(WAIT_S) == "Hi"
 
 
-def test_one_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_process_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     before = set(children())
     assert template.render(MESSAGES, LIMIT).result(WAIT_S) == "Hi"
@@ -287,7 +287,7 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
         rendered("x")
 
 
-async def test_one_that_does_not_compile_is_told_at_the_start() -> None:
+async def test_a_template_that_does_not_compile_fails_the_start() -> None:
     deep = "{% for i in x %}" * 50 + "{% endfor %}" * 50
     for source in (deep, "{{ 'a' | no_such_filter }}"):
         template = ChatTemplate(source, {})

@@ -53,7 +53,7 @@ def test_a_template_file_goes_first(tmp_path: Path) -> None:
     assert Tokenizer.load(path).render_chat(HELLO, 1000).result() == "<s>yes"
 
 
-def test_folders_that_are_none(tmp_path: Path) -> None:
+def test_a_bad_model_folder_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -196,12 +196,12 @@ CASES: list[tuple[str, str, Parsed]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
-def test_answers(name: str, text: str, expected: Parsed) -> None:
+def test_answers_are_parsed(name: str, text: str, expected: Parsed) -> None:
     assert parse(FORMATS[name].parser(NAMES), text) == expected
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
-def test_answers_character_by_character(name: str, text: str, expected: Parsed) -> None:
+def test_answers_are_parsed_character_by_character(name: str, text: str, expected: Parsed) -> None:
     del expected
     whole = FORMATS[name].parser(NAMES)
     assert in_parts(name, list(text)) == joined([*whole.feed(text), *whole.finish()])
@@ -264,7 +264,7 @@ def test_cuts_make_no_difference(name: str, fragments: list[str], cuts: list[int
 
 @given(name=st.sampled_from(sorted(FORMATS)), fragments=st.lists(FRAGMENTS, max_size=14))
 @settings(max_examples=300, deadline=None)
-def test_nothing_is_lost(name: str, fragments: list[str]) -> None:
+def test_no_text_is_lost(name: str, fragments: list[str]) -> None:
     """Text without calls comes back whole; with calls every letter that is no frame does."""
     text = "".join(fragments)
     parsed = parse(FORMATS[name].parser(NAMES), text)

@@ -77,7 +77,7 @@ def test_arguments_of_earlier_calls(given: str, value: object) -> None:
     assert call["function"]["arguments"] == value
 
 
-def test_who_is_about_tools() -> None:
+def test_messages_about_tools_are_recognized() -> None:
     assert [is_about_tools(turn) for turn in TALK] == [False, True, True]
 
 
@@ -109,7 +109,7 @@ def test_smollm3_calls_its_tools_otherwise() -> None:
     assert template.render(TALK, 100, [TOOL.as_template_value()]).result() == "1"
 
 
-def test_another_template_for_tools(tmp_path: Path) -> None:
+def test_tools_select_the_template_for_tools(tmp_path: Path) -> None:
     templates = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": KNOWS}]
     template = load_chat_template(tmp_path, {"chat_template": templates}, {})
     assert template is not None

@@ -1,4 +1,4 @@
-"""The control loop on a clock of the test's: deadlines, reports, chunks beside others."""
+"""The engine core on a clock of the test's: deadlines, reports, chunks beside others."""
 
 from __future__ import annotations
 
@@ -293,3 +293,39 @@ async def test_gauges_that_cannot_be_refreshed_end_no_worker(
     assert caplog.text.count("Traceback") == 1, "the first of a row is logged"
     sequence = world.add(spec_of(length=8))
     assert [row.sequence_id for row in world.plan().rows] == [sequence.sequence_id]
+
+
+async def test_a_listener_receives_steps_until_it_unsubscribes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    second = Listener()
+    unsubscribe = world.core.subscribe(second)
+    world.add(spec_of(max_tokens=3))
+    await world.step()
+    unsubscribe()
+    unsubscribe()
+    await world.drain()
+    assert len(second.updates) == 1
+    assert len(world.listener.updates) == 3
+    assert world.listener.updates[0] is second.updates[0]
+
+
+async def test_a_listener_may_unsubscribe_while_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other one is called all the same."""
+    world = World(monkeypatch)
+
+    class Leaving(Listener):
+        def on_emit(self, updates: list[SequenceUpdate]) -> None:
+            super().on_emit(updates)
+            unsubscribe()
+
+    leaving, last = Leaving(), Listener()
+    unsubscribe = world.core.subscribe(leaving)
+    world.core.subscribe(last)
+    world.add(spec_of(max_tokens=3))
+    await world.drain()
+    assert len(leaving.updates) == 1
+    assert len(last.updates) == 3

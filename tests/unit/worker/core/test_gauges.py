@@ -63,7 +63,7 @@ def test_no_utilization_is_shown_without_peaks(config: ModelConfig) -> None:
 
 def test_the_index_and_the_loop() -> None:
     metrics, gauges = make()
-    gauges.index_told(7, 0.5)
+    gauges.index_published(7, 0.5)
     gauges.loop_lag(0.01)
     assert value(metrics, "index_pending_blocks") == 7
     assert value(metrics, "index_lag_seconds") == 0.5

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings, warm_up
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult

@@ -43,15 +43,15 @@ class Worker:
 async def test_a_life_that_was_struck_off_is_not_listed_again() -> None:
     """It may take seconds to end, and its heartbeats go on."""
     worker = Worker()
-    await worker.entry.tell()
+    await worker.entry.write()
     assert worker.listed == {"w:1"}
-    await worker.entry.strike_off()
+    await worker.entry.remove()
     for _ in range(3):
-        await worker.entry.tell()
+        await worker.entry.write()
     assert not worker.listed
     worker.incarnation = "w:2"
     worker.entry.begin()
-    await worker.entry.tell()
+    await worker.entry.write()
     assert worker.listed == {"w:2"}
 
 
@@ -60,7 +60,7 @@ async def test_another_life_is_written_at_once() -> None:
     keeper = asyncio.create_task(worker.entry.keep())
     async with asyncio.timeout(60):
         assert await worker.puts.get() == "w:1"
-        await worker.entry.strike_off()
+        await worker.entry.remove()
         worker.incarnation = "w:2"
         worker.entry.begin()
         assert await worker.puts.get() == "w:2"

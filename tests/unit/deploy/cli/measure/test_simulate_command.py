@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli.main import app
-from planning.simulator.costs.worker_kinds import profile_fields
+from planning.simulator.costs.worker_profile import profile_fields
 from tests.support.loadtest.clusters import profile
 
 

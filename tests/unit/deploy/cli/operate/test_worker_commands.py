@@ -28,7 +28,7 @@ SIGNER = """
 import sys, time
 from pathlib import Path
 from deploy.workers.node import NodeWorkers
-NodeWorkers(Path(sys.argv[1])).sign(sys.argv[2], 5.0, cluster="1f2e3d")
+NodeWorkers(Path(sys.argv[1])).register(sys.argv[2], 5.0, cluster="1f2e3d")
 print(flush=True)
 time.sleep(600)
 """

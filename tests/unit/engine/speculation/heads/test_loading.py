@@ -13,7 +13,8 @@ import torch
 from baton.errors import ConfigError
 from baton.request import GroupShape
 from baton.sampling_params import SamplingParams
-from engine.engine import EngineSettings, build_engine, warm_up
+from engine.build import build_engine
+from engine.engine import EngineSettings, warm_up
 from engine.scheduling.block_pool import BlockPool
 from engine.speculation.model.length import ModelDraftLength
 from tests.support.drafter_heads import (

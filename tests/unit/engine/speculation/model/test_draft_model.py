@@ -19,11 +19,12 @@ from baton.errors import ConfigError
 from baton.grammar import Grammar, GrammarKind
 from baton.request import GroupShape, SequenceSpec
 from baton.sampling_params import SamplingParams
+from engine.build import build_engine
 from engine.checkpoint.model_config import ModelConfig
-from engine.engine import Engine, EngineSettings, build_engine, warm_up
+from engine.engine import Engine, EngineSettings, make_sequence, warm_up
 from engine.execution.runner import ModelRunner
-from engine.local import compile_grammar, make_sequence
 from engine.model.model import DecoderModel
+from engine.offline import compile_grammar
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
@@ -402,7 +403,8 @@ def test_its_tables_end_with_the_bounded_context(
             super().__init__(config, *rest)
             contexts.append([len(table) for table in self.ropes])
 
-    monkeypatch.setattr("engine.engine.DecoderModel", Watched)
+    for module in ("load", "build"):
+        monkeypatch.setattr(f"engine.{module}.DecoderModel", Watched)
     settings = EngineSettings(
         folders["plain"],
         dtype="float32",

@@ -14,10 +14,9 @@ from baton.rpc.grpc_channel import make_server
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.targets.grpc_target import GrpcTarget
 from loadtest.generator.targets.target import AskOptions, RunClock
-from loadtest.generator.workload.planned_request import PlannedRequest, Prompt
+from loadtest.generator.workload.prompts import PlannedRequest, Prompt
 from router.core.request import GenerationRequest, OutputDelta
-from router.grpc.inference import add_grpc_front
-from tests.support.router.front_fakes import make_front
+from tests.support.router.front_fakes import add_grpc, make_front
 
 
 async def ask(
@@ -25,9 +24,7 @@ async def ask(
 ) -> tuple[RequestRecord, list[GenerationRequest]]:
     front = make_front(script)
     server = make_server()
-    add_grpc_front(
-        server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config
-    )
+    add_grpc(server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     target = GrpcTarget(address, AskOptions("", timeout_s=timeout_s))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loadtest.generator.results.request_record import RequestRecord
-from loadtest.generator.targets.openai_target import Endpoint, OpenAiTarget
+from loadtest.generator.targets.openai_target import Endpoint, EventSplitter, OpenAiTarget
 from loadtest.generator.targets.target import AskOptions, RunClock
-from loadtest.generator.workload.planned_request import PlannedRequest, Prompt
+from loadtest.generator.workload.prompts import PlannedRequest, Prompt
 from tests.support.loadtest.fake_server import (
     STREAM,
     Answer,
@@ -183,3 +186,25 @@ async def test_connections_are_used_again_and_one_serves_one_request() -> None:
         assert {record.outcome for record in await asyncio.gather(*asks)} == {"ok"}
         assert server.connections == 4
         await target.close()
+
+
+def test_forms() -> None:
+    splitter = EventSplitter()
+    assert splitter.feed(b"data: a\n\ndata:b\r\n\r\n: ping\n\nevent: x\ndata: c") == [b"a", b"b"]
+    assert splitter.feed(b"d\n") == [b"cd"]
+
+
+@given(
+    st.lists(st.text("abc{}:", min_size=1)), st.lists(st.integers(0, 200)), st.sampled_from("\n\r")
+)
+def test_pieces_make_no_difference(texts: list[str], cuts: list[int], end: str) -> None:
+    line_end = "\r\n" if end == "\r" else "\n"
+    stream = "".join(f"data: {text}{line_end}{line_end}" for text in texts).encode()
+    places = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
+    splitter = EventSplitter()
+    found = [
+        event
+        for start, stop in itertools.pairwise(places)
+        for event in splitter.feed(stream[start:stop])
+    ]
+    assert found == [text.encode() for text in texts]

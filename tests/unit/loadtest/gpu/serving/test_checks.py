@@ -20,8 +20,8 @@ from loadtest.gpu.serving.checks import (
     check_poisoned_context,
     load_results,
 )
-from loadtest.gpu.serving.cluster import Answer, Asked, ServingCluster
-from loadtest.router.stream_client import Answer as StreamedAnswer
+from loadtest.gpu.serving.cluster import Asked, ServedTokens, ServingCluster
+from loadtest.router.stream_client import StreamResult
 
 Fields = dict[str, Any]
 
@@ -46,7 +46,7 @@ class FakeCluster:
     def __init__(self) -> None:
         self.transport = "shm"
         self.hands_off = True
-        self.faults: dict[int, Answer] = {}
+        self.faults: dict[int, ServedTokens] = {}
         """Answers by the place of a request, instead of the right ones, after a handoff."""
         self.memory: Fields = {}
         self.held_blocks = 0
@@ -71,8 +71,8 @@ class FakeCluster:
             **self.memory,
         }
 
-    async def answers(self, route: str, asked: Sequence[Asked]) -> list[Answer]:
-        right = [Answer(one.prompt[: one.max_tokens]) for one in asked]
+    async def answers(self, route: str, asked: Sequence[Asked]) -> list[ServedTokens]:
+        right = [ServedTokens(one.prompt[: one.max_tokens]) for one in asked]
         if route == "local":
             return right
         if self.hands_off:
@@ -81,7 +81,7 @@ class FakeCluster:
         await asyncio.sleep(0.05)
         return [self.faults.get(place, one) for place, one in enumerate(right)]
 
-    async def expected(self, asked: Sequence[Asked]) -> list[Answer]:
+    async def expected(self, asked: Sequence[Asked]) -> list[ServedTokens]:
         return await self.answers("local", asked)
 
 
@@ -107,7 +107,7 @@ async def test_answers_that_are_equal_and_handed_off_are_well(cluster: FakeClust
 
 
 async def test_an_answer_that_differs_is_found(cluster: FakeCluster) -> None:
-    cluster.faults = {2: Answer((1, 2, 3)), 3: Answer(error="503")}
+    cluster.faults = {2: ServedTokens((1, 2, 3)), 3: ServedTokens(error="503")}
     results = await check_answers(real(cluster), SMALL)
     assert broken(results) == {"answers that differ after a handoff": 2}
     assert cast(Fact, results[-1]).values["errors"] == ["503"]
@@ -135,7 +135,7 @@ async def test_what_a_killed_writer_costs_is_found(cluster: FakeCluster) -> None
     assert not broken(await check_killed_writer(real(cluster), SMALL))
     assert cluster.workers["prefill-0"].signals == [9]
     assert cluster.replaced == 1
-    cluster.faults = {1: Answer((9,)), 4: Answer(error="the connection was lost")}
+    cluster.faults = {1: ServedTokens((9,)), 4: ServedTokens(error="the connection was lost")}
     cluster.held_blocks = 7
     cluster.workers["prefill-0"] = FakeWorker()
     results = await check_killed_writer(real(cluster), SMALL)
@@ -186,13 +186,13 @@ async def test_a_poisoned_worker_that_lives_on_is_found(cluster: FakeCluster) ->
 
 
 async def test_a_replacement_that_answers_otherwise_is_found(cluster: FakeCluster) -> None:
-    cluster.faults = {0: Answer((1,))}
+    cluster.faults = {0: ServedTokens((1,))}
     results = await check_poisoned_context(real(cluster), SMALL)
     assert broken(results) == {"wrong answers of a replacement decode worker": 1}
 
 
-def streamed(first: float, last: float, tokens: int, error: str = "") -> StreamedAnswer:
-    return StreamedAnswer(began=1.0, first=first, last=last, tokens=tokens, error=error)
+def streamed(first: float, last: float, tokens: int, error: str = "") -> StreamResult:
+    return StreamResult(began=1.0, first=first, last=last, tokens=tokens, error=error)
 
 
 async def test_a_load_is_timed_by_its_whole_answers_and_counts_the_others() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.engine import Engine, EngineSettings, build_engine
-from engine.local import generate
+from engine.build import build_engine
+from engine.engine import Engine, EngineSettings
+from engine.offline import generate
 from loadtest.gpu.common.models import tensor_shapes
-from loadtest.gpu.serving.model import BILLION, TINY, write_model
+from loadtest.gpu.serving.phase import BILLION, TINY, write_model
 from router.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

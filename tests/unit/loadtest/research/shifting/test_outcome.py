@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.research.shifting.outcome import AUTOSCALED, Outcome, gain, outcome, table_of
-from loadtest.research.shifting.traffic import ShiftingTraffic
+from loadtest.research.shifting.scenario import ShiftingTraffic
 from planning.common.slo import Slo
 
 TRAFFIC = ShiftingTraffic(1.0, 10.0)

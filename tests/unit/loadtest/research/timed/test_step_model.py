@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput
-from loadtest.research.timed.step_model import (
+from loadtest.research.timed.engine import (
     FIRST_TOKEN_ID,
     PLANNED_AHEAD_S,
     TOKEN_IDS,
     TimedStepModel,
 )
-from planning.simulator.costs.fitted_costs import FittedCosts
+from planning.simulator.costs.step_model import FittedCosts
 from worker.costs.step_costs import StepCosts
 
 VOCABULARY = 100

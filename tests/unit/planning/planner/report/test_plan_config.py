@@ -10,21 +10,20 @@ import yaml
 
 from baton.config.cluster import Config, load_config
 from baton.config.pools import ContextClass
-from planning.planner.cluster_kind import Budget, WorkerKind
+from planning.planner.cluster_kind import DEFAULT_TRANSPORTS, Budget, WorkerKind
 from planning.planner.evaluation import Evaluation
 from planning.planner.plan import Plan
-from planning.planner.planner import Planner
+from planning.planner.planner import CapacityPlanner
 from planning.planner.report.plan_config import plan_file, plan_toml
-from planning.planner.transports import DEFAULT_TRANSPORTS
 from planning.planner.worker_kinds import Roles, transports
-from planning.simulator.costs.worker_kinds import read_profile
+from planning.simulator.costs.worker_profile import read_profile
 from tests.support.deploy.chart import containers, render
 from tests.support.loadtest.plans import SMALL, evaluation, trace
 
 
 def _plan(tried: Evaluation, kind: WorkerKind, other: WorkerKind) -> Plan:
     found = Roles((kind,), (other,), (), reachable=True)
-    return Planner(tried, found, transports(DEFAULT_TRANSPORTS), Budget(gpus=8), 0.9).plan()
+    return CapacityPlanner(tried, found, transports(DEFAULT_TRANSPORTS), Budget(gpus=8), 0.9).plan()
 
 
 def _loaded(tmp_path: Path, text: str) -> Config:

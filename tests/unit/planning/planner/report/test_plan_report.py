@@ -7,12 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from planning.common.machine import Machine
-from planning.planner.cluster_kind import Budget
-from planning.planner.planner import Planner
+from planning.common.report import Machine
+from planning.planner.cluster_kind import TRANSPORTS, Budget
+from planning.planner.planner import CapacityPlanner
 from planning.planner.report.plan_page import page
 from planning.planner.report.plan_report import COLUMNS, PlanReport, cells
-from planning.planner.transports import TRANSPORTS
 from planning.planner.worker_kinds import Roles
 from tests.support.loadtest.plans import SMALL, evaluation, trace
 
@@ -24,7 +23,7 @@ def report(request: pytest.FixtureRequest) -> PlanReport:
     tried = evaluation(trace(40, 0.03, prompt=500))
     found = Roles((SMALL,), (SMALL,), ("a < b",), reachable=True)
     budget = Budget(gpus=request.param)
-    plan = Planner(tried, found, [TRANSPORTS["grpc"]], budget, 0.9).plan()
+    plan = CapacityPlanner(tried, found, [TRANSPORTS["grpc"]], budget, 0.9).plan()
     assert plan.is_met == (request.param == 8)
     return PlanReport(
         plan=plan,

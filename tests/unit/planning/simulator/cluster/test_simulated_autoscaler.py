@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from baton.config.autoscaler import AutoscalerConfig
 from baton.config.cluster import Config
-from loadtest.research.shifting import case
+from loadtest.research.shifting import scenario
 from loadtest.research.shifting.outcome import AUTOSCALED, gain
+from loadtest.research.shifting.scenario import ShiftingTraffic
 from loadtest.research.shifting.simulated import simulated
-from loadtest.research.shifting.traffic import ShiftingTraffic
 
-TRAFFIC = ShiftingTraffic(case.RATE, case.PHASE_S)
+TRAFFIC = ShiftingTraffic(scenario.RATE, scenario.PHASE_S)
 
 
 def test_roles_follow_the_traffic_and_goodput_is_that_of_no_fixed_ratio() -> None:
     """One fixed ratio of each kind: ``loadtest.research.shifting`` has all of them."""
-    fixed = Config(**case.fields(autoscaled=False))
+    fixed = Config(**scenario.fields(autoscaled=False))
     found = [simulated(TRAFFIC, prefill, 6 - prefill, fixed)[0] for prefill in (1, 3)]
-    own, changes = simulated(TRAFFIC, 3, 3, Config(**case.fields(autoscaled=True)), AUTOSCALED)
+    own, changes = simulated(TRAFFIC, 3, 3, Config(**scenario.fields(autoscaled=True)), AUTOSCALED)
     assert [one.name for one in found] == ["1P5D", "3P3D"]
     assert gain([*found, own]) >= 1.3, (found, own)
     assert own.failed == 0
@@ -28,7 +28,7 @@ def test_roles_follow_the_traffic_and_goodput_is_that_of_no_fixed_ratio() -> Non
 
 
 def test_every_request_ends_whatever_workers_do() -> None:
-    config = Config(**case.fields(autoscaled=True))
+    config = Config(**scenario.fields(autoscaled=True))
     restless = config.model_copy(
         update={"autoscaler": AutoscalerConfig(enabled=True, interval_s=0.5, cooldown_s=0.5)}
     )
@@ -40,6 +40,6 @@ def test_every_request_ends_whatever_workers_do() -> None:
 
 
 def test_the_same_comes_of_the_same() -> None:
-    config = Config(**case.fields(autoscaled=True))
-    traffic = ShiftingTraffic(case.RATE, 12.0)
+    config = Config(**scenario.fields(autoscaled=True))
+    traffic = ShiftingTraffic(scenario.RATE, 12.0)
     assert simulated(traffic, 3, 3, config) == simulated(traffic, 3, 3, config)

@@ -13,7 +13,7 @@ from engine.scheduling.plan import PlanRow
 from planning.simulator.costs.analytical_costs import AnalyticalCosts, Efficiency
 from planning.simulator.costs.hardware import ACCELERATORS
 from planning.simulator.costs.model_shape import MODELS, ModelShape, model_shape
-from planning.simulator.costs.step_model import Peak, StepShape, shape_of_rows
+from planning.simulator.costs.step_model import Peak, StepLoad, shape_of_rows
 from worker.costs.step_costs import StepCosts
 
 LLAMA = {
@@ -50,13 +50,13 @@ def test_a_decode_step_reads_what_the_roofline_says(llama: Path) -> None:
     rows = [PlanRow(n, 999, 1, (), True) for n in range(8)]
     weights_s, kv_s, _ = work_s(llama, rows)
     costs = AnalyticalCosts(H100, model_shape(str(llama)), PERFECT)
-    assert costs.seconds(StepShape(8, 8 * 1000)) == pytest.approx(weights_s + kv_s, rel=1e-3)
+    assert costs.seconds(StepLoad(8, 8 * 1000)) == pytest.approx(weights_s + kv_s, rel=1e-3)
 
 
 def test_a_long_chunk_computes_what_the_roofline_says(llama: Path) -> None:
     _, _, arithmetic_s = work_s(llama, [PlanRow(0, 4096, 8192, (), True)])
     costs = AnalyticalCosts(H100, model_shape(str(llama)), PERFECT)
-    assert costs.seconds(StepShape(0, 0, ((8192, 4096),))) == pytest.approx(arithmetic_s, rel=1e-3)
+    assert costs.seconds(StepLoad(0, 0, ((8192, 4096),))) == pytest.approx(arithmetic_s, rel=1e-3)
 
 
 def test_a_steps_work_is_what_the_roofline_counts(llama: Path) -> None:
@@ -88,7 +88,7 @@ def test_decode_steps_are_a_line_in_their_tokens() -> None:
     for batch in (1, 64, 400):
         line = costs.decode_line(batch)
         for context in (batch, 10_000, 1_000_000):
-            assert costs.seconds(StepShape(batch, context)) == line.seconds(context)
+            assert costs.seconds(StepLoad(batch, context)) == line.seconds(context)
 
 
 @pytest.mark.parametrize("name", ACCELERATORS)
@@ -96,7 +96,7 @@ def test_more_work_takes_longer_and_more_gpus_less(name: str) -> None:
     model = MODELS["llama-2-13b"]
     one = AnalyticalCosts(ACCELERATORS[name], model)
     four = AnalyticalCosts(ACCELERATORS[name], model, tensor_parallel=4)
-    chunk, longer = StepShape(0, 0, ((2048, 0),)), StepShape(3, 3000, ((2048, 2048),))
+    chunk, longer = StepLoad(0, 0, ((2048, 0),)), StepLoad(3, 3000, ((2048, 2048),))
     assert 0 < one.seconds(chunk) < one.seconds(longer)
     assert one.seconds(chunk) / 4 < four.seconds(chunk) < one.seconds(chunk)
 
@@ -104,7 +104,7 @@ def test_more_work_takes_longer_and_more_gpus_less(name: str) -> None:
 def test_the_fit_predicts_decode_steps() -> None:
     costs = AnalyticalCosts(H100, MODELS["llama-3.1-8b"])
     fitted: StepCosts = costs.step_costs()
-    exact_ms = costs.seconds(StepShape(32, 32 * 700)) * 1e3
+    exact_ms = costs.seconds(StepLoad(32, 32 * 700)) * 1e3
     assert fitted.step_ms(32, 32 * 700) == pytest.approx(exact_ms, rel=0.05)
 
 

@@ -1,0 +1,195 @@
+"""Paged attention: its definition in plain torch, and what both kernels do with a tile of keys.
+
+Several numbers go together from one function of the kernels to the next:
+
+    place    (blocks, slots, inside) of the tile's tokens: where each lies, and whether it counts
+    pages    (keys, values, key scales, value scales) of one KV head: where they begin
+    strides  (of a block, of a slot, of a block's scales, of a slot's scale)
+    scoring  (window, scale, soft cap)
+    shape    (dimensions of the tile, dimensions of a head, kind of the blocks), all constants
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.gpu.kernels.kv_blocks import PLAIN, KvBlocks, as_number, dequantise
+from engine.gpu.kernels.launch import check_strides
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How scores are made of products.
+
+    ``scale`` multiplies them. ``window`` is the number of keys that a query sees at most, its own
+    token's included (0: all). ``soft_cap`` c > 0 turns a score s into c * tanh(s / c) (Gemma 2,
+    2024).
+    """
+
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.soft_cap < 0:
+            raise ValueError("window and soft_cap cannot be negative")
+
+
+def attend_reference(
+    queries: torch.Tensor, blocks: KvBlocks, layer: int, table: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """The last ``count`` tokens of one sequence attend to it: fp32 [count, heads, dim].
+
+    ``queries`` [count, heads, dim]; ``table`` [tokens] is the sequence's slot mapping, int64
+    (block * block_size + slot of each of its tokens).
+    """
+    count, heads, _ = queries.shape
+    values = dequantise(blocks)[:, layer].transpose(2, 3)[table // blocks.block_size]
+    picked = values.gather(
+        2, (table % blocks.block_size).view(-1, 1, 1, 1, 1).expand(-1, 2, 1, *values.shape[3:])
+    )[:, :, 0]
+    key, value = (
+        picked[:, which].repeat_interleave(heads // blocks.heads, dim=1) for which in (0, 1)
+    )
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), key) * scoring.scale
+    if scoring.soft_cap:
+        scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
+    tokens = len(table)
+    position = torch.arange(tokens - count, tokens, device=queries.device)[:, None]
+    other = torch.arange(tokens, device=queries.device)
+    hidden = other > position
+    if scoring.window:
+        hidden |= other <= position - scoring.window
+    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def slot_mapping(table: list[int], tokens: int, block_size: int) -> torch.Tensor:
+    """Where the first ``tokens`` tokens of a block table are: int64 [tokens]."""
+    position = torch.arange(tokens)
+    return torch.tensor(table)[position // block_size] * block_size + position % block_size
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def pages_of(  # type: ignore[no-untyped-def]
+    data, scales, head, stride_value, stride_head, scale_value, scale_head, kind: tl.constexpr
+):
+    """The pages of one KV head; those of the scales stand for nothing where there are none."""
+    keys = data + head.to(tl.int64) * stride_head
+    values = keys + stride_value
+    key_scales = keys
+    value_scales = values
+    if kind != 0:
+        key_scales = scales + head.to(tl.int64) * scale_head
+        value_scales = key_scales + scale_value
+    return keys, values, key_scales, value_scales
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place_of(  # type: ignore[no-untyped-def]
+    table, start, end, tile: tl.constexpr, block_size: tl.constexpr
+):
+    """Tokens ``start …`` of a sequence: their numbers, and the place of those before ``end``.
+
+    ``start`` is a multiple of ``tile``.
+    """
+    tokens = start + tl.arange(0, tile)
+    inside = tokens < end
+    if block_size % tile == 0:
+        # One block: one scalar read, and neighbouring rows of one piece of memory.
+        block = tl.load(table + start // block_size).to(tl.int64)
+        blocks = tl.full((tile,), 0, tl.int64) + block
+        slots = start % block_size + tl.arange(0, tile)
+    else:
+        blocks = tl.load(table + tokens // block_size, mask=inside, other=0).to(tl.int64)
+        slots = tokens % block_size
+    return tokens, (blocks, slots, inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_tile(base, place, strides, shape, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of keys or values [tile, dimensions] as ``dtype``; zeros outside."""
+    blocks, slots, inside = place
+    dims = tl.arange(0, shape[0])
+    pointers = base + (blocks * strides[0] + slots * strides[1])[:, None] + dims[None, :]
+    inside = inside[:, None]
+    if shape[1] != shape[0]:
+        inside = inside & (dims < shape[1])[None, :]
+    return as_number(tl.load(pointers, mask=inside, other=0.0), shape[2], dtype)
+
+
+@triton.jit
+def _load_scales(base, place, strides):  # type: ignore[no-untyped-def]
+    blocks, slots, inside = place
+    return tl.load(base + blocks * strides[2] + slots * strides[3], mask=inside, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def key_scores(  # type: ignore[no-untyped-def]
+    query, pages, place, strides, scoring, shape, capped: tl.constexpr
+):
+    """Scores [rows, tile] of a tile of keys, in powers of two: times log2(e)."""
+    key = load_tile(pages[0], place, strides, shape, query.dtype)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if shape[2] != 0:
+        scores = scores * _load_scales(pages[2], place, strides)[None, :]
+    scores = scores * scoring[1]
+    if capped:
+        # tanh(x) = 2 * sigmoid(2x) - 1
+        soft_cap = scoring[2]
+        scores = soft_cap * (2.0 / (1.0 + tl.exp2(scores * (-2.8853900817779268 / soft_cap))) - 1.0)
+    return scores * 1.4426950408889634
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_values(  # type: ignore[no-untyped-def]
+    most,
+    total,
+    found,
+    scores,
+    pages,
+    place,
+    strides,
+    shape,
+    dtype: tl.constexpr,
+    unseen: tl.constexpr,
+):
+    """A step of the online softmax (Milakov and Gimelshein, 2018): maxima, weights, sums.
+
+    ``unseen`` says that a row may have seen no key yet, and so have no maximum.
+    """
+    higher = tl.maximum(most, tl.max(scores, axis=1))
+    around = higher
+    if unseen:
+        around = tl.where(higher == float("-inf"), 0.0, higher)
+    fade = tl.exp2(most - around)
+    weights = tl.exp2(scores - around[:, None])
+    total = total * fade + tl.sum(weights, axis=1)
+    value = load_tile(pages[1], place, strides, shape, dtype)
+    if shape[2] != 0:
+        factors = _load_scales(pages[3], place, strides)
+        if dtype == tl.float16:
+            # Weights times scales would leave fp16's range.
+            value = (value.to(tl.float32) * factors[:, None]).to(dtype)
+        else:
+            weights = weights * factors[None, :]
+    found = tl.dot(weights.to(dtype), value, found * fade[:, None], input_precision="ieee")
+    return higher, total, found
+
+
+def check_queries(queries: torch.Tensor, blocks: KvBlocks, tables: torch.Tensor) -> None:
+    """Raises ValueError where queries do not fit the blocks, or have strides no kernel reads."""
+    _, heads, dim = queries.shape
+    check_strides(queries, "queries")
+    check_strides(tables, "block tables")
+    if heads % blocks.heads or dim != blocks.dim:
+        raise ValueError(
+            f"{heads} query heads of {dim} do not fit {blocks.heads} KV heads of {blocks.dim}"
+        )
+    if blocks.kind(0) == PLAIN and blocks.data.dtype != queries.dtype:
+        raise ValueError(f"queries are {queries.dtype} and KV blocks {blocks.data.dtype}")

@@ -1,0 +1,126 @@
+"""Loads a rank's part of a model: its weights, on its device, before there is a KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.errors import ConfigError
+from engine.checkpoint.model_config import ModelConfig, load_model_config
+from engine.engine import EngineSettings, device_of
+from engine.model.model import DecoderModel
+from engine.model.weights import bytes_per_weight, load_weights
+from engine.parallel.context_parallel import ContextExchange
+from engine.parallel.rank_group import RankGroup
+from engine.parallel.rank_model import RankModel
+from engine.parallel.shard import config_of, shard_of
+from engine.parallel.weight_slices import WeightSlices
+from engine.speculation.heads.loading import HEADS
+
+if TYPE_CHECKING:
+    from engine.gpu.fused_weights import GpuWeights
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What is to be loaded, and where: settings that were checked."""
+
+    settings: EngineSettings
+    config: ModelConfig
+    """The whole model's."""
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A rank's part of a model."""
+
+    source: ModelSource
+    model: DecoderModel
+    weights: GpuWeights | None
+    """As the kernels of a GPU take them; None on a CPU."""
+    bytes_per_weight: tuple[float, float]
+    """See ``engine.model.weights.bytes_per_weight``."""
+
+    @property
+    def context_ranks(self) -> int:
+        """Ranks that divide prompts."""
+        return 1 if self.model.context is None else self.model.context.group.ranks
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that divide the model, and with it each block of KV."""
+        return 1 if self.model.rank is None else self.model.rank.shard.ranks
+
+
+def model_source(settings: EngineSettings, *, ranked: bool) -> ModelSource:
+    """Check what is to be loaded; ``ranked``: by several ranks. Raises ConfigError.
+
+    Sets the compute threads of the process.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = device_of(settings)
+    if settings.dtype not in _DTYPES:
+        raise ConfigError(f"dtype {settings.dtype} is unknown; known: {', '.join(_DTYPES)}")
+    config = load_model_config(settings.model_path, settings.max_model_len)
+    if ranked:
+        _check_ranks(settings)
+    return ModelSource(settings, config, device, _DTYPES[settings.dtype])
+
+
+def load_model(source: ModelSource, group: RankGroup | None) -> LoadedModel:
+    """Load the model, or the part of a rank of ``group``. Raises ConfigError.
+
+    Weights are held by the result alone: what is packed or fused in their place must not be kept
+    twice.
+    """
+    settings, device = source.settings, source.device
+    model, per_weight = _decoder(source, group)
+    if device.type == "cpu":
+        return LoadedModel(source, model, None, per_weight)
+    # Slow to import, and of no use on CPUs.
+    from engine.gpu.fused_weights import gpu_weights  # noqa: PLC0415
+
+    # Takes the layers out of the model.
+    weights = gpu_weights(model, deterministic=settings.deterministic)
+    return LoadedModel(source, model, weights, per_weight)
+
+
+def _decoder(
+    source: ModelSource, group: RankGroup | None
+) -> tuple[DecoderModel, tuple[float, float]]:
+    settings, config, device, dtype = source.settings, source.config, source.device, source.dtype
+    path, quantization = settings.model_path, settings.quantization
+    if group is None or settings.divides_context:
+        weights = load_weights(path, device, dtype, quantization)
+        per_weight = bytes_per_weight(weights.items())
+        model = DecoderModel(config, weights, device)
+        model.context = None if group is None else ContextExchange(group)
+        return model, per_weight
+    shard = shard_of(config, group.rank, group.ranks)
+    slices = WeightSlices(config, shard)
+    weights = load_weights(path, device, dtype, quantization, slices)
+    per_weight = bytes_per_weight(weights.items())
+    own = config_of(config, shard)
+    return DecoderModel(own, weights, device, RankModel(shard, group)), per_weight
+
+
+def _check_ranks(settings: EngineSettings) -> None:
+    """Raises ConfigError for what several ranks do not do."""
+    degree = "cp" if settings.divides_context else "tp"
+    if settings.deterministic:
+        raise ConfigError(
+            f"deterministic is not promised with {degree} above 1: sums have another order there;"
+            f" take {degree} 1"
+        )
+    if settings.drafter in ("draft", *HEADS):
+        raise ConfigError(
+            f"drafter {settings.drafter} has KV or weights that are not divided among ranks: take"
+            f" drafter ngram or none with {degree} above 1"
+        )

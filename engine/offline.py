@@ -1,0 +1,69 @@
+"""Offline inference: prompts and answers on one engine, without a cluster.
+
+The reference for the cluster's answers, in tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.logprobs import TokenLogprobs
+from baton.request import FinishReason, SequenceSpec
+from engine.engine import Engine, make_sequence
+from engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineOutput:
+    """An answer: its tokens, a stop token included, and why it ended."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    embedding: tuple[float, ...] = ()
+    """fp32 [hidden_size], where it is wanted."""
+
+
+def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[OfflineOutput]:
+    """Run all sequences to their ends, batched as the scheduler sees fit.
+
+    A spec of several choices has that number of answers, one after another.
+    """
+    ids = itertools.count()
+    first = [make_sequence(engine, next(ids), spec, next_id=lambda: next(ids)) for spec in specs]
+    sequences = [each for sequence in first for each in (sequence, *sequence.siblings)]
+    found: defaultdict[Sequence, list[TokenLogprobs]] = defaultdict(list)
+    for sequence in first:
+        compile_grammar(engine, sequence)
+        engine.scheduler.add(sequence)
+    while plan := engine.scheduler.schedule():
+        for update in engine.scheduler.complete(plan, engine.runner.run(plan)):
+            found[update.sequence] += update.logprobs
+    return [_output(sequence, found[sequence]) for sequence in sequences]
+
+
+def compile_grammar(engine: Engine, sequence: Sequence) -> None:
+    """Make a sequence follow its grammar, if it has one. Raises InvalidGrammar.
+
+    Compiles in the caller's thread. In a worker, sequences get their matchers from its gate.
+    """
+    grammar = sequence.spec.sampling.grammar
+    if grammar is not None:
+        sequence.follow(engine.grammars.matcher(grammar))
+
+
+def _output(sequence: Sequence, logprobs: list[TokenLogprobs]) -> OfflineOutput:
+    if sequence.finish_reason is None:
+        raise RuntimeError("the scheduler stopped before the sequence ended")
+    answer = sequence.token_ids[sequence.prompt_length :]
+    return OfflineOutput(
+        tuple(answer),
+        sequence.finish_reason,
+        tuple(logprobs),
+        tuple(sequence.prompt_logprobs),
+        sequence.embedding,
+    )

@@ -1,0 +1,93 @@
+"""Batches on their way through a link, cut into messages, and the buffers that hold these."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass, field
+
+from torch.distributed.distributed_c10d import Work
+
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.process_group.process_pair import StagingBuffer
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import Parts
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A batch on its way through the mover."""
+
+    number: int
+    parts: Parts
+    deadline: float
+    transfer: Transfer = field(default_factory=Transfer)
+    checksums: tuple[int, ...] = ()
+    memory: BlockMemory | None = None
+    """Where the parts are read when they are not staged."""
+    staged: Staged | None = None
+    writing: bool = False
+    """The receiver may write: nobody else fails it meanwhile."""
+    dropped: bool = False
+    """The receiver lets the rest of it pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one message carries: ``count`` parts of a batch, from ``first`` on."""
+
+    job: Job
+    first: int
+    count: int
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.job.parts.length
+
+    @property
+    def is_last(self) -> bool:
+        return self.first + self.count == len(self.job.parts.blocks)
+
+
+class Staged:
+    """A buffer that holds a packed batch until that is sent, or forgotten."""
+
+    def __init__(self, buffer: StagingBuffer, home: queue.SimpleQueue[StagingBuffer]) -> None:
+        """It goes back to ``home``."""
+        self.buffer = buffer
+        self._home: queue.SimpleQueue[StagingBuffer] | None = home
+
+    def release(self) -> None:
+        """Give the buffer back; idempotent."""
+        home, self._home = self._home, None
+        if home is not None:
+            home.put(self.buffer)
+
+    def __del__(self) -> None:
+        # A batch that was packed and never sent. A SimpleQueue may be used here, whatever ran.
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A message that was given to the process group."""
+
+    message: Message
+    buffer: StagingBuffer
+    work: Work
+
+
+def read_parts(
+    memory: BlockMemory, parts: Parts, first: int, count: int, buffer: StagingBuffer
+) -> tuple[int, ...]:
+    """Copy ``count`` parts from ``first`` on into a buffer. Returns their checksums."""
+    blocks, length = parts.blocks[first : first + count], parts.length
+    outs = [buffer.view[at : at + length] for at in range(0, count * length, length)]
+    checksums = memory.read_many(blocks, parts.offset, outs)
+    buffer.upload(count * length)
+    return checksums
+
+
+def messages_of(job: Job, message_bytes: int) -> list[Message]:
+    """The same at both ends, which agree on ``message_bytes``."""
+    total, most = len(job.parts.blocks), message_bytes // job.parts.length
+    return [Message(job, first, min(most, total - first)) for first in range(0, total, most)]

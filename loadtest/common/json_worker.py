@@ -1,0 +1,167 @@
+"""A helper process of a benchmark: it takes questions and answers them, a line of JSON each.
+
+    starting ─hello→ ready ─question→ ready …
+    starting, ready ─end of its input→ gone
+
+So it ends with whoever started it, even if that was killed. What it says beside goes to a log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
+from baton.rpc.grpc_errors import error_from_code
+from loadtest.common.child_processes import last_lines
+
+Fields = dict[str, Any]
+Answerer = Callable[[Fields], Awaitable[Fields]]
+
+_LINE_BYTES = 1 << 20
+_END_S = 15.0
+
+
+class Helper:
+    """The asking side."""
+
+    def __init__(self, process: asyncio.subprocess.Process, module: str, log: Path) -> None:
+        self.hello: Fields = {}
+        self._process = process
+        self._module = module
+        self._log = log
+
+    @property
+    def running(self) -> bool:
+        """Whether its process has not ended."""
+        return self._process.returncode is None
+
+    async def ended(self, deadline_s: float) -> int:
+        """Wait for its end; its exit code, or minus the signal. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._process.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._module} still runs after {deadline_s} s") from None
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; one that has ended gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def ask(self, question: Fields, deadline_s: float) -> Fields:
+        """Its answer. Raises the BatonError that it answers with, WorkerFailed when it has ended,
+
+        and DeadlineExceeded.
+        """
+        assert self._process.stdin is not None, "a pipe"
+        self._process.stdin.write(json.dumps(question).encode() + b"\n")
+        return await self.hear(deadline_s)
+
+    async def hear(self, deadline_s: float) -> Fields:
+        """The next line. Raises as ``ask``."""
+        assert self._process.stdout is not None, "a pipe"
+        try:
+            async with asyncio.timeout(deadline_s):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self._module} said nothing for {deadline_s} s") from None
+        if not line:
+            raise WorkerFailed(f"{self._module} has ended:\n{last_lines(self._log)}")
+        answer: Fields = json.loads(line)
+        if "error" in answer:
+            raise error_from_code(answer["code"], answer["error"])
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def helper(module: str, start: Fields, log: Path, *, ready_s: float) -> AsyncIterator[Helper]:
+    """Run ``python -m module``; it is told ``start`` and says hello. It has ended afterwards.
+
+    Raises BatonError where it does not come up.
+    """
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=output,
+            limit=_LINE_BYTES,
+            # The terminal's Ctrl-C is for the benchmark alone, which ends its helpers.
+            start_new_session=True,
+        )
+    asking = Helper(process, module, log)
+    try:
+        asking.hello = await asking.ask(start, ready_s)
+        yield asking
+    finally:
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None, "a pipe"
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+# The answering side
+
+
+class Asker:
+    """Whoever has started this process."""
+
+    def __init__(self) -> None:
+        # What libraries print must not come between the answers.
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._in: asyncio.StreamReader | None = None
+
+    async def read(self) -> Fields | None:
+        """The next question; None once there will be none."""
+        if self._in is None:
+            reader = asyncio.StreamReader(limit=_LINE_BYTES)
+            protocol = asyncio.StreamReaderProtocol(reader)
+            await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+            self._in = reader
+        line = await self._in.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def say(self, fields: Fields) -> None:
+        """One line."""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(fields), file=self._out, flush=True)
+
+    async def serve(self, answerer: Answerer) -> None:
+        """Answer until there are no more questions; errors are answers too."""
+        while (question := await self.read()) is not None:
+            try:
+                self.say(await answerer(question))
+            except BatonError as error:
+                self.say(_told(error))
+
+
+async def run_helper(work: Callable[[Asker, Fields], Awaitable[None]]) -> None:
+    """Be a helper: ``work`` gets the first line, says hello and serves."""
+    asker = Asker()
+    start = await asker.read()
+    if start is None:
+        return
+    try:
+        await work(asker, start)
+    except BatonError as error:
+        asker.say(_told(error))
+
+
+def _told(error: BatonError) -> Fields:
+    return {"error": error.message, "code": error.code or ""}

@@ -1,0 +1,114 @@
+"""What commands write: tables that can be pasted, files, and the machine of a measurement."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from baton.errors import ConfigError
+from baton.version import baton_version
+
+_WIDEST = 1000
+_GIT_S = 10.0
+
+
+def whole_table(*columns: str, title: str) -> Table:
+    """A table drawn as Markdown; the first column is to the left, figures to the right."""
+    table = Table(*columns, title=title, title_justify="left", box=box.MARKDOWN)
+    for number, column in enumerate(table.columns):
+        column.no_wrap = True
+        column.justify = "right" if number else "left"
+    return table
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """As wide as the table is."""
+    unbounded = console.options.update(max_width=_WIDEST)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+    console.print(table)
+
+
+def write_json(path: Path, text: str) -> None:
+    """Raises ConfigError where it cannot be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine, the commit and the day."""
+
+    cpu: str
+    cores: int
+    """Those that this process may run on."""
+    memory_bytes: int
+    kernel: str
+    commit: str
+    """Baton's, with ``+`` where files differ from it; its version where there is no repository."""
+    date: str
+    """ISO 8601, UTC."""
+
+    def line(self) -> str:
+        """One line for people."""
+        memory = f"{self.memory_bytes / (1 << 30):.0f} GiB"
+        return (
+            f"{self.cpu}, {self.cores} cores, {memory}, {self.kernel};"
+            f" Baton {self.commit}; {self.date}"
+        )
+
+
+def this_machine() -> Machine:
+    """The one that this runs on, now."""
+    return Machine(
+        cpu=_cpu(Path("/proc/cpuinfo")),
+        cores=len(psutil.Process().cpu_affinity() or ()),
+        memory_bytes=int(psutil.virtual_memory().total),
+        kernel=f"{platform.system()} {platform.release()}",
+        commit=_commit(Path(__file__).parent),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )
+
+
+def _cpu(path: Path) -> str:
+    """Its name, and its family and model, which tell more where a hypervisor hides the name."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    fields = dict(reversed([line.split(":", 1) for line in lines if ":" in line]))
+    known = {name.strip(): value.strip() for name, value in fields.items()}
+    name = known.get("model name", platform.machine())
+    if "cpu family" not in known:
+        return name
+    return f"{name} (family {known['cpu family']}, model {known.get('model', '?')})"
+
+
+def _commit(folder: Path) -> str:
+    commit = _git(folder, "rev-parse", "--short=10", "HEAD")
+    if not commit:
+        return baton_version()
+    return f"{commit}+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else commit
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(  # noqa: S603
+            ["git", "-C", str(folder), *arguments],  # noqa: S607 - the one on the path
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

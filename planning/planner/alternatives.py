@@ -1,0 +1,118 @@
+"""What a plan is compared with: its neighbors, other kinds at its price, and rules of thumb."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from planning.planner.cluster_kind import ClusterKind, Counts
+from planning.planner.traffic import PlannedTraffic
+
+LONG_INPUT = 4096
+"""Tokens of the median prompt above which inputs are called long: Baton's class of that name."""
+
+_ROUNDING = 1e-9
+"""Dollars."""
+
+
+class Ratio(NamedTuple):
+    """GPUs that compute prompts, to GPUs that decode."""
+
+    prefill: int
+    decode: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.prefill}:{self.decode}"
+
+
+LONG_INPUTS = (Ratio(2, 1), Ratio(4, 1))
+SHORT_INPUTS = (Ratio(1, 1), Ratio(1, 2))
+"""Common wisdom's ranges, by their ends."""
+
+
+def median_input(traffic: Sequence[PlannedTraffic]) -> float:
+    """Tokens of the median prompt."""
+    return statistics.median(request.input_tokens for one in traffic for request in one.counted)
+
+
+def advised(traffic: Sequence[PlannedTraffic]) -> tuple[Ratio, ...]:
+    """Where one would begin with such prompts."""
+    return LONG_INPUTS if median_input(traffic) > LONG_INPUT else SHORT_INPUTS
+
+
+def split(kind: ClusterKind, gpus: int, ratio: Ratio) -> Counts | None:
+    """The counts of at most ``gpus`` that are nearest to a ratio; None: there are too few."""
+    prefill, decode = kind.prefill.gpus, kind.decode.gpus
+    found = [
+        Counts(count, (gpus - count * prefill) // decode)
+        for count in range(1, (gpus - decode) // prefill + 1)
+    ]
+
+    def distance(counts: Counts) -> float:
+        is_to = counts.prefill * prefill / (counts.decode * decode)
+        return abs(math.log(is_to * ratio.decode / ratio.prefill))
+
+    return min(found, key=distance, default=None)
+
+
+class Candidate(NamedTuple):
+    """A line of the table that is still to be simulated."""
+
+    name: str
+    kind: ClusterKind
+    counts: Counts
+
+
+def neighbours(kind: ClusterKind, counts: Counts) -> list[Candidate]:
+    """One worker fewer and one more, in each pool."""
+    prefill, decode = counts
+    found = [
+        Candidate("one prefill worker fewer", kind, Counts(prefill - 1, decode)),
+        Candidate("one decode worker fewer", kind, Counts(prefill, decode - 1)),
+        Candidate("one prefill worker more", kind, Counts(prefill + 1, decode)),
+        Candidate("one decode worker more", kind, Counts(prefill, decode + 1)),
+    ]
+    return [one for one in found if min(one.counts) >= 1]
+
+
+def same_money(kinds: Mapping[ClusterKind, Counts], dollars_per_hour: float) -> list[Candidate]:
+    """Other kinds, with what the price buys in the ratio of their floors."""
+    found = []
+    for kind, floor in kinds.items():
+        affordable = _affordable(kind, dollars_per_hour + _ROUNDING)
+        if affordable:
+            counts = min(affordable, key=partial(_distance, floor))
+            name = f"same price: {kind.prefill.name} + {kind.decode.name}"
+            found.append(Candidate(name, kind, counts))
+    return found
+
+
+def at_ratio(kind: ClusterKind, counts: Counts, ratio: Ratio) -> list[Candidate]:
+    """As many GPUs in a ratio of common wisdom, where there are enough for it."""
+    found = split(kind, kind.gpus(counts), ratio)
+    return [] if found is None else [Candidate(f"wisdom, {ratio.name}", kind, found)]
+
+
+def colocated(kind: ClusterKind, counts: Counts) -> Candidate:
+    """As many GPUs in decode workers, each of which computes the prompts that it decodes."""
+    count = max(1, kind.gpus(counts) // kind.decode.gpus)
+    alike = ClusterKind(kind.decode, kind.decode, kind.transport)
+    return Candidate("colocated", alike, Counts(0, count))
+
+
+def _affordable(kind: ClusterKind, dollars: float) -> list[Counts]:
+    """With each number of prefill workers as many decode workers as are left money for."""
+    prefill, decode = kind.prefill.price_per_hour, kind.decode.price_per_hour
+    return [
+        Counts(count, int((dollars - count * prefill) / decode))
+        for count in range(1, int((dollars - decode) / prefill) + 1)
+    ]
+
+
+def _distance(wanted: Counts, counts: Counts) -> float:
+    return abs(math.log(counts.prefill / counts.decode * wanted.decode / wanted.prefill))

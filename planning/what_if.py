@@ -1,0 +1,111 @@
+"""What the present traffic would see with other numbers of workers: the simulator's answer.
+
+python -m planning.what_if < question.json
+
+The process reads a question, writes the answer and ends. It runs at a lower priority than what
+serves on the machine, and ends itself after the router's deadline.
+
+A request's cached tokens are the leading blocks of one prompt that all have in common, so that the
+simulated caches hold about as much of the prompts as the live ones do.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from baton.config.cluster import Config
+from baton.errors import BatonError
+from planning.common.traces import TracedRequest
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.costs.worker_profile import profile_of
+from planning.simulator.results import SimulationResult
+from planning.simulator.simulation import simulate
+from planning.simulator.summary import summary
+from router.console.what_if import (
+    DEADLINE_S,
+    PastRequest,
+    Percentile,
+    Shape,
+    ShapeAnswer,
+    WhatIfAnswer,
+    WhatIfQuestion,
+)
+
+
+def answer(question: WhatIfQuestion) -> WhatIfAnswer:
+    """Simulates each shape. Raises ConfigError."""
+    config = Config(**question.config)
+    trace = _trace(question.traffic, config.block_size)
+    return WhatIfAnswer(
+        requests=len(trace),
+        seconds=trace[-1].arrival_s,
+        shapes=tuple(_shape(shape, question, trace, config) for shape in question.shapes),
+    )
+
+
+def _trace(traffic: Sequence[PastRequest], block: int) -> list[TracedRequest]:
+    trace, fresh = [], 1 << 32
+    for one in traffic:
+        blocks = math.ceil(one.input_tokens / block)
+        shared = min(one.cached_tokens // block, blocks)
+        hashes = (*range(shared), *range(fresh, fresh + blocks - shared))
+        fresh += blocks
+        trace.append(TracedRequest(one.at_s, one.input_tokens, one.output_tokens, hashes))
+    return trace
+
+
+def _shape(
+    shape: Shape, question: WhatIfQuestion, trace: Sequence[TracedRequest], config: Config
+) -> ShapeAnswer:
+    cluster = ClusterShape(
+        shape.prefill,
+        shape.decode,
+        profile_of(question.profiles["prefill"], "prefill"),
+        profile_of(question.profiles["decode"], "decode"),
+    )
+    # The block divides itself: the live cluster's is the trace's.
+    result: SimulationResult = simulate(
+        trace, cluster, config, trace_block=config.block_size, block_tokens=config.block_size
+    )
+    found = summary(result, cluster, config)
+    pools: dict[str, Any] = found["pools"]
+    return ShapeAnswer(
+        prefill=shape.prefill,
+        decode=shape.decode,
+        **{name: _percentile(found["latency"][name]) for name in ("ttft_s", "tpot_s", "e2el_s")},
+        good_share=found["slo_attainment"],
+        shed_share=found["shed"] / len(trace),
+        prefill_busy=pools["prefill"]["busy_share"] if "prefill" in pools else None,
+        decode_busy=pools["decode"]["busy_share"],
+    )
+
+
+def _percentile(found: dict[str, float | None]) -> Percentile:
+    return Percentile(p50=found["p50"], p95=found["p95"])
+
+
+_NICE = 10
+_LATER_S = 10
+
+
+def main() -> int:
+    """Returns the exit code."""
+    os.nice(_NICE)
+    # The router ends it at the deadline; this is for a router that is gone.
+    signal.alarm(int(DEADLINE_S) + _LATER_S)
+    try:
+        found = answer(WhatIfQuestion.model_validate_json(sys.stdin.buffer.read()))
+    except BatonError as error:
+        print(error.message, file=sys.stderr)  # noqa: T201 - whoever started it reads this
+        return 1
+    sys.stdout.write(found.model_dump_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""All that a router process shows to its clients and operators, put together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import grpc.aio
+import redis.asyncio
+
+from baton.rpc.grpc_channel import make_server
+from baton.store.prefix_index import PrefixIndex
+from baton.store.supervision import PoolSizes, supervision_page
+from router.admin.cache import CacheApi, CacheControl, OperatorServicer
+from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
+from router.admin.worker_control import PoolScaling, WorkerControl
+from router.batches.batches import Batches
+from router.console.api import ConsoleApi
+from router.console.what_if import WhatIfProgram
+from router.core.accounting import RequestStats
+from router.dispatch.dispatcher import ClusterDispatcher
+from router.grpc.gate import GrpcGate
+from router.grpc.inference import add_grpc_services
+from router.inference.service import InferenceService
+from router.listeners import Apps
+from router.routes import Apis, Mountable, make_apps
+
+PAGE_S = 0.5
+"""The longest that a page of metrics waits for Redis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """All endpoints of one router process. Nothing of it listens yet."""
+
+    apps: Apps
+    grpc_server: grpc.aio.Server
+    """Without a port."""
+    batches: Batches
+    console: ConsoleApi
+
+
+def make_application(
+    dispatcher: ClusterDispatcher,
+    service: InferenceService,
+    stats: RequestStats,
+    client: redis.asyncio.Redis,
+    cluster_id: str,
+    *,
+    number: int = 0,
+    what_if: WhatIfProgram | None = None,
+    more: Sequence[Mountable] = (),
+) -> Application:
+    """Every endpoint, each behind a gate; ``more`` are added to those of HTTP."""
+    config, access, model = service.config, service.access, service.model
+    cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
+    control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
+    scaling = PoolScaling(config, PoolSizes(client, cluster_id))
+    apis = Apis.of(service)
+    batches = Batches(service, apis.endpoints(), stats.metrics)
+    console = ConsoleApi(dispatcher, stats, config, model.id, access, what_if)
+    apps = make_apps(
+        apis,
+        dispatcher,
+        stats.metrics,
+        number=number,
+        supervisor=partial(supervisor_page, client, cluster_id),
+        more=(
+            batches.api,
+            CacheApi(cache, access),
+            WorkerApi(control, scaling, access, config),
+            ClusterApi(cluster_id, model.id, control, scaling, access),
+            console,
+            *more,
+        ),
+    )
+    server = make_server(shares_port=config.routers > 1, gates=(GrpcGate(access),))
+    add_grpc_services(
+        server,
+        service,
+        apis.tokens,
+        dispatcher,
+        more=(
+            OperatorServicer(cache, access),
+            WorkerOperatorServicer(control, scaling, access, config),
+        ),
+    )
+    return Application(apps, server, batches, console)
+
+
+async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
+    """Where the supervisor's metrics are, None where that is not known."""
+    try:
+        async with asyncio.timeout(PAGE_S):
+            return await supervision_page(client, cluster_id)
+    except (redis.RedisError, TimeoutError):
+        return None

@@ -1,0 +1,351 @@
+"""The accounts of one request, whatever becomes of it: metrics, a span, and a line of the log."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from opentelemetry.trace import SpanKind
+
+from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS, TrafficMeter
+from baton.config.cluster import Config
+from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
+from baton.telemetry.metrics import RouterMetrics
+from baton.telemetry.tracing import (
+    Attribute,
+    begin_span,
+    context_of,
+    fail_span,
+    trace_id_of,
+    wall_ns,
+)
+from router.core.request import GenerationRequest, OutputDelta
+
+log = logging.getLogger("baton.requests")
+
+UNKNOWN_CLASS = "unknown"
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended; the values are the metrics' labels."""
+
+    OK = "ok"
+    ERROR = "error"
+    SHED = "shed"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What counts as good, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class RequestStats:
+    """All that a router process counts of its requests. Owned by its event loop."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self.metrics = metrics
+        """Exported series; they may be sums over several processes."""
+        self.traffic = TrafficMeter()
+        """Of this process alone, for the autoscaler."""
+        self.recent = RecentRequests()
+        """Of this process alone, for what-if questions."""
+
+
+def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
+    """Shed is what was turned away before it began for want of room, not what broke."""
+    refused = isinstance(error, Overloaded | Unavailable)
+    broke = isinstance(error, HandoffError | WorkerFailed)
+    return Outcome.SHED if refused and not broke and not begun else Outcome.ERROR
+
+
+def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
+    """Count a request that ended before its class was known; None: its client left."""
+    outcome = Outcome.ABORTED if error is None else outcome_of(error, begun=False)
+    code = error.code or "" if error is not None else ""
+    metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
+
+
+class RequestSpan:
+    """The span of one request, from its receipt to its end: the parent of all its other spans.
+
+    Attributes follow OpenTelemetry's semantic conventions for generative AI, where these have one.
+    Owned by the router's event loop; ``now`` is of ``time.monotonic``.
+    """
+
+    def __init__(self, request: GenerationRequest, context_class: str, received_at: float) -> None:
+        operation = _operation(request)
+        self._span = begin_span(
+            f"{operation} {request.model}",
+            request.trace,
+            kind=SpanKind.SERVER,
+            began_at=received_at,
+            attributes=_asked(request, operation, context_class),
+        )
+        self.context = context_of(self._span, request.trace)
+        """The parent of what is done for the request."""
+        self.trace_id = trace_id_of(self._span)
+        """Empty where it is not traced."""
+        self._tokens = 0
+        self._cached = 0
+        self._reasons: list[str] = []
+
+    def delta(self, delta: OutputDelta, now: float) -> None:
+        """Something came of the workers."""
+        if not self.trace_id:
+            return
+        if delta.token_ids and not self._tokens:
+            self._span.add_event("first token", timestamp=wall_ns(now))
+        self._tokens += len(delta.token_ids)
+        self._cached += delta.cached_prompt_tokens
+        if delta.finish_reason is not None:
+            self._reasons.append(delta.finish_reason.value)
+
+    def end(self, outcome: str, error: BatonError | None = None) -> None:
+        """``outcome`` as in the metrics."""
+        if not self.trace_id:
+            return
+        self._span.set_attributes(
+            {
+                "baton.outcome": outcome,
+                "baton.cached_prompt_tokens": self._cached,
+                "gen_ai.usage.output_tokens": self._tokens,
+                "gen_ai.response.finish_reasons": self._reasons,
+            }
+        )
+        if outcome != "ok":
+            fail_span(self._span, error)
+        self._span.end()
+
+
+def _operation(request: GenerationRequest) -> str:
+    if request.embeds:
+        return "embeddings"
+    return "chat" if request.chat else "text_completion"
+
+
+def _asked(request: GenerationRequest, operation: str, context_class: str) -> dict[str, Attribute]:
+    sampling = request.sampling
+    attributes: dict[str, Attribute] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": request.model,
+        "gen_ai.response.model": request.model,
+        "gen_ai.response.id": request.request_id,
+        "gen_ai.usage.input_tokens": len(request.prompt_ids),
+        "baton.context_class": context_class,
+        "baton.tenant": request.principal.tenant,
+    }
+    if operation != "embeddings":
+        attributes |= {
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": request.choices,
+        }
+    if request.session:
+        attributes["gen_ai.conversation.id"] = request.session
+    return attributes
+
+
+class RequestRecorder:
+    """The accounts of one request, from its class on. ``now`` is in seconds, of any one clock.
+
+    Latencies are observed for requests that end well; tokens count for all. Of a request with
+    several choices they are those of the first: its tokens come as those of a request of its own.
+    """
+
+    def __init__(
+        self,
+        stats: RequestStats,
+        slo: Slo,
+        context_class: str,
+        prompt_tokens: int,
+        received_at: float,
+        max_tokens: int = FIRST_ANSWER_TOKENS,
+        span: RequestSpan | None = None,
+    ) -> None:
+        """``max_tokens``: of the answer. ``span`` is told the same, and ended."""
+        self._metrics = stats.metrics
+        self._span = span
+        # In a histogram a trace stands for the requests of its bucket.
+        traced = span is not None and span.trace_id
+        self._exemplar = {"trace_id": span.trace_id} if span is not None and traced else None
+        self._slo = slo
+        self._class = context_class
+        self._recent = stats.recent
+        self._prompt_tokens = prompt_tokens
+        self._cached_tokens = 0
+        self._received_at = received_at
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._tokens = 0
+        self._ended = False
+        self._summary: dict[str, object] = {}
+        self._series = stats.metrics.of_class(context_class)
+        self._series.prompt_tokens.inc(prompt_tokens)
+        self._traffic = stats.traffic
+        self._traffic.came(context_class, prompt_tokens, max_tokens)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def delta(self, delta: OutputDelta, now: float) -> None:
+        """Tokens came. Those that came together have no gap between them."""
+        if self._span is not None:
+            self._span.delta(delta, now)
+        if delta.cached_prompt_tokens:
+            self._cached_tokens += delta.cached_prompt_tokens
+            self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
+        for _ in delta.token_ids if delta.choice == 0 else ():
+            self._token(now)
+        if delta.token_ids:
+            self._series.generated_tokens.inc(len(delta.token_ids))
+
+    def succeed(self, now: float) -> None:
+        """The last token came."""
+        if self._ended:
+            return
+        self._series.request_latency.observe(now - self._received_at)
+        self._summary["e2el_ms"] = round((now - self._received_at) * 1e3, 1)
+        tpot = 0.0
+        if self._tokens > 1:
+            tpot = (now - self._first_at) / (self._tokens - 1)
+            self._series.time_per_output_token.observe(tpot)
+            self._summary["tpot_ms"] = round(tpot * 1e3, 1)
+            self._traffic.counts.judge_answer(tpot, self._slo.tpot_s)
+        self._traffic.ended(self._class, self._tokens)
+        if self._tokens:
+            self._judge(self._first_at - self._received_at, tpot)
+        self._end(Outcome.OK, "")
+
+    def fail(self, error: BatonError) -> None:
+        """It ended with an error."""
+        self._end(outcome_of(error, begun=self._tokens > 0), error.code or "", error)
+
+    def abort(self) -> None:
+        """The client left, or the server did."""
+        self._end(Outcome.ABORTED, "")
+
+    def summary(self) -> dict[str, object]:
+        """What became of it, in plain values; times in milliseconds, where it has them."""
+        return {
+            "class": self._class,
+            "trace_id": "" if self._span is None else self._span.trace_id,
+            "cached_prompt_tokens": self._cached_tokens,
+            "output_tokens": self._tokens,
+            **self._summary,
+        }
+
+    def _token(self, now: float) -> None:
+        if self._tokens == 0:
+            self._first_at = now
+            ttft = now - self._received_at
+            self._series.time_to_first_token.observe(ttft, self._exemplar)
+            self._summary["ttft_ms"] = round(ttft * 1e3, 1)
+            self._traffic.counts.judge_first_token(ttft, self._slo.ttft_s)
+        else:
+            self._series.inter_token_latency.observe(now - self._last_at)
+        self._last_at = now
+        self._tokens += 1
+
+    def _judge(self, ttft: float, tpot: float) -> None:
+        late, slow = ttft > self._slo.ttft_s, tpot > self._slo.tpot_s
+        if late:
+            self._series.ttft_violations.inc()
+        if slow:
+            self._series.tpot_violations.inc()
+        if not (late or slow):
+            self._series.goodput_requests.inc()
+
+    def _end(self, outcome: Outcome, code: str, error: BatonError | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        # An answer that was turned away, or broke, has no length of its own.
+        has_length = outcome in (Outcome.OK, Outcome.ABORTED) and self._tokens
+        self._recent.add(
+            RecentRequest(
+                self._received_at,
+                self._prompt_tokens,
+                self._tokens if has_length else None,
+                self._cached_tokens,
+            )
+        )
+        self._summary |= {"outcome": str(outcome), "code": code}
+        if self._span is not None:
+            self._span.end(outcome, error)
+        self._traffic.counts.shed += outcome is Outcome.SHED
+        self._metrics.requests.labels(self._class, outcome, code).inc()
+
+
+Show = Callable[[Sequence[int]], str]
+"""The text of token ids."""
+
+
+class RequestLog:
+    """A line for each request that has ended; prompts are in it only with ``log_prompts``."""
+
+    def __init__(self, config: Config, show: Show) -> None:
+        self._is_on = config.log_requests or config.log_prompts
+        self._show = show if config.log_prompts else None
+
+    def ended(self, request: GenerationRequest, recorder: RequestRecorder) -> None:
+        """Write the line, if one is wanted. Times are in milliseconds."""
+        if not self._is_on:
+            return
+        told = {
+            "request_id": request.request_id,
+            "tenant": request.principal.tenant,
+            "key": request.principal.key_id,
+            "prompt_tokens": len(request.prompt_ids),
+            **recorder.summary(),
+        }
+        if self._show is not None:
+            told["prompt"] = self._show(request.prompt_ids)
+        told = {name: value for name, value in told.items() if value not in ("", None)}
+        # The text says all of it too: a log for people has no fields.
+        words = " ".join(f"{name}={value!r}" for name, value in told.items())
+        log.info("request ended: %s", words, extra=told)
+
+
+MAX_RECENT_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRequest:
+    """A request that has ended, however it did."""
+
+    received_at: float
+    """Seconds, of the clock of whoever adds it."""
+    prompt_tokens: int
+    output_tokens: int | None
+    """None where nobody knows how long its answer would have been."""
+    cached_tokens: int
+    """Of the prompt, that were found in a cache."""
+
+
+class RecentRequests:
+    """The last ``MAX_RECENT_REQUESTS`` that have ended."""
+
+    def __init__(self) -> None:
+        self._requests: deque[RecentRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
+        self.ended = 0
+        """All that ever were added."""
+
+    def add(self, request: RecentRequest) -> None:
+        """One has ended."""
+        self._requests.append(request)
+        self.ended += 1
+
+    def since(self, start: float) -> list[RecentRequest]:
+        """Those that came at ``start`` or later, in the order in which they came."""
+        found = [one for one in self._requests if one.received_at >= start]
+        return sorted(found, key=lambda one: one.received_at)

@@ -1,0 +1,415 @@
+"""From an API's input to a GenerationRequest: tokenized, checked, its sampling made final."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
+from baton.config.choices import DEFAULT_TENANT
+from baton.config.cluster import Config
+from baton.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidGrammar,
+    InvalidRequest,
+    ModelNotFound,
+)
+from baton.grammars.grammar_gate import GrammarGate
+from baton.host.background import off_loop
+from baton.trace_context import NO_TRACE, TraceContext
+from router.access.api_keys import Caller
+from router.core.request import Dispatcher, GenerationRequest, ShownText
+from router.core.served_model import ServedModel
+from router.inference.sampling_input import (
+    SamplingInput,
+    check_token_ids,
+    final_sampling,
+    truncated,
+)
+from router.text.template_process import MAX_WAIT_S
+from router.text.tokenizer import Tokenizer
+from router.tool_calls.formats import format_for
+from router.tool_calls.grammar import calls_grammar, free_grammar
+from router.tool_calls.prompt import Turn, fitted, is_about_tools
+from router.tool_calls.tools import ToolUse
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions."""
+MAX_PROMPTS = 128
+"""Prompts in one request."""
+MAX_EMBEDDED = 2048
+"""Inputs of one request for embeddings, as at OpenAI."""
+_SHOWN_ID_CHARACTERS = 128
+
+_OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Variables of the template that come from fields of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation becomes a prompt: what the client says of the template."""
+
+    generation_prompt: bool = True
+    """The template begins the assistant's turn."""
+    continue_final: bool = False
+    """The prompt ends with the last message's text: the answer goes on there."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """More variables; the template runs in a sandbox."""
+
+
+CHAT_DEFAULTS = ChatOptions()
+PLAIN_TEXT = ShownText()
+_NOTHING_ASKED = SamplingInput()
+_EMBEDDED = SamplingInput(temperature=0.0)
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of a request before its prompt is: for ids, deadline and accounts."""
+
+    request_id: str
+    """Unique; the prompts of a batch add their place to it."""
+    at: float
+    """When it came, in seconds of the monotonic clock."""
+    deadline_s: float
+    """Seconds from ``at``."""
+    caller: Caller
+    own_deadline: bool = False
+    """``deadline_s`` is what the client asked for."""
+    session: str = ""
+    """What the client calls its conversation; empty: nothing was said."""
+    trace: TraceContext = NO_TRACE
+    """What the client says of its trace."""
+    background: bool = False
+    """A line of a batch: it waits for slack, and API keys' limits do not apply."""
+
+    @classmethod
+    def of(
+        cls,
+        request_id: str,
+        at: float,
+        headers: Mapping[str, str],
+        max_s: float,
+        caller: Caller,
+        *,
+        own_deadline: bool = False,
+    ) -> Arrival:
+        """By the names of ``headers`` in lower case; ``max_s`` bounds ``DEADLINE_HEADER``.
+
+        ``own_deadline``: the client has set ``max_s``.
+
+        Raises InvalidRequest.
+        """
+        given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
+        trace = TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        if not given:
+            return cls(request_id, at, max_s, caller, own_deadline, session, trace)
+        if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
+            raise InvalidRequest(
+                f"{DEADLINE_HEADER} must be a whole number of milliseconds, at least 1",
+                param=DEADLINE_HEADER,
+            )
+        deadline_s = min(max_s, int(given) / 1000)
+        return cls(request_id, at, deadline_s, caller, True, session, trace)
+
+
+class RequestBuilder:
+    """Tokenises and checks. Raises InvalidRequest and its kin, ModelNotFound."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        config: Config,
+        grammars: GrammarGate,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._model = model
+        self._max_characters = config.max_body_bytes
+        template = tokenizer.chat_template if tokenizer.has_chat_template else None
+        self.tool_format = format_for(
+            config.tool_parser, template, lambda text: bool(tokenizer.special_ids([text]))
+        )
+        self._clock = clock
+        self._grammars = grammars
+        self._background_s = config.request_deadline_s
+        """Counts from the moment that a background request gets its turn."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer: the least of what model and workers have room for."""
+        # Without workers, the dispatcher knows no bound; it will say itself that it has none.
+        return min(self._model.context_length, self._dispatcher.context_length or 1 << 62)
+
+    def check_model(self, model_id: str) -> None:
+        """Raises ModelNotFound."""
+        if model_id != self._model.id:
+            shown = model_id[:_SHOWN_ID_CHARACTERS]
+            raise ModelNotFound(f"the model '{shown}' does not exist", param="model")
+
+    async def chat(
+        self,
+        arrival: Arrival,
+        turns: Sequence[Turn],
+        sampling: SamplingInput,
+        priority: int | None = None,
+        tools: ToolUse | None = None,
+        options: ChatOptions = CHAT_DEFAULTS,
+        *,
+        choices: int = 1,
+        shown_text: ShownText = PLAIN_TEXT,
+    ) -> GenerationRequest:
+        """A conversation; max_tokens defaults to the rest of the context.
+
+        Raises also InvalidRequest where a grammar and tools that must be called meet.
+        """
+        if tools is not None:
+            sampling = self._bound_to(tools, sampling)
+        await self._check_grammar(arrival, sampling)
+        ids = await self.chat_ids(turns, tools, options, sampling)
+        shown: tuple[int, ...] = ()
+        if tools is not None:
+            shown = tuple(self._tokenizer.special_ids(self.tool_format.texts).values())
+        return self._request(
+            arrival,
+            arrival.request_id,
+            ids,
+            sampling,
+            None,
+            "messages",
+            priority,
+            choices=choices,
+            shown=shown_text,
+            shown_ids=shown,
+            chat=True,
+        )
+
+    def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
+        """Calls that must be are bound by a grammar, and those of strict functions."""
+        special = self._tokenizer.special_ids(self.tool_format.texts)
+        if sampling.grammar is not None and not tools.required:
+            return sampling
+        if sampling.grammar is not None:
+            raise InvalidRequest(
+                "an answer of a given form is not possible where tools must be called",
+                param="tool_choice",
+            )
+        grammar = None
+        if tools.required:
+            grammar = calls_grammar(self.tool_format, tools, special)
+        elif any(tool.strict for tool in tools.callable_tools):
+            grammar = free_grammar(self.tool_format, tools, special)
+        return dataclasses.replace(sampling, grammar=grammar, grammar_param="tools")
+
+    async def chat_ids(
+        self,
+        turns: Sequence[Turn],
+        tools: ToolUse | None = None,
+        options: ChatOptions = CHAT_DEFAULTS,
+        sampling: SamplingInput = _NOTHING_ASKED,
+    ) -> tuple[int, ...]:
+        """The token ids of a conversation, ready for the answer."""
+        size = sum(len(turn["content"]) for turn in turns)
+        size += 0 if tools is None else tools.characters
+        # Templates add some text to each message; a runaway one must not fill the memory.
+        limit = 4 * self._max_characters if tools else self._max_characters
+        limit += 4096 + 256 * len(turns)
+        text = await self._chat_text(turns, tools, limit, options)
+        return await off_loop(len(text), lambda: self._chat_ids(text, sampling))
+
+    async def prompts(
+        self,
+        arrival: Arrival,
+        prompts: Sequence[Prompt],
+        sampling: SamplingInput,
+        default_max_tokens: int | None = COMPLETION_MAX_TOKENS,
+        priority: int | None = None,
+        *,
+        param: str = "prompt",
+        max_prompts: int = MAX_PROMPTS,
+        choices: int = 1,
+        shown_text: ShownText = PLAIN_TEXT,
+        embeds: bool = False,
+    ) -> list[GenerationRequest]:
+        """Plain prompts.
+
+        ``default_max_tokens`` None takes the rest of the context; ``param`` is what the client
+        calls its prompts.
+        """
+        if not prompts:
+            raise InvalidRequest(f"{param} must not be empty", param=param)
+        if len(prompts) > max_prompts:
+            raise InvalidRequest(f"at most {max_prompts} {param}s are possible", param=param)
+        await self._check_grammar(arrival, sampling)
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        rows = await off_loop(
+            size, lambda: [self._prompt_ids(prompt, sampling, param) for prompt in prompts]
+        )
+        return [
+            self._request(
+                arrival,
+                f"{arrival.request_id}-{place}",
+                ids,
+                sampling,
+                default_max_tokens,
+                param,
+                priority,
+                choices=choices,
+                shown=shown_text,
+                embeds=embeds,
+            )
+            for place, ids in enumerate(rows)
+        ]
+
+    async def embeddings(
+        self, arrival: Arrival, inputs: Sequence[Prompt]
+    ) -> list[GenerationRequest]:
+        """What is to be embedded, each text and each list of ids on its own."""
+        if not all(inputs):
+            raise InvalidRequest("input must not be empty", param="input")
+        return await self.prompts(
+            arrival, inputs, _EMBEDDED, 1, param="input", max_prompts=MAX_EMBEDDED, embeds=True
+        )
+
+    async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:
+        """Raises InvalidGrammar, in the client's words, for one that no worker could follow."""
+        if sampling.grammar is None:
+            return
+        left = arrival.deadline_s - (self._clock() - arrival.at)
+        try:
+            await self._grammars.ready(sampling.grammar, time.monotonic() + left)
+        except InvalidGrammar as error:
+            param = sampling.grammar_param
+            raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None
+
+    async def _chat_text(
+        self, turns: Sequence[Turn], tools: ToolUse | None, limit: int, options: ChatOptions
+    ) -> str:
+        values = None
+        if tools is not None or any(is_about_tools(turn) for turn in turns):
+            template = self._tokenizer.chat_template.for_tools
+            turns = fitted(turns, tools, template, self.tool_format)
+            values = [tool.as_template_value() for tool in tools.tools] if tools else []
+        rendering = self._tokenizer.render_chat(
+            turns, limit, values, options.variables, generation_prompt=options.generation_prompt
+        )
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                text = await asyncio.wrap_future(rendering)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the messages were not rendered within {MAX_WAIT_S:.0f} s: the router is"
+                " overloaded"
+            ) from None
+        return _cut_behind(text, turns[-1]["content"]) if options.continue_final else text
+
+    def _chat_ids(self, text: str, sampling: SamplingInput) -> tuple[int, ...]:
+        if sampling.truncate is None:
+            self._check_size(text, "messages")
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return truncated(ids, sampling, self.context_length)
+
+    def _prompt_ids(self, prompt: Prompt, sampling: SamplingInput, param: str) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if sampling.truncate is None:
+                self._check_size(prompt, param)
+            ids = self._tokenizer.encode(prompt)
+        else:
+            check_token_ids(prompt, self._tokenizer.vocab_size, param)
+            ids = prompt
+        return truncated(ids, sampling, self.context_length)
+
+    def _check_size(self, text: str, param: str) -> None:
+        """Refuse what cannot fit before spending seconds on tokenising it."""
+        least = self._tokenizer.fewest_tokens(text)
+        context = self.context_length
+        if least >= context:
+            raise ContextLengthExceeded(
+                f"the model's context is {context} tokens, the prompt has at least {least}",
+                param=param,
+            )
+
+    def _request(
+        self,
+        arrival: Arrival,
+        request_id: str,
+        ids: tuple[int, ...],
+        sampling: SamplingInput,
+        default_max_tokens: int | None,
+        param: str,
+        priority: int | None,
+        **more: Any,
+    ) -> GenerationRequest:
+        """``more``: further fields of the request."""
+        check_priority(priority)
+        if not ids:
+            raise InvalidRequest(f"{param} must not be empty", param=param)
+        caller = arrival.caller
+        left = arrival.deadline_s - (self._clock() - arrival.at)
+        if left <= 0:
+            raise DeadlineExceeded("the request's time was up before it began")
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_ids=ids,
+            sampling=final_sampling(
+                sampling,
+                prompt_tokens=len(ids),
+                context_length=self.context_length,
+                vocab_size=self._tokenizer.vocab_size,
+                default_max_tokens=default_max_tokens,
+                prompt_param=param,
+                eos_ids=self._tokenizer.eos_ids,
+            ),
+            principal=caller.principal,
+            deadline_s=self._background_s if arrival.background else left,
+            background=arrival.background,
+            session=arrival.session,
+            cache_salt=_cache_salt(caller),
+            priority=caller.priority if priority is None else priority,
+            own_deadline=arrival.own_deadline,
+            model=self._model.id,
+            trace=arrival.trace,
+            **more,
+        )
+
+
+def _cut_behind(text: str, final: str) -> str:
+    """A rendered conversation up to the end of its last message's text. Raises InvalidRequest."""
+    final = final.strip()
+    at = text.rfind(final)
+    if not final or at < 0:
+        raise InvalidRequest(
+            "the last message has no text of its own in the model's chat template",
+            param="continue_final_message",
+        )
+    return text[: at + len(final)]
+
+
+def check_priority(priority: int | None) -> None:
+    """Raises InvalidRequest."""
+    if priority is not None and not -(1 << 31) <= priority < 1 << 31:
+        raise InvalidRequest("priority must be a 32-bit integer", param="priority")
+
+
+def _cache_salt(caller: Caller) -> bytes:
+    """Tenants share no prefix cache: a hit would tell one what another has asked."""
+    tenant = caller.principal.tenant
+    return b"" if tenant == DEFAULT_TENANT else b"tenant:" + tenant.encode()
+
+
+def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, Any]:
+    """Raises InvalidRequest for one that comes from elsewhere."""
+    if taken := sorted(_OWN_FIELDS & variables.keys()):
+        raise InvalidRequest(
+            f"{param} must not set {taken[0]}: it has a field of its own", param=param
+        )
+    return variables

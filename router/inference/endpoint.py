@@ -1,0 +1,156 @@
+"""Endpoint: one path of an HTTP API, from a body to its answer, over HTTP or as a line of a batch.
+
+body ─parse→ Answer (its requests are built) ─InferenceService.run→ deltas
+     ─the Answer's shapes→ server-sent events, or one body
+"""
+
+from __future__ import annotations
+
+import abc
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from baton.errors import BatonError
+from baton.host.background import off_loop
+from router.access.api_keys import Caller
+from router.core.request import Choice, GenerationRequest, OutputDelta, choices_for
+from router.http.client import read_object, unless_disconnected
+from router.http.sse import EventStream, EventStreamResponse, error_event
+from router.inference.builder import Arrival
+from router.inference.service import BACKGROUND_WAIT_S, InferenceService
+
+
+class Answer(abc.ABC):
+    """What one request is answered with, in the shapes of its API. Either streamed or whole."""
+
+    def __init__(
+        self, requests: Sequence[GenerationRequest], *, stream: bool, at_once: int | None = None
+    ) -> None:
+        """``at_once`` bounds how many of the prompts run at a time."""
+        self.requests = requests
+        self.choices: list[Choice] = choices_for(requests)
+        """Those of the first prompt, of the second, and so on."""
+        self.stream = stream
+        self.at_once = at_once
+
+    @abc.abstractmethod
+    def events(self, prompt: int, delta: OutputDelta) -> bytes:
+        """Count a prompt's delta; its server-sent events, empty while there is nothing to show."""
+
+    @abc.abstractmethod
+    def last_events(self) -> bytes:
+        """The end of a stream that has not failed."""
+
+    def failure(self, error: BatonError) -> bytes:
+        """The end of a stream that has failed on its way."""
+        return error_event(error)
+
+    @abc.abstractmethod
+    def keep(self, prompt: int, delta: OutputDelta) -> None:
+        """Count a prompt's delta, and keep it for ``whole``."""
+
+    @abc.abstractmethod
+    def whole(self) -> Mapping[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    @property
+    def size(self) -> int:
+        """How much ``whole`` has to write, as ``off_loop`` counts it, beside text."""
+        return 0
+
+
+Parse = Callable[[dict[str, Any], Arrival], Awaitable[Answer]]
+"""Makes the answer of a body: checks it and builds its requests. Raises BatonError."""
+
+
+class Endpoint:
+    """Answers bodies of one path. Owned by the router's event loop."""
+
+    def __init__(self, service: InferenceService, prefix: str, parse: Parse) -> None:
+        """``prefix``: of answers' ids."""
+        self._service = service
+        self._prefix = prefix
+        self._parse = parse
+
+    async def answer(self, request: Request) -> Response:
+        """Answer an HTTP request, in one piece or as it comes. Raises BatonError."""
+        service, received_at = self._service, time.monotonic()
+        max_s = service.config.request_deadline_s
+        try:
+            with service.counting_refusals():
+                caller = service.access.caller(request.headers)
+                body = await read_object(request, service.config.max_body_bytes, max_s)
+                name = self._name()
+                arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
+                answer = await self._parse(body, arrival)
+        except ClientDisconnect:
+            service.count_abandoned()
+            raise
+        if answer.stream:
+            return EventStreamResponse(
+                lambda events: self._stream(arrival, answer, events), answer.failure
+            )
+        return await unless_disconnected(request.receive, self._whole(arrival, answer))
+
+    async def run_line(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
+        """The whole answer of a batch's line, in the background. Raises BatonError."""
+        service = self._service
+        arrival = Arrival(
+            self._name(), time.monotonic(), BACKGROUND_WAIT_S, caller, background=True
+        )
+        with service.counting_refusals():
+            answer = await self._parse(body, arrival)
+        await self._keep_all(arrival, answer, None)
+        return await off_loop(answer.size, answer.whole)
+
+    def _name(self) -> str:
+        return f"{self._prefix}{secrets.token_hex(16)}"
+
+    async def _stream(self, arrival: Arrival, answer: Answer, events: EventStream) -> None:
+        async def show(prompt: int, delta: OutputDelta) -> None:
+            if shown := answer.events(prompt, delta):
+                await events.write(shown, more=True)
+
+        async def tell_limits(headers: Mapping[str, str]) -> None:
+            events.add_headers(headers)
+
+        await self._service.run(
+            arrival,
+            answer.requests,
+            answer.choices,
+            show,
+            on_admitted=tell_limits,
+            at_once=answer.at_once,
+        )
+        await events.write(answer.last_events(), more=False)
+
+    async def _whole(self, arrival: Arrival, answer: Answer) -> Response:
+        headers: dict[str, str] = {}
+        await self._keep_all(arrival, answer, headers)
+        body = await off_loop(answer.size, answer.whole)
+        return JSONResponse(body, headers=headers)
+
+    async def _keep_all(
+        self, arrival: Arrival, answer: Answer, headers: dict[str, str] | None
+    ) -> None:
+        async def keep(prompt: int, delta: OutputDelta) -> None:
+            answer.keep(prompt, delta)
+
+        async def tell_limits(found: Mapping[str, str]) -> None:
+            if headers is not None:
+                headers.update(found)
+
+        await self._service.run(
+            arrival,
+            answer.requests,
+            answer.choices,
+            keep,
+            on_admitted=tell_limits,
+            at_once=answer.at_once,
+        )

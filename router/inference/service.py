@@ -1,0 +1,201 @@
+"""InferenceService: what every API calls to run a request.
+
+    input ─builder→ GenerationRequest ─limits of its API key→ dispatcher (admission, placement)
+          ─deltas→ the API's sink, as fast as its client reads
+
+APIs parse input and format answers, and do nothing else. One service per router process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import cast
+
+from baton.config.cluster import Config
+from baton.errors import BatonError, DeadlineExceeded
+from baton.grammars.grammar_gate import GrammarGate
+from baton.telemetry.logs import of_request
+from router.access.access import Access
+from router.core.accounting import (
+    RequestLog,
+    RequestRecorder,
+    RequestSpan,
+    RequestStats,
+    Slo,
+    count_refusal,
+)
+from router.core.request import Choice, Dispatcher, GenerationRequest, OutputDelta
+from router.core.served_model import ServedModel
+from router.inference.builder import Arrival, RequestBuilder
+from router.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+BACKGROUND_CLASS = "batch"
+"""Takes the place of the context-length class in the metrics of background requests."""
+BACKGROUND_WAIT_S = 31 * 86400.0
+"""A background request waits for its turn until its batch ends; no window is longer."""
+
+Sink = Callable[[int, OutputDelta], Awaitable[None]]
+"""Takes a prompt's place in the request and its next delta; as slow as the client is."""
+Admitted = Callable[[Mapping[str, str]], Awaitable[None]]
+"""Takes the headers that tell what is left of the API key's limits."""
+
+
+class InferenceService:
+    """Owned by the router's event loop. Its methods raise BatonError."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        stats: RequestStats,
+        config: Config,
+        access: Access,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.model = model
+        self.config = config
+        self.access = access
+        grammars = GrammarGate(
+            tokenizer.grammars, stats.metrics.grammar_compile_seconds.labels(role="router").observe
+        )
+        self.builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars)
+        self._dispatcher = dispatcher
+        self._stats = stats
+        self._class_of = config.class_of
+        self._slos = {
+            one.name: Slo(config.slo_ttft_of(one.name), config.slo_tpot_s) for one in config.classes
+        }
+        self._slos[BACKGROUND_CLASS] = Slo(BACKGROUND_WAIT_S, BACKGROUND_WAIT_S)
+        self._log = RequestLog(config, tokenizer.decode)
+        self._clock = clock
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Count what fails before it has become a request."""
+        try:
+            yield
+        except BatonError as error:
+            count_refusal(self._stats.metrics, error)
+            raise
+
+    def count_abandoned(self) -> None:
+        """Count a request whose client left before it was complete."""
+        count_refusal(self._stats.metrics, None)
+
+    async def run(
+        self,
+        arrival: Arrival,
+        requests: Sequence[GenerationRequest],
+        choices: Sequence[Choice],
+        sink: Sink,
+        *,
+        on_admitted: Admitted | None = None,
+        at_once: int | None = None,
+    ) -> None:
+        """Run the prompts of one API request side by side, until all have a finish reason.
+
+        ``choices`` are the answers that ``sink`` counts; ``at_once`` bounds how many prompts run at
+        a time. Every deadline counts from now. The first failure ends the other prompts and is
+        raised. When the caller is cancelled, every prompt is aborted at the workers before this
+        returns.
+        """
+        if arrival.background:
+            await self._run_all(arrival, requests, sink, at_once)
+            return
+        async with self.access.entered(arrival.caller, requests, choices) as headers:
+            if on_admitted is not None:
+                await on_admitted(headers)
+            await self._run_all(arrival, requests, sink, at_once)
+
+    async def _run_all(
+        self,
+        arrival: Arrival,
+        requests: Sequence[GenerationRequest],
+        sink: Sink,
+        at_once: int | None,
+    ) -> None:
+        turns = asyncio.Semaphore(at_once or len(requests))
+        if len(requests) == 1:
+            await self._run_one(0, requests[0], arrival.at, sink, turns)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for place, request in enumerate(requests):
+                    group.create_task(self._run_one(place, request, arrival.at, sink, turns))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _run_one(
+        self,
+        place: int,
+        request: GenerationRequest,
+        received_at: float,
+        sink: Sink,
+        turns: asyncio.Semaphore,
+    ) -> None:
+        """Run one prompt, and record it exactly once."""
+        background, prompt_tokens = request.background, len(request.prompt_ids)
+        context_class = BACKGROUND_CLASS if background else self._class_of(prompt_tokens)
+        span = RequestSpan(request, context_class, received_at)
+        request = replace(request, trace=span.context)
+        recorder = RequestRecorder(
+            self._stats,
+            self._slos[context_class],
+            context_class,
+            prompt_tokens,
+            received_at,
+            request.sampling.max_tokens,
+            span,
+        )
+        timeout = asyncio.timeout(BACKGROUND_WAIT_S if background else request.deadline_s)
+        with of_request(request.request_id, span.trace_id):
+            try:
+                async with timeout, turns:
+                    await self._stream(place, request, recorder, sink)
+            except asyncio.CancelledError:
+                recorder.abort()
+                raise
+            except Exception as error:
+                failure = _failure(request, error, timed_out=timeout.expired())
+                recorder.fail(failure)
+                if failure is error:
+                    raise
+                raise failure from error
+            finally:
+                self._log.ended(request, recorder)
+
+    async def _stream(
+        self, place: int, request: GenerationRequest, recorder: RequestRecorder, sink: Sink
+    ) -> None:
+        generator = cast(AsyncGenerator[OutputDelta, None], self._dispatcher.generate(request))
+        left = request.choices
+        async with aclosing(generator) as deltas:
+            async for delta in deltas:
+                now = self._clock()
+                recorder.delta(delta, now)
+                left -= delta.finish_reason is not None
+                if not left:
+                    recorder.succeed(now)
+                await sink(place, delta)
+                if not left:
+                    return
+        raise BatonError("the answer ended without a finish reason")
+
+
+def _failure(request: GenerationRequest, error: Exception, *, timed_out: bool) -> BatonError:
+    """What a client is told of an error."""
+    if isinstance(error, BatonError):
+        return error
+    if isinstance(error, TimeoutError) and timed_out:
+        return DeadlineExceeded("the request did not end before its deadline")
+    log.error("request %s failed", request.request_id, exc_info=error)
+    return BatonError(f"internal error: {type(error).__name__}")

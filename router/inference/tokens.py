@@ -1,0 +1,80 @@
+"""The served model's tokenizer and facts, for every API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.inference.sampling_input import check_token_ids
+from router.inference.service import InferenceService
+from router.tool_calls.prompt import Turn
+from router.tool_calls.tools import ToolUse
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the router knows of the served model."""
+
+    id: str
+    created: int
+    """Unix seconds."""
+    revision: str
+    """The commit of its repository; empty: the model is a folder or a file of the operator."""
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+    vocab_size: int
+    """Token ids are below this."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+    has_chat_template: bool
+    tool_parser: str
+    """How tool calls are read; see `tool_parser` in the configuration."""
+
+
+class TokenService:
+    """Owned by the event loop; texts are tokenized on threads. Raises BatonError."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self._builder = service.builder
+        self._tokenizer = service.tokenizer
+        self._model = service.model
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._builder.context_length
+
+    def check_model(self, model_id: str | None) -> None:
+        """The model may be left out. Raises ModelNotFound."""
+        if model_id:
+            self._builder.check_model(model_id)
+
+    async def ids_of_text(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """``special``: with the special tokens that the tokenizer adds."""
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
+
+    async def ids_of_turns(self, turns: Sequence[Turn], tools: ToolUse | None) -> tuple[int, ...]:
+        """A conversation, ready for the answer. Raises InvalidRequest."""
+        return await self._builder.chat_ids(turns, tools)
+
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it."""
+        return [self._tokenizer.spell(number) for number in token_ids]
+
+    async def text(self, token_ids: tuple[int, ...], param: str) -> str:
+        """Special tokens included. Raises InvalidRequest."""
+        check_token_ids(token_ids, self._tokenizer.vocab_size, param)
+        return await asyncio.to_thread(self._tokenizer.decode, token_ids, skip_special_tokens=False)
+
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            id=self._model.id,
+            created=self._model.created,
+            revision=self._model.revision,
+            max_model_len=self.context_length,
+            vocab_size=self._tokenizer.vocab_size,
+            eos_token_ids=tuple(sorted(self._tokenizer.eos_ids)),
+            has_chat_template=self._tokenizer.has_chat_template,
+            tool_parser=self._builder.tool_format.name,
+        )

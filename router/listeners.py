@@ -1,0 +1,121 @@
+"""The HTTP listeners of a router process: one for clients, and one for operators if wanted.
+
+States: made → serving → ending (no new connection) → ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from baton.config.cluster import Config
+from baton.config.fields import split_host_port
+from baton.host.background import end_tasks, spawn
+from baton.security.tls import LiveContext, server_context
+from router.http.protocol import http_protocol
+from router.http.uvicorn_internals import QuietServer
+
+RENEWAL_POLL_S = 1.0
+STOP_GRACE_S = 2
+"""How long open connections have to end once the router stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apps:
+    """What each listener serves."""
+
+    http: ASGIApp
+    admin: ASGIApp | None
+    """At ``admin_http``; None where there is none."""
+    paths: tuple[tuple[str, str], ...]
+    """Methods and paths of all endpoints."""
+
+
+class HttpServers:
+    """Owned by the router's event loop."""
+
+    def __init__(self, apps: Apps, config: Config) -> None:
+        """With TLS alone where ``config`` has a certificate. Raises ConfigError."""
+        self._config = config
+        self._certificate: LiveContext | None = None
+        if (files := config.tls.fronts) is not None:
+            context = server_context(files)
+            # gRPC has a port of its own.
+            context.set_alpn_protocols(["http/1.1"])
+            self._certificate = LiveContext(context, files)
+        self._renewing: asyncio.Task[None] | None = None
+        self._clients = self._server(apps.http)
+        self._operators = None if apps.admin is None else self._server(apps.admin)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Listen; the tasks end when their server has. Raises OSError."""
+        shares_port = self._config.routers > 1
+        pairs = [(self._clients, self._config.http)]
+        if self._operators is not None:
+            pairs.append((self._operators, self._config.admin_http))
+        listening = [_listen(address, shares_port=shares_port) for _, address in pairs]
+        self._tasks = [
+            asyncio.create_task(server.serve(sockets=[there]))
+            for (server, _), there in zip(pairs, listening, strict=True)
+        ]
+        if self._certificate is not None:
+            self._renewing = spawn(_take_up_renewals(self._certificate), "certificates")
+        return self._tasks
+
+    def leave(self) -> asyncio.Task[None]:
+        """Take no more of clients' connections; the task ends when no request runs."""
+        self._clients.should_exit = True
+        return self._tasks[0]
+
+    async def close(self) -> None:
+        """End both. Operators' is the last, so that who watches a drain sees its end."""
+        await self.leave()
+        if self._operators is not None:
+            self._operators.should_exit = True
+        await asyncio.gather(*self._tasks)
+        if self._renewing is not None:
+            await end_tasks([self._renewing])
+
+    def _server(self, app: ASGIApp) -> QuietServer:
+        config, certificate = self._config, self._certificate
+        limits = config.advanced
+        http = uvicorn.Config(
+            app,
+            http=http_protocol(
+                limits.slow_client_s, limits.head_deadline_s, limits.max_connections_per_client
+            ),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            # Nothing asks for a client's address.
+            proxy_headers=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(config.drain_deadline_s) + STOP_GRACE_S,
+            ssl_context_factory=None if certificate is None else lambda *_: certificate.get(),
+        )
+        return QuietServer(http)
+
+
+async def _take_up_renewals(certificate: LiveContext) -> None:
+    """New connections have the certificate that its file holds by then."""
+    while True:
+        await asyncio.sleep(RENEWAL_POLL_S)
+        certificate.get()
+
+
+def _listen(address: str, *, shares_port: bool) -> socket.socket:
+    host, port = split_host_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With its protocol said: asyncio switches Nagle's algorithm off only where it knows that it is
+    # TCP, and an answer's second packet would wait 40 ms for the client's acknowledgement.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shares_port:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listening.bind((host, port))
+    return listening

@@ -1,0 +1,287 @@
+"""Every HTTP path of a router process: its handler, and how FastAPI describes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+
+from baton.client.headers import ROUTER_HEADER
+from baton.config.cluster import Config
+from baton.security.tls import LiveContext, client_context
+from baton.telemetry.metrics import RouterMetrics
+from baton.version import baton_version
+from router.admin.cluster_metrics import cluster_page
+from router.core.request import Dispatcher
+from router.embeddings.api import EmbeddingsApi
+from router.embeddings.protocol import EmbeddingsRequest, EmbeddingsResponse
+from router.http.errors import add_error_handlers
+from router.http.gate import gated
+from router.http.openapi import ERRORS, describe, json_body, streamed
+from router.inference.endpoint import Endpoint
+from router.inference.service import InferenceService
+from router.inference.tokens import TokenService
+from router.listeners import Apps
+from router.messages.api import MessagesApi
+from router.messages.protocol import CountTokensRequest, MessagesRequest
+from router.openai.api import OpenAiApi
+from router.openai.protocol import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    Model,
+    ModelList,
+)
+from router.openai.tokenize_api import (
+    Detokenized,
+    DetokenizeRequest,
+    ModelInfo,
+    TokenizeApi,
+    Tokenized,
+    TokenizeRequest,
+)
+from router.responses.api import ResponsesApi
+from router.responses.protocol import ResponsesRequest
+
+_DESCRIPTION = """Large language models, served with prefill and decode apart.
+
+The OpenAI API as far as it goes; fields marked as extensions are common to other servers.
+Unknown fields are ignored; known ones that are not served are refused by name.
+"""
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
+_DIRECT = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS)
+"""Paths whose handlers the gate calls itself. They take a Request and return a Response."""
+
+
+SupervisorPage = Callable[[], Awaitable[str | None]]
+"""host:port, None where there is none."""
+
+
+class Mountable(Protocol):
+    """Endpoints that are made elsewhere."""
+
+    def mount(self, app: FastAPI) -> None:
+        """Add them to the app."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apis:
+    """The APIs for clients of one router process. Each is an adapter of one InferenceService."""
+
+    service: InferenceService
+    tokens: TokenService
+    openai: OpenAiApi
+    responses: ResponsesApi
+    messages: MessagesApi
+    embeddings: EmbeddingsApi
+
+    @classmethod
+    def of(cls, service: InferenceService) -> Apis:
+        """All of them."""
+        return cls(
+            service,
+            TokenService(service),
+            OpenAiApi(service),
+            ResponsesApi(service),
+            MessagesApi(service),
+            EmbeddingsApi(service),
+        )
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        """By the path at which a batch's line may ask them."""
+        return {
+            CHAT: self.openai.chat,
+            COMPLETIONS: self.openai.plain,
+            RESPONSES: self.responses.endpoint,
+            EMBEDDINGS: self.embeddings.endpoint,
+        }
+
+
+def make_apps(
+    apis: Apis,
+    dispatcher: Dispatcher,
+    metrics: RouterMetrics,
+    *,
+    number: int = 0,
+    supervisor: SupervisorPage | None = None,
+    more: Sequence[Mountable] = (),
+) -> Apps:
+    """The HTTP apps of one router process; their life is that of what they are given.
+
+    ``number`` tells the process from the others that share its port. ``supervisor`` tells where
+    the supervisor's metrics are. ``more`` endpoints are added: batches and the operators'.
+    """
+    config, access = apis.service.config, apis.service.access
+    # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
+    app = FastAPIOffline(
+        title="Baton", version=baton_version(), description=_DESCRIPTION, redirect_slashes=False
+    )
+    add_error_handlers(app)
+    _add_openai(app, apis.openai, apis.service.model.id)
+    _add_apis(app, apis)
+    _add_operations(app, dispatcher, metrics, number, supervisor, config)
+    for one in more:
+        one.mount(app)
+    describe(app)
+    endpoints = {route.path: route.endpoint for route in app.routes if isinstance(route, Route)}
+    direct = {path: endpoints[path] for path in _DIRECT}
+    if not config.admin_http:
+        return Apps(gated(app, access, config, metrics, direct=direct), None, _paths(app))
+    return Apps(
+        gated(app, access, config, metrics, part="clients", direct=direct),
+        gated(app, access, config, metrics, part="operators"),
+        _paths(app),
+    )
+
+
+def _paths(app: FastAPI) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (method, route.path)
+        for route in app.routes
+        if isinstance(route, Route | Mount)
+        for method in (sorted(route.methods or ()) if isinstance(route, Route) else ["GET"])
+    )
+
+
+def _add_openai(app: FastAPI, api: OpenAiApi, model_id: str) -> None:
+    chat = {
+        "model": model_id,
+        "messages": [{"role": "user", "content": "Name the capital of France."}],
+        "max_tokens": 32,
+    }
+    plain = {"model": model_id, "prompt": "The capital of France is", "max_tokens": 8}
+    app.add_api_route(
+        CHAT,
+        api.chat_completions,
+        methods=["POST"],
+        tags=["openai"],
+        response_model=None,
+        responses={200: streamed(ChatCompletion), **ERRORS},
+        openapi_extra=json_body(ChatCompletionRequest, chat),
+    )
+    app.add_api_route(
+        COMPLETIONS,
+        api.completions,
+        methods=["POST"],
+        tags=["openai"],
+        response_model=None,
+        responses={200: streamed(Completion), **ERRORS},
+        openapi_extra=json_body(CompletionRequest, plain),
+    )
+    app.add_api_route("/v1/models", api.list_models, tags=["openai"], response_model=ModelList)
+    app.add_api_route(
+        "/v1/models/{model_id:path}",
+        api.get_model,
+        tags=["openai"],
+        response_model=Model,
+        responses={404: ERRORS[404]},
+    )
+
+
+def _add_apis(app: FastAPI, apis: Apis) -> None:
+    tokens = TokenizeApi(apis.service, apis.tokens)
+    described: list[tuple[str, Any, str, type[BaseModel], dict[str, Any]]] = [
+        (RESPONSES, apis.responses.create, "openai", ResponsesRequest, streamed()),
+        (
+            EMBEDDINGS,
+            apis.embeddings.create,
+            "openai",
+            EmbeddingsRequest,
+            {"model": EmbeddingsResponse},
+        ),
+        (MESSAGES, apis.messages.create, "anthropic", MessagesRequest, streamed()),
+        (
+            "/v1/messages/count_tokens",
+            apis.messages.count_tokens,
+            "anthropic",
+            CountTokensRequest,
+            {},
+        ),
+        ("/tokenize", tokens.tokenize, "tokens", TokenizeRequest, {"model": Tokenized}),
+        ("/detokenize", tokens.detokenize, "tokens", DetokenizeRequest, {"model": Detokenized}),
+    ]
+    for path, handler, tag, body, answer in described:
+        # Anthropic's errors have another shape.
+        known = {} if tag == "anthropic" else ERRORS
+        app.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            tags=[tag],
+            response_model=None,
+            responses={200: answer, **known},
+            openapi_extra=json_body(body),
+        )
+    app.add_api_route(
+        "/v1/model/info", tokens.model_info, tags=["tokens"], response_model=ModelInfo
+    )
+
+
+def _add_operations(
+    app: FastAPI,
+    dispatcher: Dispatcher,
+    metrics: RouterMetrics,
+    number: int,
+    supervisor: SupervisorPage | None,
+    config: Config,
+) -> None:
+    own = config.tls.of("router")
+    inside = None if own is None else LiveContext(client_context(own), own)
+
+    async def health() -> Response:
+        """Whether requests can be served: 200 with `ok` or `degraded`, otherwise 503."""
+        status, reason = dispatcher.health()
+        content = {"status": status, **({"reason": reason} if reason else {})}
+        headers = {ROUTER_HEADER: str(number)}
+        return JSONResponse(content, 503 if status == "down" else 200, headers)
+
+    async def live() -> dict[str, str]:
+        """The process is up."""
+        return {"status": "ok"}
+
+    async def own_metrics(request: Request) -> Response:
+        """This router's series, summed over its processes, for Prometheus.
+
+        As OpenMetrics where that is asked for: then with exemplars, traces of TTFT's buckets.
+        """
+        draw, kind = choose_encoder(request.headers.get("accept", ""))
+        page = await asyncio.to_thread(lambda: draw(metrics.shown()))
+        return Response(page, media_type=kind)
+
+    async def all_metrics() -> Response:
+        """Everything of the cluster in one page, for people."""
+        told = None if supervisor is None else await supervisor()
+        page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses(), told, inside)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    async def targets() -> list[dict[str, Any]]:
+        """Where the pages of workers and supervisor are, for Prometheus' HTTP service discovery."""
+        told = None if supervisor is None else await supervisor()
+        pages = {"worker": dispatcher.metrics_addresses(), "supervisor": [told] if told else []}
+        scheme = {} if inside is None else {"__scheme__": "https"}
+        return [
+            {"targets": found, "labels": {"part": part, **scheme}}
+            for part, found in pages.items()
+            if found
+        ]
+
+    for path, handler in (
+        ("/health", health),
+        ("/live", live),
+        ("/metrics", own_metrics),
+        ("/metrics/cluster", all_metrics),
+        ("/metrics/targets", targets),
+    ):
+        app.add_api_route(path, handler, tags=["operations"], response_model=None)

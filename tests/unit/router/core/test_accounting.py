@@ -1,0 +1,141 @@
+"""Each request is counted once, with the times that it took."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton import errors
+from baton.request import FinishReason
+from baton.telemetry.metrics import RouterMetrics
+from router.core.accounting import (
+    Outcome,
+    RequestRecorder,
+    RequestStats,
+    Slo,
+    count_refusal,
+    outcome_of,
+)
+from router.core.request import OutputDelta
+
+
+def delta(tokens: int, cached: int = 0) -> OutputDelta:
+    return OutputDelta("x", (1,) * tokens, FinishReason.STOP, cached)
+
+
+def make() -> tuple[RouterMetrics, RequestRecorder]:
+    stats = RequestStats(RouterMetrics(CollectorRegistry()))
+    return stats.metrics, RequestRecorder(stats, Slo(1.0, 0.5), "short", 10, 100.0)
+
+
+def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"baton_{name}", {"class": "short", **labels})
+
+
+def test_times_and_tokens() -> None:
+    metrics, recorder = make()
+    recorder.delta(delta(1, 4), 100.5)
+    recorder.delta(delta(3), 101.1)
+    recorder.succeed(101.1)
+    assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
+    assert value(metrics, "inter_token_latency_seconds_count") == 3
+    gaps = value(metrics, "inter_token_latency_seconds_sum")
+    assert gaps is not None
+    assert abs(gaps - 0.6) < 1e-9
+    tpot = value(metrics, "time_per_output_token_seconds_sum")
+    assert tpot is not None
+    assert abs(tpot - 0.2) < 1e-9
+    assert value(metrics, "request_latency_seconds_count") == 1
+    assert value(metrics, "prompt_tokens_total") == 10
+    assert value(metrics, "cached_prompt_tokens_total") == 4
+    assert value(metrics, "generated_tokens_total") == 4
+    assert value(metrics, "goodput_requests_total") == 1
+    assert value(metrics, "requests_total", outcome="ok", code="") == 1
+
+
+def test_the_autoscalers_counts() -> None:
+    stats = RequestStats(RouterMetrics(CollectorRegistry()))
+    recorder = RequestRecorder(stats, Slo(1.0, 0.5), "short", 10, 100.0)
+    recorder.delta(delta(1), 101.5)
+    recorder.delta(delta(2), 102.0)
+    recorder.succeed(102.0)
+    refused = RequestRecorder(stats, Slo(1.0, 0.5), "short", 30, 100.0)
+    refused.fail(errors.Overloaded("full"))
+    refused.fail(errors.Overloaded("full"))
+    traffic = stats.traffic.counts
+    assert (traffic.requests, traffic.input_tokens) == (2, 40)
+    assert traffic.expected_tokens == 256 + 3, "the second is expected to be as the first was"
+    assert traffic.shed == 1
+    assert (traffic.first_tokens, traffic.late_first_tokens) == (1, 1)
+    assert (traffic.answers, traffic.tight_answers, traffic.slow_answers) == (1, 0, 0)
+
+
+def test_slow_requests_are_no_goodput() -> None:
+    for first, last in ((101.5, 101.6), (100.5, 103.0)):
+        metrics, recorder = make()
+        recorder.delta(delta(1), first)
+        recorder.delta(delta(1), last)
+        recorder.succeed(last)
+        assert value(metrics, "goodput_requests_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "missed"),
+    [
+        (100.5, 100.9, []),
+        (101.5, 101.6, ["ttft"]),
+        (100.5, 103.0, ["tpot"]),
+        (101.5, 103.0, ["ttft", "tpot"]),
+    ],
+)
+def test_what_a_request_missed(first: float, last: float, missed: list[str]) -> None:
+    metrics, recorder = make()
+    recorder.delta(delta(1), first)
+    recorder.delta(delta(1), last)
+    recorder.succeed(last)
+    for slo in ("ttft", "tpot"):
+        assert value(metrics, "slo_violations_total", slo=slo) == (slo in missed)
+    assert value(metrics, "goodput_requests_total") == (not missed)
+
+
+def test_what_failed_is_counted_by_its_outcome_alone() -> None:
+    metrics, recorder = make()
+    recorder.delta(delta(1), 109.0)
+    recorder.fail(errors.WorkerFailed("x"))
+    assert value(metrics, "slo_violations_total", slo="ttft") == 0
+    assert value(metrics, "goodput_requests_total") == 0
+
+
+def test_the_first_end_counts() -> None:
+    metrics, recorder = make()
+    recorder.delta(delta(1), 100.1)
+    recorder.succeed(100.2)
+    recorder.succeed(100.2)
+    recorder.abort()
+    recorder.fail(errors.BatonError("x"))
+    totals = [
+        sample.value
+        for family in metrics.requests.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    ]
+    assert totals == [1]
+
+
+def test_what_is_shed() -> None:
+    assert outcome_of(errors.NoRoom("x"), begun=False) is Outcome.SHED
+    assert outcome_of(errors.Unavailable("x"), begun=False) is Outcome.SHED
+    assert outcome_of(errors.Overloaded("x"), begun=True) is Outcome.ERROR
+    assert outcome_of(errors.WorkerFailed("x"), begun=False) is Outcome.ERROR
+    assert outcome_of(errors.HandoffError("x"), begun=False) is Outcome.ERROR
+    assert outcome_of(errors.InvalidRequest("x"), begun=False) is Outcome.ERROR
+
+
+def test_refusals_have_no_class() -> None:
+    metrics, _ = make()
+    count_refusal(metrics, errors.InvalidRequest("x"))
+    count_refusal(metrics, None)
+    labels = {"class": "unknown", "outcome": "error", "code": "invalid_value"}
+    assert metrics.registry.get_sample_value("baton_requests_total", labels) == 1
+    labels = {"class": "unknown", "outcome": "aborted", "code": ""}
+    assert metrics.registry.get_sample_value("baton_requests_total", labels) == 1

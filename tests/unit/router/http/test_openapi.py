@@ -1,0 +1,85 @@
+"""The API's description says what its endpoints answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+
+from router.access.access import OPEN, Access
+from router.admin.worker_api import ClusterApi, WorkerApi
+from router.admin.worker_control import PoolScaling, WorkerControl
+from router.batches.api import BatchesApi
+from router.batches.desk import BatchDesk
+from router.console.api import ConsoleApi
+from router.dispatch.dispatcher import ClusterDispatcher
+from tests.support.router.front_fakes import MODEL, create_app, make_front
+
+
+def at(schema: dict[str, Any], pointer: str) -> Any:
+    """What a reference within a document leads to (RFC 6901)."""
+    place: Any = schema
+    for part in pointer.removeprefix("#/").split("/"):
+        place = place[part.replace("~1", "/").replace("~0", "~")]
+    return place
+
+
+def references(part: Any) -> Iterator[str]:
+    """All that a document refers to."""
+    if isinstance(part, dict):
+        for name, value in part.items():
+            if name in ("$ref", "operationRef") and isinstance(value, str):
+                yield value
+            else:
+                yield from references(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from references(value)
+
+
+async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
+    front = make_front(data_dir=str(tmp_path))
+    access = Access(front.config, front.metrics)
+    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
+    # Of these only the endpoints are looked at.
+    more = (
+        BatchesApi(cast(BatchDesk, None), front.config, access),
+        ConsoleApi(cast(ClusterDispatcher, None), front.stats, front.config, "tiny", access),
+        WorkerApi(cast(WorkerControl, None), cast(PoolScaling, None), access, front.config),
+        ClusterApi("1f2e3d", "tiny", cast(WorkerControl, None), cast(PoolScaling, None), access),
+    )
+    transport = httpx.ASGITransport(create_app(*parts, more=more))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        schema = (await client.get("/openapi.json")).json()
+    told = list(references(schema))
+    assert "/v1/cluster" in schema["paths"]
+    assert any(name.startswith("#/paths/~1v1~1files") for name in told)
+    assert all(at(schema, name) for name in told)
+    # One that may be left out has no name of its own.
+    assert "Body" not in schema["components"]["schemas"]
+    for path in ("/v1/batches", "/v1/files", "/console/what-if"):
+        assert schema["paths"][path]["post"]["requestBody"]["required"], path
+
+
+async def test_refusals_and_keys_are_described() -> None:
+    transport = httpx.ASGITransport(make_front().app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        schema = (await client.get("/openapi.json")).json()
+        pages = [(await client.get(path)).headers["content-type"] for path in ("/metrics",)]
+    assert schema["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            assert {"4XX", "5XX"} <= operation["responses"].keys(), path
+            assert "422" not in operation["responses"], path
+            assert (operation.get("security") == [{"key": []}]) is (path not in OPEN), path
+    for path in ("/v1/chat/completions", "/v1/messages", "/detokenize"):
+        body = schema["paths"][path]["post"]["requestBody"]
+        assert body["required"], path
+        assert at(schema, body["content"]["application/json"]["schema"]["$ref"])["required"], path
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
+        answers = schema["paths"][path]["post"]["responses"]["200"]["content"]
+        assert answers.keys() == {"application/json", "text/event-stream"}, path
+    described = schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    assert all(page.split(";")[0] in described for page in pages)

@@ -1,0 +1,90 @@
+"""A session of a worker: its record, and blocks that leak."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from baton.config.cluster import Config
+from baton.request import Geometry
+from engine.scheduling.block_pool import BlockPool
+from worker.role import WorkerContext
+from worker.runtime import WorkerRuntime
+from worker.session import WorkerSession, _record
+from worker.settings import WorkerSettings
+
+
+def test_a_worker_publishes_the_commit_of_its_model() -> None:
+    config = Config(revision="a" * 40)
+    settings = WorkerSettings(
+        config=config,
+        pool=config.pools[0],
+        slot="prefill-0",
+        model_path="",
+        model_name="tiny",
+        redis_url="",
+        cluster_id="c",
+        threads=1,
+    )
+    engine = SimpleNamespace(
+        fingerprint="f",
+        cache=SimpleNamespace(geometry=lambda: Geometry(16, 2, 3, 64, "bfloat16")),
+        context_length=512,
+        pool=SimpleNamespace(total=10),
+    )
+    costs = SimpleNamespace(prefill=(0.0, 0.0, 0.0), step=(0.0, 0.0, 0.0))
+    runtime = SimpleNamespace(
+        core=SimpleNamespace(engine=engine), costs=costs, metrics_server=SimpleNamespace(port=2)
+    )
+    assert (
+        _record(settings, cast(WorkerRuntime, runtime), "prefill-0:1", "127.0.0.1:1").revision
+        == "a" * 40
+    )
+
+
+def session_of(pool: BlockPool, **busy: bool) -> WorkerSession:
+    """A session with a pool alone; ``busy``: runs, moves, loads."""
+    context = SimpleNamespace(
+        engine=SimpleNamespace(pool=pool),
+        core=SimpleNamespace(scheduler=SimpleNamespace(is_idle=lambda: not busy.get("runs"))),
+        exchange=SimpleNamespace(is_idle=lambda: not busy.get("moves")),
+        tiers=SimpleNamespace(is_idle=not busy.get("loads")),
+    )
+    session = WorkerSession.__new__(WorkerSession)
+    session.context = cast(WorkerContext, context)
+    session._next_check_at = 0.0
+    return session
+
+
+@pytest.mark.parametrize("busy", [None, "runs", "moves", "loads"])
+def test_a_leak_is_noticed_once_nothing_runs_nor_moves(busy: str | None) -> None:
+    pool = BlockPool(4)
+    session = session_of(pool, **({busy: True} if busy else {}))
+    session._check_blocks(time.monotonic())
+    pool.allocate(1)
+    session._next_check_at = 0.0
+    if busy:
+        session._check_blocks(time.monotonic())
+        return
+    with pytest.raises(AssertionError, match="leaked"):
+        session._check_blocks(time.monotonic())
+
+
+def test_a_check_of_blocks_takes_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    checks: list[float] = []
+
+    class LargePool(BlockPool):
+        def check(self) -> None:
+            checks.append(now[0])
+            now[0] += 0.3
+
+    monkeypatch.setattr("worker.session.time", SimpleNamespace(monotonic=lambda: now[0]))
+    session = session_of(LargePool(4))
+    for _ in range(60):
+        session._check_blocks(now[0])
+        now[0] += 1.0
+    assert checks == pytest.approx([1000.0, 1030.3])

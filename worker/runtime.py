@@ -1,0 +1,167 @@
+"""The part of a worker that outlives its sessions: engine, KV tiers, metrics and threads.
+
+loaded ─start()→ running ─stop()→ stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from baton.config.pools import PoolConfig
+from baton.errors import WorkerFailed
+from baton.host.process_end import Fail
+from baton.liveness.listening import ListeningClock
+from baton.telemetry.metrics_server import MetricsServer
+from baton.telemetry.worker_metrics import WorkerMetrics
+from engine.engine import Engine
+from engine.parallel.ranks import Leader
+from engine.roofline import Ceilings
+from kvtransfer.memory.memory import BlockMemory
+from worker.core.engine_core import EngineCore
+from worker.core.gauges import UtilizationMeter, WorkerGauges
+from worker.core.prefill_budget import PrefillBudget
+from worker.cores.core_board import CoreBoard
+from worker.costs.step_costs import StepCosts
+from worker.device.device import DeviceWatch, use_device
+from worker.device.pool_memory import PoolMemory
+from worker.engine_start import Measure, StartEngine, core_board
+from worker.offload.kv_tiers import KvTiers, make_storages
+from worker.settings import WorkerSettings
+
+TICKS = 4
+"""Ticks of a worker's clock in a heartbeat."""
+_TRANSFER_THREADS = 2
+_REASON_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRuntime:
+    """See the module's text; ``load_runtime`` makes one."""
+
+    core: EngineCore
+    memory: BlockMemory
+    tiers: KvTiers | None
+    metrics: WorkerMetrics
+    gauges: WorkerGauges
+    metrics_server: MetricsServer
+    """Serves /metrics from a thread of its own."""
+    costs: StepCosts
+    transfers: ThreadPoolExecutor
+    clock: ListeningClock
+    """The clock of leases; the process ticks it ``TICKS`` times in a heartbeat."""
+    board: CoreBoard | None
+    device_watch: DeviceWatch
+    ranks: tuple[str, ...]
+    """Addresses of the worker's other ranks, from 1 on, where these exchange blocks: of ranks that
+    divide prompts rank 0 has all of a block."""
+
+    def start(self) -> None:
+        """Begin to run steps, to copy blocks and to watch the device."""
+        self.core.start()
+        if self.tiers is not None:
+            self.tiers.start()
+        self.device_watch.start()
+
+    async def stop(self, timeout_s: float) -> None:
+        """End all threads. Nothing of a session may run; each thread gets ``timeout_s`` seconds."""
+        if self.tiers is not None:
+            await self.tiers.stop(timeout_s)
+        await asyncio.to_thread(self.core.stop, timeout_s)
+        await asyncio.to_thread(self.metrics_server.stop)
+        self.transfers.shutdown(wait=True, cancel_futures=True)
+        # Until here a lost device still ends the process, rather than hold up what stops.
+        self.device_watch.stop()
+
+
+async def load_runtime(
+    settings: WorkerSettings,
+    memory: PoolMemory,
+    lead: Leader | None,
+    start_engine: StartEngine,
+    measure: Measure,
+    fail: Fail,
+) -> WorkerRuntime:
+    """Load the engine, and measure its steps where that was not done. Raises BatonError.
+
+    ``lead`` is the hold on the worker's other ranks. ``fail`` ends the process, on any thread.
+    """
+    board = core_board(settings)
+    engine, costs = await _load(settings, memory, lead, board, start_engine, measure)
+    device, pool = engine.runner.device, settings.pool
+    use_device(device)
+    metrics = WorkerMetrics(CollectorRegistry())
+    meter = _utilization_meter(engine, pool)
+    gauges = WorkerGauges(metrics, settings.slot, pool.role, pool.price_per_hour, meter)
+    tiers = await _make_tiers(settings, memory, engine, costs, metrics)
+    budget = PrefillBudget(costs, settings.config.slo_tpot_s)
+    core = EngineCore(engine, gauges, "", board, budget, tiers, fail=fail)
+    tls = settings.config.tls.of("worker")
+    return WorkerRuntime(
+        core=core,
+        memory=memory.of(engine.cache),
+        tiers=tiers,
+        metrics=metrics,
+        gauges=gauges,
+        metrics_server=MetricsServer(settings.host, metrics.registry, tls),
+        costs=costs,
+        transfers=ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,)),
+        clock=ListeningClock(2 * settings.config.advanced.heartbeat_s / TICKS),
+        board=board,
+        device_watch=DeviceWatch(device, fail),
+        ranks=lead.addresses() if lead is not None and pool.tp > 1 else (),
+    )
+
+
+async def _load(
+    settings: WorkerSettings,
+    memory: PoolMemory,
+    lead: Leader | None,
+    board: CoreBoard | None,
+    start_engine: StartEngine,
+    measure: Measure,
+) -> tuple[Engine, StepCosts]:
+    try:
+        engine = await asyncio.to_thread(start_engine, settings, memory.allocate, lead)
+        return engine, await asyncio.to_thread(measure, settings, engine, board)
+    except WorkerFailed as error:
+        # Why a rank has ended comes a moment after its connections break.
+        if lead is not None:
+            await asyncio.wait([asyncio.wrap_future(lead.lost)], timeout=_REASON_S)
+            if lead.lost.done():
+                raise WorkerFailed(lead.lost.result()) from error
+        raise
+
+
+async def _make_tiers(
+    settings: WorkerSettings,
+    memory: PoolMemory,
+    engine: Engine,
+    costs: StepCosts,
+    metrics: WorkerMetrics,
+) -> KvTiers | None:
+    """The KV tiers behind the pool; None where none are configured. Raises ConfigError."""
+    storages = await asyncio.to_thread(make_storages, settings.config, engine.cache.block_bytes)
+    if not storages:
+        return None
+    return KvTiers(
+        engine,
+        storages,
+        lambda: memory.of(engine.cache),
+        costs,
+        metrics,
+        worker=settings.slot,
+        role=settings.pool.role,
+    )
+
+
+def _utilization_meter(engine: Engine, pool: PoolConfig) -> UtilizationMeter | None:
+    """None for an engine without weights: the work of its steps is not known."""
+    if engine.storage is None:
+        return None
+    # The figures are one device's.
+    peaks = Ceilings(pool.peak_gb_per_s * 1e9 * pool.ranks, pool.peak_gflops * 1e9 * pool.ranks)
+    return UtilizationMeter(engine.config, engine.storage, peaks if pool.peak_gflops else None)

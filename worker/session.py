@@ -1,0 +1,278 @@
+"""A session of a worker: all that has an incarnation.
+
+    serving ─change_role()→ serving, in the other role ─end()→ over
+
+A server on a port of its own, a role, pairs with others and tickets, an entry in the registry and
+in the index. The runtime outlives it: engine, cached blocks and KV tiers, metrics.
+
+Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import grpc.aio
+import redis.asyncio
+
+from baton.config.choices import MIB
+from baton.rpc.grpc_channel import listen, make_server
+from baton.security.peer_roles import PeerRoles
+from baton.store.prefix_index import PrefixIndex
+from baton.store.registry import DRAINING, WorkerRecord
+from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
+from engine.engine import Engine
+from engine.parallel.step_channel import SILENT_RANK_S
+from kvtransfer.pairs.pair import Identity, PairLimits
+from worker.exchange.block_receiver import BlockReceiver
+from worker.exchange.exchange import Exchange
+from worker.exchange.rank_link import RankLinks
+from worker.exchange.transports import make_transports
+from worker.registry.index_publisher import IndexPublisher
+from worker.role import Intake, Role, RoleFactory, WorkerContext
+from worker.runtime import WorkerRuntime
+from worker.services import (
+    CacheServicer,
+    ControlServicer,
+    Drainable,
+    DynamicServices,
+    TransferServicer,
+)
+from worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+
+_CHECK_REST = 100
+"""Between two checks of all blocks, which hold up the event loop, it rests this many times as long
+as the last one took: half a million of a tiny model's blocks take a tenth of a second and more."""
+
+
+class WorkerSession:
+    """See the module's text; ``begin`` makes one."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        runtime: WorkerRuntime,
+        roles: Mapping[str, RoleFactory],
+        server: grpc.aio.Server,
+        record: WorkerRecord,
+        publisher: IndexPublisher,
+    ) -> None:
+        """``server`` has a port and has not started; ``record`` is that of the registry entry."""
+        self.context = context
+        self.runtime = runtime
+        self.server = server
+        self.record = record
+        self.publisher = publisher
+        self._roles = roles
+        self._role_services = DynamicServices()
+        server.add_generic_rpc_handlers((self._role_services,))
+        self.role, self._unsubscribe = self._mount()
+        self._next_check_at = 0.0
+
+    @classmethod
+    async def begin(
+        cls,
+        settings: WorkerSettings,
+        runtime: WorkerRuntime,
+        roles: Mapping[str, RoleFactory],
+        process: Drainable,
+        client: redis.asyncio.Redis,
+    ) -> WorkerSession:
+        """Serve under a new incarnation, which is not registered yet.
+
+        Raises BatonError where another rank cannot be reached.
+        """
+        incarnation = f"{settings.slot}:{secrets.token_hex(6)}"
+        core, tiers = runtime.core, runtime.tiers
+        tls = settings.config.tls.of("worker")
+        server = make_server(gates=() if tls is None else (PeerRoles(),))
+        address = f"{settings.host}:{listen(server, f'{settings.host}:0', tls)}"
+        context = WorkerContext(
+            settings=settings,
+            engine=core.engine,
+            core=core,
+            memory=runtime.memory,
+            exchange=await _exchange(settings, runtime, incarnation, address),
+            metrics=runtime.metrics,
+            incarnation=incarnation,
+            tiers=tiers,
+        )
+        _add_services(server, context, process)
+        index = PrefixIndex(
+            client, settings.cluster_id, memory_bytes=settings.config.advanced.index_mib * MIB
+        )
+        blocks = core.engine.pool if tiers is None else tiers.tiers
+        session = cls(
+            context,
+            runtime,
+            roles,
+            server,
+            _record(settings, runtime, incarnation, address),
+            IndexPublisher(index, blocks, incarnation),
+        )
+        core.begin(incarnation)
+        await server.start()
+        log.info("%s serves on %s", incarnation, address)
+        return session
+
+    def _mount(self) -> tuple[Role, Callable[[], None]]:
+        """The role of the settings, and what ends its subscription to the engine core."""
+        role = self._roles[self.context.settings.pool.role](self.context)
+        role.mount(self._role_services)  # type: ignore[arg-type]
+        return role, self.context.core.subscribe(role)
+
+    def current_record(self) -> WorkerRecord:
+        """The record, with the present load."""
+        return replace(self.record, load=self.context.core.load())
+
+    def refuse_work(self) -> None:
+        """Accept no new work, and show that in the record; idempotent."""
+        self.context.intake.close()
+        self.record = replace(self.record, state=DRAINING)
+
+    async def close_role(self) -> None:
+        """End what runs with an error, where it has not ended; another role may follow."""
+        await self.role.close()
+        self._role_services.clear()
+
+    def change_role(self, settings: WorkerSettings) -> None:
+        """Take the role of ``settings``, once the one before is closed and idle."""
+        self._unsubscribe()
+        self.context = replace(self.context, settings=settings, intake=Intake())
+        self.role, self._unsubscribe = self._mount()
+        pool = settings.pool
+        self.record = replace(self.record, state="ready", role=pool.role, pool=pool.name)
+        self.runtime.gauges.change_role(pool.role)
+        if self.runtime.board is not None:
+            self.runtime.board.take_turn(yields=pool.role == "prefill")
+
+    async def end(self) -> None:
+        """End whatever runs, with an error."""
+        await self.role.close()
+        self._unsubscribe()
+        await self.context.exchange.close()
+        await self.server.stop(grace=1.0)
+
+    async def heartbeat(self) -> None:
+        """Renew what was promised, end what has expired, and show the counts.
+
+        Raises WorkerFailed where a rank is lost or the engine hangs, and AssertionError where
+        blocks have leaked.
+        """
+        context, gauges = self.context, self.runtime.gauges
+        exchange, core = context.exchange, context.core
+        exchange.heartbeat()
+        exchange.check_ranks()
+        await self.role.heartbeat()
+        # Blocks are given back without a step, too.
+        gauges.refresh(core.scheduler, core.pool)
+        gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
+        gauges.show_utilization()
+        self._check_blocks(time.monotonic())
+
+    def _check_blocks(self, now: float) -> None:
+        """When nothing runs, nothing is used."""
+        if now < self._next_check_at:
+            return
+        context = self.context
+        is_idle = context.core.scheduler.is_idle() and context.exchange.is_idle()
+        if is_idle and (context.tiers is None or context.tiers.is_idle):
+            pool = context.engine.pool
+            pool.check()
+            counts = pool.counts()
+            assert counts.used == counts.quarantined == 0, f"blocks leaked: {counts}"
+            self._next_check_at = now + _CHECK_REST * (time.monotonic() - now)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left of what was accepted."""
+        context = self.context
+        idle = context.core.scheduler.is_idle() and context.exchange.is_idle()
+        return idle and not context.intake.under_way
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of a session that has ended is left in the engine."""
+        context = self.context
+        counts = context.engine.pool.counts()
+        moves = context.tiers is not None and not context.tiers.is_idle
+        idle = context.core.scheduler.is_idle() and not moves
+        return idle and counts.used == counts.quarantined == 0
+
+
+def _add_services(server: grpc.aio.Server, context: WorkerContext, process: Drainable) -> None:
+    """Add what every role has."""
+    control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(process), server)
+    transfers = TransferServicer(context.exchange)
+    transfer_pb2_grpc.add_TransferServiceServicer_to_server(transfers, server)
+    books = None if context.tiers is None else context.tiers.tiers
+    caches = CacheServicer(context.engine.pool, books)
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(caches, server)
+
+
+async def _exchange(
+    settings: WorkerSettings, runtime: WorkerRuntime, incarnation: str, address: str
+) -> Exchange:
+    config, memory = settings.config, runtime.memory
+    engine: Engine = runtime.core.engine
+    limits = PairLimits(
+        window_bytes=config.advanced.transfer_window_mib * MIB, silence_s=config.advanced.lease_s
+    )
+    identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
+    tls = config.tls.of("worker")
+    ranks = RankLinks(runtime.ranks, limits, SILENT_RANK_S, tls) if runtime.ranks else None
+    if ranks is not None:
+        await ranks.open(identity)
+    receiver = BlockReceiver(
+        engine.pool,
+        runtime.metrics,
+        block_bytes=memory.block_bytes,
+        lease_s=config.advanced.lease_s,
+        worker=settings.slot,
+        geometry=engine.cache.geometry(),
+        ranks=ranks,
+        clock=runtime.clock,
+    )
+    transports = make_transports(config, memory, incarnation, settings.host, runtime.transfers)
+    return Exchange(
+        identity,
+        transports,
+        receiver,
+        limits,
+        runtime.transfers,
+        address=address,
+        ranks=ranks,
+        tls=tls,
+        recall=None if runtime.tiers is None else runtime.tiers.loader.recall,
+    )
+
+
+def _record(
+    settings: WorkerSettings, runtime: WorkerRuntime, incarnation: str, address: str
+) -> WorkerRecord:
+    engine, pool = runtime.core.engine, settings.pool
+    return WorkerRecord(
+        incarnation=incarnation,
+        slot=settings.slot,
+        role=pool.role,
+        address=address,
+        metrics_address=f"{settings.host}:{runtime.metrics_server.port}",
+        model=settings.model_name,
+        fingerprint=engine.fingerprint,
+        geometry=engine.cache.geometry(),
+        context_length=engine.context_length,
+        total_blocks=engine.pool.total,
+        max_sequences=pool.max_sequences,
+        pool=pool.name,
+        revision=settings.config.revision,
+        ranks=pool.ranks,
+        prefill_cost=runtime.costs.prefill,
+        step_cost=runtime.costs.step,
+    )
