@@ -161,8 +161,9 @@ class RemoteSink:
         Returns the first token of each choice.
         """
         handoff, firsts = self._handoff, list[FirstToken]()
+        choices = 1 + len(sequence.siblings)
         self._context.core.add(sequence, blocks)
-        while len(firsts) <= len(sequence.siblings):
+        while len(firsts) < choices:
             update = await self._next_update(sequence)
             # With its first token all that it came with is computed.
             tokens = len(sequence.spec.token_ids) if update.token_ids else sequence.computed

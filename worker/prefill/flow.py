@@ -143,9 +143,11 @@ class PrefillFlow:
                 await sink.reserve(sequence)
                 updates.check()
                 blocks = await self._cached_blocks(sequence, source_of(request), updates, deadline)
+                # Kept here: siblings are the scheduler's once they run.
+                choices = (sequence, *sequence.siblings)
                 firsts = await sink.compute(sequence, blocks)
                 _note(span, sequence)
-                for choice, first in zip((sequence, *sequence.siblings), firsts, strict=False):
+                for choice, first in zip(choices, firsts, strict=False):
                     send(first_token(choice, first, self._context.core.load()))
                 handoff = await sink.commit(firsts)
                 if handoff is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from baton.errors import DeadlineExceeded, HandoffError, TicketEnded, WorkerFail
 from baton.request import FirstToken, SequenceSpec
 from baton.rpc import convert
 from baton.v1 import prefill_pb2
+from engine.scheduling.plan import StepResult
 from kvtransfer.transports.transport import Peer
 from prefill_worker import role as role_module
 from prefill_worker.role import PrefillRole
@@ -102,6 +104,8 @@ class Handoffs:
         self.break_transfer: Callable[[Exception], None]
         """Of the handoff that was made last."""
         self.closed = 0
+        self.committed: list[int] = []
+        """The number of first tokens of each commit."""
 
     def make(
         self,
@@ -120,6 +124,7 @@ class Handoffs:
             await self.rooms[peer.incarnation].wait()
 
         async def commit(firsts: list[FirstToken]) -> int:
+            self.committed.append(len(firsts))
             return 0
 
         async def close() -> None:
@@ -182,6 +187,26 @@ async def test_a_transfer_that_breaks_ends_its_prompt(
     with pytest.raises(HandoffError, match="cut"):
         await call
     assert handoffs.closed == 1
+    world.check_nothing_is_held()
+
+
+async def test_every_choice_has_its_first_token_sent_and_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    handoffs = Handoffs()
+    monkeypatch.setattr(role_module, "Handoff", handoffs.make)
+    handoffs.rooms["decode-0:1"] = asyncio.Event()
+    handoffs.rooms["decode-0:1"].set()
+    call = await world.call(replace(spec_of(), choices=3), "decode-0:1")
+    # Its last chunk draws a token for each choice.
+    world.thread.end(StepResult(world.plan().step, ((7, 8, 9),), 0.01))
+    await settle()
+    *firsts, handoff = await call
+    told = [(each.first_token.choice, *each.first_token.token_ids) for each in firsts]
+    assert told == [(0, 7), (1, 8), (2, 9)]
+    assert handoff.HasField("handoff")
+    assert handoffs.committed == [3]
     world.check_nothing_is_held()
 
 
