@@ -161,6 +161,7 @@ class RemoteSink:
         Returns the first token of each choice.
         """
         handoff, firsts = self._handoff, list[FirstToken]()
+        # The sequence has no siblings any more once they have begun with it.
         choices = 1 + len(sequence.siblings)
         self._context.core.add(sequence, blocks)
         while len(firsts) < choices:

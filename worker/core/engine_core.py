@@ -153,7 +153,8 @@ class EngineCore:
         """Submit the steps that can be planned now; no expired sequence is in them."""
         try:
             now = time.monotonic()
-            self._end_broken_steps()
+            if self._broken:
+                self._end_broken_steps()
             expired = self.scheduler.expire(now)
             if expired:
                 for listener in self._listeners:
@@ -205,17 +206,22 @@ class EngineCore:
         self.schedule_steps()
 
     def _emit(self, updates: list[SequenceUpdate]) -> None:
-        lost = [update.sequence for update in updates if update.lost]
-        failed = [update for update in updates if update.failure]
-        ended = lost or failed
-        going = [u for u in updates if not (u.failure or u.lost)] if ended else updates
+        ended = [update for update in updates if update.lost or update.failure]
+        if ended:
+            self._emit_failures(ended)
+            updates = [update for update in updates if not (update.lost or update.failure)]
+        for listener in self._listeners:
+            listener.on_emit(updates)
+
+    def _emit_failures(self, ended: list[SequenceUpdate]) -> None:
+        lost = [update.sequence for update in ended if update.lost]
         for listener in self._listeners:
             if lost:
                 error = WorkerFailed("the worker's engine failed in a step before")
                 listener.on_fail(lost, error)
-            for update in failed:
-                listener.on_fail([update.sequence], GrammarFailed(update.failure))
-            listener.on_emit(going)
+            for update in ended:
+                if update.failure:
+                    listener.on_fail([update.sequence], GrammarFailed(update.failure))
 
     def _end_broken_steps(self) -> None:
         while self._broken:

@@ -143,7 +143,7 @@ class PrefillFlow:
                 await sink.reserve(sequence)
                 updates.check()
                 blocks = await self._cached_blocks(sequence, source_of(request), updates, deadline)
-                # Kept here: siblings are the scheduler's once they run.
+                # The sequence has no siblings any more once they have begun with it.
                 choices = (sequence, *sequence.siblings)
                 firsts = await sink.compute(sequence, blocks)
                 _note(span, sequence)
