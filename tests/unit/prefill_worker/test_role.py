@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from baton.errors import DeadlineExceeded, HandoffError, TicketEnded, WorkerFail
 from baton.request import FirstToken, SequenceSpec
 from baton.rpc import convert
 from baton.v1 import prefill_pb2
+from engine.scheduling.plan import StepResult
 from kvtransfer.transports.transport import Peer
 from prefill_worker import role as role_module
 from prefill_worker.role import PrefillRole
@@ -102,6 +104,8 @@ class Handoffs:
         self.break_transfer: Callable[[Exception], None]
         """Of the handoff that was made last."""
         self.closed = 0
+        self.committed: list[int] = []
+        """The number of first tokens of each commit."""
 
     def make(
         self,
@@ -120,6 +124,7 @@ class Handoffs:
             await self.rooms[peer.incarnation].wait()
 
         async def commit(firsts: list[FirstToken]) -> int:
+            self.committed.append(len(firsts))
             return 0
 
         async def close() -> None:
@@ -177,10 +182,31 @@ async def test_a_transfer_that_breaks_ends_its_prompt(
         await world.step()
     handoffs.break_transfer(HandoffError("the wire is cut"))
     room.set()
+    await settle()
+    await world.drain()
     with pytest.raises(HandoffError, match="cut"):
         await call
     assert handoffs.closed == 1
-    await world.drain()
+    world.check_nothing_is_held()
+
+
+async def test_every_choice_has_its_first_token_sent_and_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch)
+    handoffs = Handoffs()
+    monkeypatch.setattr(role_module, "Handoff", handoffs.make)
+    handoffs.rooms["decode-0:1"] = asyncio.Event()
+    handoffs.rooms["decode-0:1"].set()
+    call = await world.call(replace(spec_of(), choices=3), "decode-0:1")
+    # Its last chunk draws a token for each choice.
+    world.thread.end(StepResult(world.plan().step, ((7, 8, 9),), 0.01))
+    await settle()
+    *firsts, handoff = await call
+    told = [(each.first_token.choice, *each.first_token.token_ids) for each in firsts]
+    assert told == [(0, 7), (1, 8), (2, 9)]
+    assert handoff.HasField("handoff")
+    assert handoffs.committed == [3]
     world.check_nothing_is_held()
 
 
@@ -188,9 +214,10 @@ async def test_an_attempt_is_computed_once_at_a_time(monkeypatch: pytest.MonkeyP
     """Two routers' streams, or a stream that was opened again, may bring it twice."""
     world = World(monkeypatch)
     first = await world.call(spec_of(max_tokens=1))
-    with pytest.raises(TicketEnded, match="is placed"):
-        await (await world.call(spec_of(max_tokens=1)))
+    second = await world.call(spec_of(max_tokens=1))
     await world.drain()
+    with pytest.raises(TicketEnded, match="is placed"):
+        await second
     assert len(await first) == 1
     again = await world.call(spec_of(max_tokens=1))
     await world.drain()
@@ -210,8 +237,9 @@ async def test_prompts_of_a_worker_that_stops_end_in_every_state(
     await world.step()
     await world.role.close()
     room.set()
+    await settle()
+    await world.drain()
     for call in (reserving, computing):
         with pytest.raises(WorkerFailed, match="stopping"):
             await call
-    await world.drain()
     world.check_nothing_is_held()
