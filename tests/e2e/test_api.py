@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,19 +16,17 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
     reflection_pb2_grpc,
 )
 from openai.types.chat import ChatCompletionMessageParam
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton.client import Client
 from baton.errors import InvalidRequest, ModelNotFound
 from baton.v1.inference_pb2 import FINISH_REASON_LENGTH, ChatMessage
 from baton.v1.sampling_pb2 import SamplingParameters
+from tests.support.e2e.api import DEADLINE_S, series
 from tests.support.e2e.cluster import UpProcess
 
 HELLO: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "Name three colours of the rainbow."}
 ]
-DEADLINE_S = 120.0
-ANSWERED = re.compile(r"# (\d+) of (\d+) workers answered")
 LONG_TEXT = "The quick brown fox jumps over the lazy dog near the old river bank. " * 30
 
 
@@ -39,23 +36,6 @@ def client(cluster: UpProcess) -> Iterator[openai.OpenAI]:
         base_url=f"{cluster.http}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
     ) as client:
         yield client
-
-
-def series(cluster: UpProcess, name: str, **labels: str) -> float:
-    """The sum of a series over its other labels, from the page of the whole cluster.
-
-    A busy worker may be late with its own page: it is asked until all of them are there.
-    """
-    page, end = "", time.monotonic() + DEADLINE_S
-    while not (told := ANSWERED.match(page)) or told[1] != told[2]:
-        assert time.monotonic() < end, page[:400]
-        page = httpx.get(f"{cluster.http}/metrics/cluster", timeout=DEADLINE_S).text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
 
 
 def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from loadtest.common.peer_servers import SERVED_NAME
-from tests.e2e.test_timed_up import PROGRAM
 from tests.support.e2e.cluster import START_S, UpProcess
+from tests.support.e2e.timed_up import PROGRAM
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

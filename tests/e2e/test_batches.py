@@ -16,8 +16,8 @@ import pytest
 from baton.client import Client, Message, Sampling
 from baton.client.http_api import open_api, open_async_api
 from tests.clients.checking import check, chosen
-from tests.http_batches import begin_batch
 from tests.support.e2e.cluster import BATON, UpProcess, wait_until_gone
+from tests.support.http_batches import begin_batch
 
 DEADLINE_S = 120.0
 LINES = 6

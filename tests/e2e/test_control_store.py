@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.chaos.harness.clock import Clock, NoClock
-from tests.e2e.test_supervision import pid_of
 from tests.support.e2e.cluster import START_S, UpProcess, processes_of
 from tests.support.e2e.load import Load
+from tests.support.e2e.supervision import pid_of
 from tests.support.mini_cluster import free_port, valkey
 
 OUTAGE_S = 6.0

@@ -17,7 +17,7 @@ from baton.v1.sampling_pb2 import SamplingParameters
 from engine.build import build_engine
 from engine.engine import EngineSettings
 from engine.offline import generate
-from tests.e2e.test_api import series
+from tests.support.e2e.api import series
 from tests.support.e2e.cluster import UpProcess
 from tests.support.models import make_padded_model, make_tiny_model
 

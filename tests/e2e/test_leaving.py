@@ -17,9 +17,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.launcher.part_watch import SUPERVISOR
-from tests.e2e.test_rolling_restart import CLIENTS, DEADLINE_S, Load, answer, until
-from tests.e2e.test_supervision import pid_of, status_of
 from tests.support.e2e.cluster import BATON, START_S, UpProcess
+from tests.support.e2e.rolling_restart import CLIENTS, DEADLINE_S, Load, answer, until
+from tests.support.e2e.supervision import pid_of, status_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

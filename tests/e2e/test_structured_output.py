@@ -15,7 +15,7 @@ import pytest
 from baton.client import Client
 from baton.v1.inference_pb2 import ChatMessage
 from baton.v1.sampling_pb2 import Choice, Grammar, SamplingParameters
-from tests.e2e.test_api import series
+from tests.support.e2e.api import series
 from tests.support.e2e.cluster import PATIENT, UpProcess
 
 DEADLINE_S = 200.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,30 +14,13 @@ from deploy.processes.run_directory import RunDirectory
 from deploy.supervisor.reconciler import SILENCE_S
 from deploy.supervisor.status_store import TTL_S
 from deploy.workers.standby import FileLock
-from tests.support.e2e.cluster import BATON, START_S, UpProcess, processes_of
+from tests.support.e2e.cluster import START_S, UpProcess, processes_of
 from tests.support.e2e.load import Load
-
-
-def pid_of(up: UpProcess, name: str, but: int = 0) -> int:
-    """The process id of a part, once it has another one than ``but``."""
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        pid = up.state.processes.get(name, but)
-        if pid != but:
-            return pid
-        time.sleep(0.05)
-    raise AssertionError(f"no {name}: {up.state.processes}")
+from tests.support.e2e.supervision import pid_of, status_of
 
 
 def workers_of(up: UpProcess) -> dict[str, int]:
     return {slot: pid for slot, pid in up.state.processes.items() if slot.endswith("-0")}
-
-
-def status_of(up: UpProcess) -> str:
-    command = [BATON, "status", "--http", up.state.http]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=START_S, check=True
-    ).stdout
 
 
 def test_a_killed_supervisor_costs_nothing_and_takes_over_when_it_is_back(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import httpx
 import pytest
 
 from loadtest.common.peer_servers import SERVED_NAME
 from tests.support.e2e.cluster import BATON, START_S, UpProcess
+from tests.support.e2e.timed_up import PROGRAM
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
-
-PROGRAM = (sys.executable, "-m", "loadtest.research.validation.timed_up")
 
 
 def test_timed_workers_serve_change_roles_and_come_back() -> None:

@@ -13,8 +13,8 @@ from baton.errors import Overloaded
 from baton.request import Principal
 from router.admission import capacity, prefill_throughput
 from router.core.request import OutputDelta
-from tests.integration.test_handoff import prompt_of
-from tests.integration.test_moves import LONG
+from tests.support.integration.handoff import prompt_of
+from tests.support.integration.moves import LONG
 from tests.support.mini_cluster import collect, mini_cluster
 
 SHORT = replace(LONG, max_tokens=4)

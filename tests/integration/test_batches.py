@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.http_batches import begin_batch, has_ended, output_of, read_batch
-from tests.integration.test_routers import two_routers
+from tests.support.http_batches import begin_batch, has_ended, output_of, read_batch
+from tests.support.integration.routers import two_routers
 
 DEADLINE_S = 90.0
 LINES = 120

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from router.admin.cache import CacheControl, CacheStats
-from tests.integration.test_handoff import BLOCK, SAMPLINGS, prompt_of
+from tests.support.integration.handoff import BLOCK, SAMPLINGS, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
 GREEDY = SAMPLINGS["greedy"]

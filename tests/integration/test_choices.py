@@ -21,7 +21,7 @@ from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.offline import OfflineOutput, generate
 from router.core.request import ScoredToken
-from tests.integration.test_handoff import BLOCK, prompt_of, reference
+from tests.support.integration.handoff import BLOCK, prompt_of, reference
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
 CHOICES = 4

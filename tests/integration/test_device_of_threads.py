@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.sampling_params import SamplingParams
-from tests.integration.test_handoff import prompt_of
+from tests.support.integration.handoff import prompt_of
 from tests.support.mini_cluster import mini_cluster
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

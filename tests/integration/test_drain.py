@@ -13,8 +13,8 @@ from baton.errors import LastWorker, NotFound
 from baton.sampling_params import SamplingParams
 from router.admin.worker_control import WorkerControl
 from router.core.request import OutputDelta
-from tests.integration.test_handoff import BLOCK, prompt_of
-from tests.integration.test_moves import Asked, busiest_decode, moved
+from tests.support.integration.handoff import BLOCK, prompt_of
+from tests.support.integration.moves import Asked, busiest_decode, moved
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
 from worker.costs.unit_cost import UnitCost
 

@@ -13,7 +13,7 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.offline import generate
 from router.core.served_model import ServedModel
-from tests.integration.test_handoff import BLOCK, prompt_of, reference
+from tests.support.integration.handoff import BLOCK, prompt_of, reference
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from tests.support.router.front_fakes import create_app
 

@@ -11,8 +11,8 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.sampling_params import SamplingParams
-from tests.integration.test_faults import outcomes
-from tests.integration.test_handoff import local_answer, prompt_of
+from tests.support.integration.faults import outcomes
+from tests.support.integration.handoff import local_answer, prompt_of
 from tests.support.mini_cluster import mini_cluster
 
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)

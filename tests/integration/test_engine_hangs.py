@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from router.workers.worker_link import WorkerLink
-from tests.integration.test_handoff import prompt_of
-from tests.integration.test_moves import GREEDY, LONG, STRICT, Asked, busiest_decode, moved
+from tests.support.integration.handoff import prompt_of
+from tests.support.integration.moves import GREEDY, LONG, STRICT, Asked, busiest_decode, moved
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 from tests.support.standing_engine import standing_engine
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
 from tests.chaos.harness.stage import until_whole
-from tests.integration.test_handoff import local_answer, prompt_of
+from tests.support.integration.handoff import local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S
 from tests.support.worker.worker_processes import worker_processes
 

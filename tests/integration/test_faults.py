@@ -37,18 +37,17 @@ from baton.v1 import (
 )
 from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.pairs.negotiation import TRANSPORTS
 from kvtransfer.transports.grpc_transport import GrpcTransport
 from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.shm_transport import ShmCopier
 from kvtransfer.transports.transport import Batch, Packed, Parts
 from router.core.request import OutputDelta
 from router.workers.prefill_stream import PrefillStream
-from tests.integration.test_handoff import local_answer, prompt_of
+from tests.support.integration.faults import outcomes
+from tests.support.integration.handoff import local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, valkey
 from tests.support.proxy import flip_one_byte, proxy
 from tests.support.standing_engine import standing_engine
-from worker.exchange.block_receiver import NO_TRANSPORT
 from worker.exchange.handoff_calls import HandoffCalls
 from worker.role import WorkerContext
 
@@ -136,14 +135,6 @@ async def prefill_error(cluster: MiniCluster, request_id: str) -> BatonError:
         await stream.close()
     assert "handoff" not in events
     return caught.value
-
-
-def outcomes(cluster: MiniCluster, outcome: str) -> float:
-    """Handoffs to the decode worker that ended so, by whatever transport."""
-    return sum(
-        cluster.value("decode-0", "baton_handoffs_total", transport=transport, outcome=outcome)
-        for transport in (*TRANSPORTS, NO_TRANSPORT)
-    )
 
 
 async def open_pair(cluster: MiniCluster, channel: grpc.aio.Channel) -> Pair:

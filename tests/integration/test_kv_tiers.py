@@ -12,8 +12,8 @@ import pytest
 from baton.hashing import block_hashes, hash_key
 from baton.sampling_params import SamplingParams
 from router.admin.cache import CacheControl
-from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
-from tests.integration.test_pull import first_token, source_at
+from tests.support.integration.handoff import BLOCK, local_answer, prompt_of
+from tests.support.integration.pull import first_token, source_at
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from worker.offload.kv_tiers import KvTiers
 from worker.offload.tier_estimates import TierEstimates

@@ -9,7 +9,7 @@ import pytest
 from baton.sampling_params import SamplingParams
 from kvtransfer.pairs.outbound import Push
 from prefill_worker import handoff, role
-from tests.integration.test_handoff import local_answer, prompt_of
+from tests.support.integration.handoff import local_answer, prompt_of
 from tests.support.mini_cluster import mini_cluster
 
 

@@ -15,7 +15,7 @@ from baton.request import LoadSnapshot
 from baton.store.index_scripts import NAME_BYTES
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry, WorkerRecord
-from tests.integration.test_redis import Publisher, Store, contents, names, open_store, record_of
+from tests.support.integration.redis import Publisher, Store, contents, names, open_store, record_of
 from tests.support.mini_cluster import valkey
 
 TTL_S = 30.0

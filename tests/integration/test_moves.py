@@ -3,111 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.errors import Unavailable
-from baton.grammar import Grammar, GrammarKind
-from baton.logprobs import TokenLogprobs
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.offline import OfflineOutput, generate
+from engine.offline import generate
 from router.core.request import GenerationRequest
 from router.dispatch.retry_limits import PROGRESS_TOKENS
-from tests.integration.test_handoff import prompt_of, reference
-from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.integration.handoff import prompt_of, reference
+from tests.support.integration.moves import GREEDY, LONG, STRICT, Asked, busiest_decode, moved
+from tests.support.mini_cluster import mini_cluster
 from tests.support.models import make_tiny_model
 
-LONG = SamplingParams(temperature=1.0, seed=7, max_tokens=120, ignore_eos=True)
-GREEDY = replace(LONG, temperature=0.0, logprobs=2)
 SCORED = replace(LONG, presence_penalty=0.4, logprobs=1, prompt_logprobs=1)
-NUMBERS = Grammar(GrammarKind.REGEX, "([0-9]{3}, ){20,25}")
-STRICT = replace(LONG, grammar=NUMBERS, ignore_eos=False)
 OVERSUBSCRIBED = SamplingParams(temperature=1.0, max_tokens=98, ignore_eos=True)
-
-
-@dataclass
-class Choice:
-    """All that came of one."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ended: bool = False
-
-
-@dataclass
-class Asked:
-    """A request, and what has come of it."""
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    count: int = 1
-    choices: defaultdict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    cached: list[int] = field(default_factory=list)
-
-    async def run(self, cluster: MiniCluster) -> None:
-        request = replace(cluster.request(self.prompt, self.sampling), choices=self.count)
-        async with (
-            asyncio.timeout(DEADLINE_S),
-            aclosing(cluster.dispatcher.generate(request)) as deltas,
-        ):
-            async for delta in deltas:
-                choice = self.choices[delta.choice]
-                assert not choice.ended, "a delta came after the finish reason"
-                choice.token_ids += delta.token_ids
-                choice.logprobs += [scored.logprobs.logprob for scored in delta.scored]
-                choice.ended = delta.finish_reason is not None
-                assert not (self.prompt_logprobs and delta.prompt_logprobs), "told twice"
-                self.prompt_logprobs += delta.prompt_logprobs
-                if delta.cached_prompt_tokens:
-                    self.cached.append(delta.cached_prompt_tokens)
-
-    def has(self, tokens: int) -> bool:
-        return all(len(self.choices[n].token_ids) >= tokens for n in range(self.count))
-
-    def check(self, model: Path) -> None:
-        """Against one process."""
-        spec = SequenceSpec(
-            "local", 0, "", self.prompt, len(self.prompt), self.sampling, choices=self.count
-        )
-        expected = generate(reference(model), [spec])
-        for number, one in enumerate(expected):
-            self._check_choice(self.choices[number], one)
-        first = expected[0]
-        assert [each.logprob for each in self.prompt_logprobs] == pytest.approx(
-            [each.logprob for each in first.prompt_logprobs], abs=1e-3
-        )
-
-    def _check_choice(self, found: Choice, expected: OfflineOutput) -> None:
-        assert found.ended
-        assert tuple(found.token_ids) == expected.token_ids
-        assert found.logprobs == pytest.approx(
-            [each.logprob for each in expected.logprobs], abs=1e-3
-        )
-
-
-def moved(cluster: MiniCluster, reason: str) -> float:
-    found = cluster.metrics.registry.get_sample_value(
-        "baton_moved_requests_total", {"reason": reason}
-    )
-    return found or 0.0
-
-
-def slot_of(cluster: MiniCluster, incarnation: str) -> str:
-    link = cluster.dispatcher.workers.get(incarnation)
-    assert link is not None
-    return link.record.slot
-
-
-def busiest_decode(cluster: MiniCluster) -> str:
-    placement = cluster.dispatcher._placement
-    names = [link.record.incarnation for link in cluster.dispatcher.workers.up("decode")]
-    return slot_of(cluster, max(names, key=lambda name: len(placement.at(name))))
 
 
 async def test_a_decode_worker_stops_amid_answers(tiny_model: Path, redis_url: str) -> None:

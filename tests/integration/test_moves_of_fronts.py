@@ -19,9 +19,9 @@ from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access.access import Access
 from router.core.served_model import ServedModel
-from tests.http_batches import begin_batch, has_ended, output_of, read_batch
-from tests.integration.test_handoff import prompt_of
-from tests.integration.test_moves import busiest_decode, moved
+from tests.support.http_batches import begin_batch, has_ended, output_of, read_batch
+from tests.support.integration.handoff import prompt_of
+from tests.support.integration.moves import busiest_decode, moved
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from tests.support.models import make_tiny_model
 from tests.support.router.front_fakes import add_grpc, batches_of, create_app

@@ -21,8 +21,8 @@ from baton.request import FinishReason
 from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
 from tests.chaos.harness.stage import until_whole
-from tests.integration.test_handoff import local_answer, prompt_of
-from tests.integration.test_redis_away import stopped
+from tests.support.integration.handoff import local_answer, prompt_of
+from tests.support.integration.redis_away import stopped
 from tests.support.mini_cluster import MiniCluster, collect, mini_cluster, valkey
 from tests.support.worker.worker_processes import worker_processes
 

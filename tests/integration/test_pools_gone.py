@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Unavailable
-from tests.integration.test_handoff import prompt_of
-from tests.integration.test_moves import LONG, Asked
+from tests.support.integration.handoff import prompt_of
+from tests.support.integration.moves import LONG, Asked
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 AT_ONCE_S = 40.0

@@ -7,33 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from baton.errors import HandoffError
 from baton.hashing import block_hashes, hash_key
-from baton.request import SequenceSpec
-from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
-from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.transports.transport import Peer
 from prefill_worker.role import PrefillRole
-from router.workers.prefill_stream import PrefillStream
-from tests.integration.test_handoff import BLOCK, local_answer, prompt_of
+from tests.support.integration.handoff import BLOCK, local_answer, prompt_of
+from tests.support.integration.pull import (
+    GREEDY,
+    ONE,
+    First,
+    first_token,
+    first_token_at,
+    source_at,
+)
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from worker.prefill.fetch_estimates import FetchEstimates
 from worker.role import WorkerContext
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True)
-ONE = replace(GREEDY, max_tokens=1)
 SCRIPT = Path(__file__).with_name("holder_script.py")
 
 
@@ -116,51 +115,6 @@ def all_pulls(cluster: MiniCluster, slot: str = "prefill-0") -> dict[str, float]
                 outcome = sample.labels["outcome"]
                 found[outcome] = found.get(outcome, 0) + sample.value
     return found
-
-
-@dataclass(frozen=True)
-class First:
-    """A prefill worker's answer to a prompt."""
-
-    token: int
-    cached: int
-
-
-async def first_token(
-    cluster: MiniCluster,
-    slot: str,
-    prompt: tuple[int, ...],
-    source: prefill_pb2.PrefixSource | None = None,
-) -> First:
-    """Have one prefill worker compute a prompt, without a handoff."""
-    record = cluster.workers[slot].record
-    assert record is not None
-    return await first_token_at(record.address, prompt, source)
-
-
-async def first_token_at(
-    address: str, prompt: tuple[int, ...], source: prefill_pb2.PrefixSource | None = None
-) -> First:
-    request_id = secrets.token_hex(8)
-    spec = SequenceSpec(request_id, 0, "nobody", prompt, len(prompt), ONE, deadline_s=DEADLINE_S)
-    message = prefill_pb2.PrefillRequest(sequence=convert.sequence_to_proto(spec), source=source)
-    async with open_channel(address) as channel:
-        stream = PrefillStream(channel, "prefill")
-        try:
-            async with asyncio.timeout(DEADLINE_S), aclosing(stream.run(message)) as responses:
-                response = await anext(responses)
-                (token,) = response.first_token.token_ids
-                return First(token, response.cached_prompt_tokens)
-        finally:
-            await stream.close()
-
-
-def source_at(cluster: MiniCluster, slot: str, blocks: int) -> prefill_pb2.PrefixSource:
-    record = cluster.workers[slot].record
-    assert record is not None
-    return prefill_pb2.PrefixSource(
-        address=record.address, incarnation=record.incarnation, blocks=blocks
-    )
 
 
 # What is fetched

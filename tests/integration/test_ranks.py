@@ -12,7 +12,7 @@ from baton.config.cluster import Config
 from baton.config.pools import ContextClass, PoolConfig
 from baton.errors import InvalidRequest
 from baton.sampling_params import SamplingParams
-from tests.integration.test_handoff import local_answer, prompt_of
+from tests.support.integration.handoff import local_answer, prompt_of
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 from tests.support.models import make_tiny_moe
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import pytest
@@ -20,72 +19,25 @@ from hypothesis import strategies as st
 
 from baton.hashing import HASH_BYTES
 from baton.host.background import end_tasks
-from baton.request import Geometry, GroupShape, LoadSnapshot
+from baton.request import GroupShape, LoadSnapshot
 from baton.store import prefix_index
 from baton.store.index_scripts import FIELD_BYTES, NAME_BYTES
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
-from engine.scheduling.block_pool import BlockPool
 from tests.chaos.harness.clock import Clock
+from tests.support.integration.redis import (
+    Publisher,
+    Store,
+    contents,
+    names,
+    open_store,
+    record_of,
+)
 from tests.support.mini_cluster import free_port, valkey
 from worker.registry import index_publisher
-from worker.registry.index_publisher import IndexPublisher
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def own_url() -> Iterator[str]:
-    """A Valkey that these tests may flush."""
-    with valkey() as url:
-        yield url
-
-
-@dataclass
-class Store:
-    """A cluster's part of the server."""
-
-    client: redis.asyncio.Redis
-    cluster_id: str
-    registry: Registry
-    index: PrefixIndex
-
-    async def keys(self) -> list[bytes]:
-        answer = await self.client.keys(f"baton:{{{self.cluster_id}}}*")
-        return [key for key in answer if isinstance(key, bytes)]
-
-
-def open_store(url: str, cluster_id: str = "") -> Store:
-    client, name = redis_client(url), cluster_id or secrets.token_hex(4)
-    return Store(client, name, Registry(client, name), PrefixIndex(client, name))
-
-
-@pytest.fixture
-async def store(own_url: str) -> AsyncIterator[Store]:
-    opened = open_store(own_url)
-    yield opened
-    await opened.client.aclose()
-
-
-async def contents(store: Store) -> dict[bytes, set[str]]:
-    """Who holds the block of that name, numbers that are nobody's any more as they are."""
-    state = f"baton:{{{store.cluster_id}}}:index"
-    generation = await cast(Any, store.client.hget(state, "generation"))
-    names = await cast(Any, store.client.hgetall(f"{state}:numbers"))
-    found: dict[bytes, set[str]] = {}
-    if generation is None:
-        return found
-    blocks = await cast(Any, store.client.hgetall(f"{state}:{generation.decode()}"))
-    for name, value in blocks.items():
-        numbers = [int.from_bytes(value[i : i + 2], "big") for i in range(1, len(value), 2)]
-        assert value[0] < 2
-        assert numbers, "a block that nobody holds"
-        assert numbers == sorted(set(numbers))
-        found[name] = {names.get(b"%d" % number, b"%d" % number).decode() for number in numbers}
-    told = int(await cast(Any, store.client.hget(state, "bytes")))
-    assert told == sum(map(len, blocks.values())), "the index has lost count"
-    return found
 
 
 def name_of(digest: bytes) -> bytes:
@@ -112,24 +64,6 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 # The registry
-
-
-def record_of(incarnation: str, **changes: object) -> WorkerRecord:
-    record = WorkerRecord(
-        incarnation=incarnation,
-        slot="decode-0",
-        role="decode",
-        address="127.0.0.1:5000",
-        metrics_address="127.0.0.1:5001",
-        model="tiny",
-        fingerprint="f" * 32,
-        geometry=Geometry(16, 2, 3, 64, "bfloat16"),
-        context_length=2048,
-        total_blocks=100,
-        max_sequences=8,
-        load=LoadSnapshot(incarnation, running=1, free_blocks=99),
-    )
-    return replace(record, **changes)  # type: ignore[arg-type]
 
 
 async def test_records_come_back_as_they_were(store: Store) -> None:
@@ -559,11 +493,6 @@ async def test_a_lookup_that_was_given_up_spoils_no_other(store: Store, own_url:
 # The prefix index
 
 
-def names(chain: str, length: int) -> list[bytes]:
-    """Hashes of a prompt's leading blocks."""
-    return [hashlib.sha256(f"{chain}{number}".encode()).digest()[:16] for number in range(length)]
-
-
 async def test_the_longest_prefix_of_each_worker_in_one_answer(store: Store) -> None:
     chain = names("a", 5)
     await store.index.snapshot("all", chain)
@@ -941,28 +870,6 @@ async def test_only_keys_of_the_cluster_are_touched(store: Store) -> None:
 
 
 # A worker's publisher
-
-
-class Publisher:
-    """A pool, and what the index says of it."""
-
-    def __init__(self, store: Store, incarnation: str = "w", blocks: int = 4) -> None:
-        self.store = store
-        self.incarnation = incarnation
-        self.pool = BlockPool(blocks)
-        self.publisher = IndexPublisher(store.index, self.pool, incarnation)
-
-    def fill(self, chain: list[bytes]) -> None:
-        """Compute and release a prompt's blocks, the last of which is evicted first."""
-        held = self.pool.match(chain)
-        self.pool.pin(held)
-        missing = self.pool.allocate(len(chain) - len(held))
-        for block, digest in zip(missing, chain[len(held) :], strict=True):
-            self.pool.register(block, digest)
-        self.pool.release([*held, *missing])
-
-    async def known(self, chain: list[bytes]) -> int:
-        return (await self.store.index.lookup(chain)).get(self.incarnation, 0)
 
 
 async def test_the_index_follows_the_pool(store: Store) -> None:

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import redis
 
 from baton.sampling_params import SamplingParams
-from tests.integration.test_handoff import local_answer, prompt_of
+from tests.support.integration.handoff import local_answer, prompt_of
+from tests.support.integration.redis_away import stopped
 from tests.support.mini_cluster import MiniCluster, free_port, mini_cluster, valkey
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 AWAY_S = [1.5, pytest.param(30.0, marks=pytest.mark.long)]
 BEATS: dict[str, Any] = {"heartbeat_s": 0.2, "registry_ttl_s": 1.0}
-
-
-@contextmanager
-def stopped(url: str) -> Iterator[None]:
-    """The server sleeps, and its connections stay."""
-    with redis.Redis.from_url(url) as client:
-        server = int(cast(Any, client.info("server"))["process_id"])
-    os.kill(server, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server, signal.SIGCONT)
 
 
 async def serve_for(cluster: MiniCluster, model: Path, seconds: float) -> None:

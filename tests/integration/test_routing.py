@@ -9,7 +9,7 @@ import pytest
 
 from baton.config.pools import ContextClass
 from router.core.request import GenerationRequest
-from tests.integration.test_handoff import BLOCK, SAMPLINGS, local_answer, prompt_of
+from tests.support.integration.handoff import BLOCK, SAMPLINGS, local_answer, prompt_of
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 GREEDY = SAMPLINGS["greedy"]

@@ -16,7 +16,7 @@ from baton.grammar import Grammar, GrammarKind
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.offline import generate
-from tests.integration.test_handoff import prompt_of, reference
+from tests.support.integration.handoff import prompt_of, reference
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 SCHEMA = {

@@ -17,7 +17,7 @@ import torch
 from baton.config.access import KeyConfig, TenantConfig
 from router.access.access import Access
 from router.core.served_model import ServedModel
-from tests.integration.test_handoff import BLOCK, SAMPLINGS, prompt_of
+from tests.support.integration.handoff import BLOCK, SAMPLINGS, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from tests.support.router.front_fakes import create_app
 

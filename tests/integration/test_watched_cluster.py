@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton.host.background import end_tasks
 from baton.sampling_params import SamplingParams
-from tests.integration.test_handoff import BLOCK, prompt_of
+from tests.support.integration.handoff import BLOCK, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import pytest
 
 from decode_worker.role import DecodeRole
-from tests.integration.test_handoff import prompt_of
-from tests.integration.test_moves import LONG, Asked, moved
+from tests.support.integration.handoff import prompt_of
+from tests.support.integration.moves import LONG, Asked, moved
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 
 SHORT = replace(LONG, max_tokens=6)

@@ -25,8 +25,8 @@ from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight, QuantKind, quantize
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput, StepModel
+from tests.support.engine.families import CASES, make_reference
 from tests.support.engine.model_pair import VOCAB
-from tests.unit.engine.checkpoint.test_families import CASES, make_reference
 
 CPU = torch.device("cpu")
 TOKENS = 300

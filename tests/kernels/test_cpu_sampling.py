@@ -26,8 +26,8 @@ from engine.offline import generate
 from engine.sampling.grammar_state import Mask, pack, unpack
 from engine.sampling.noise import lowbias32, noise_bits, noise_keys
 from engine.sampling.sampling import SampleRow, _adjust, sample
+from tests.support.engine.sampling import VOCAB, everything_masked
 from tests.support.models import make_tiny_model
-from tests.unit.engine.sampling.test_sampling import VOCAB, everything_masked
 
 EDGE = 1e-5
 """Where the probability before a token is this near to top_p, or its score this near to min_p's

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.private_names import missing
+from tests.support.private_names import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (

@@ -81,3 +81,18 @@ def test_the_design_page_names_every_folder() -> None:
     existing = {str(path.parent.relative_to(ROOT)) for path in modules().values()}
     assert existing - named == set(), "docs/design.md does not name these folders"
     assert {name for name in named - existing if not (ROOT / name).is_dir()} == set()
+
+
+def test_tests_share_helpers_by_support_alone() -> None:
+    """A test module that runs alone loads no other one."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / "tests").rglob("*.py")
+    }
+    borrowed = [
+        f"{name} imports {other}"
+        for name, path in modules.items()
+        for other in imported(path, modules)
+        if other in modules and modules[other].name.startswith("test_")
+    ]
+    assert borrowed == []

@@ -32,8 +32,8 @@ from deploy.store.redis_access import STORE_USERS, StoreUser, store_url, url_wit
 from deploy.store.valkey import EmbeddedValkey
 from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 from router.access.rate_limits import RateLimits
-from tests.integration.test_redis import record_of
 from tests.support.certificates import Authority
+from tests.support.integration.redis import record_of
 from tests.support.tls_redis import PASSWORDS, needs_redis, tls_redis, urls_of
 
 ID = "c1"

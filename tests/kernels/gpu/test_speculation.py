@@ -32,35 +32,22 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as EngineSequence
-from engine.speculation.costs import OverlapCosts
 from engine.speculation.drafter import Draft, Drafter
 from engine.speculation.speculation import MAX_DRAFT_TOKENS, DraftedRow
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.engine.drafters import Oracle, WholeDrafts, known_as
-from tests.support.models import VOCAB, make_tiny_model
-from tests.unit.engine.speculation.test_speculation import (
+from tests.support.engine.speculation import (
     GREEDY,
     PROMPTS,
     SAMPLINGS,
     SEEDED,
     some_tokens,
 )
+from tests.support.kernels.speculation import AnyCosts
+from tests.support.models import VOCAB, make_tiny_model
 from worker.core.engine_thread import EngineThread
 
 WRONG = (0.0, 1.0, 0.3)
-
-
-class AnyCosts(OverlapCosts):
-    """All drafts are worth the wait, beside prompts too."""
-
-    def __init__(self) -> None:
-        pass
-
-    def observe(self, batch: int, seconds: float) -> None:
-        assert seconds > 0
-
-    def seconds(self, batch: int, rows: int, most: int, *, first: bool) -> list[float]:
-        return [1.0] * (most + 1)
 
 
 @dataclass

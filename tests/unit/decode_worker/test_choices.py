@@ -15,7 +15,7 @@ from baton.sampling_params import SamplingParams
 from decode_worker.receiver import Offer
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
-from tests.unit.decode_worker.test_role import GEOMETRY, ROUTER, World
+from tests.support.decode_worker.decode_worker_role import GEOMETRY, ROUTER, World
 
 ATTEMPT = ("r", 0)
 

@@ -17,7 +17,13 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2
 from decode_worker import receiver as receiver_module
 from decode_worker.handoff_stream import Context
-from tests.unit.decode_worker.test_role import BLOCK_BYTES, GEOMETRY, ROUTER, World, token
+from tests.support.decode_worker.decode_worker_role import (
+    BLOCK_BYTES,
+    GEOMETRY,
+    ROUTER,
+    World,
+    token,
+)
 
 Request = decode_pb2.HandoffsRequest
 Response = decode_pb2.HandoffsResponse

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 from deploy import ray_internals
-from tests.private_names import find, missing
+from tests.support.private_names import find, missing
 
 USER = "deploy/ray_internals.py"
 _DRAIN = "ray.core.generated.autoscaler_pb2"

@@ -16,8 +16,8 @@ from engine.model.named_tensors import TIED_HEAD
 from engine.model.weights import iterate_weights, load_weights
 from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize
 from tests.support.engine import checkpoints
+from tests.support.engine.weights import name_of
 from tests.support.models import make_tiny_model
-from tests.unit.engine.model.test_weights import name_of
 
 CPU = torch.device("cpu")
 GPTQ = {"quant_method": "gptq", "bits": 4}

@@ -8,7 +8,7 @@ import sys
 from baton.config.cluster import Config
 from planning.what_if import answer
 from router.console.what_if import WhatIfAnswer, WhatIfQuestion, WhatIfRequest, question
-from tests.unit.router.console.test_what_if import WORKERS, recent
+from tests.support.router.what_if import WORKERS, recent
 
 
 def asked(prefill: int, decode: int, *, rate: float = 1.0, count: int = 60) -> WhatIfQuestion:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.router.front_fakes import make_front
-from tests.unit.router.test_http_app import JSON, post
+from tests.support.router.http_app import JSON, post
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}

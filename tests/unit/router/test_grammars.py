@@ -13,8 +13,8 @@ from baton.grammar import Grammar, GrammarKind
 from baton.v1 import inference_pb2, sampling_pb2
 from router.inference.sampling_input import SamplingInput, final_sampling
 from tests.support.router.front_fakes import make_front
-from tests.unit.router.grpc.test_inference import generate, refused, serve
-from tests.unit.router.test_http_app import CHAT, HELLO, PLAIN, PROMPT, check_error, post
+from tests.support.router.grpc_inference import generate, refused, serve
+from tests.support.router.http_app import CHAT, HELLO, PLAIN, PROMPT, check_error, post
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}, "required": ["é"]}
 SCHEMA_GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))

@@ -13,8 +13,8 @@ from baton import errors
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.core.request import GenerationRequest
 from tests.support.router.front_fakes import make_front
-from tests.unit.router.grpc.test_inference import Request, refused, serve
-from tests.unit.router.test_http_app import CHAT, HELLO, PLAIN, PROMPT, call, check_error, post
+from tests.support.router.grpc_inference import Request, refused, serve
+from tests.support.router.http_app import CHAT, HELLO, PLAIN, PROMPT, call, check_error, post
 
 KEYS = [
     {

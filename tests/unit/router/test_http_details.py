@@ -17,7 +17,7 @@ from tests.support.router.front_fakes import (
     make_front,
     sse_payloads,
 )
-from tests.unit.router.test_http_app import CHAT, HELLO, PLAIN, PROMPT, check_error, post
+from tests.support.router.http_app import CHAT, HELLO, PLAIN, PROMPT, check_error, post
 
 TEXT = "Grüße 😀👩‍👧 from Paris"
 ANY = {"max_tokens": 64}

@@ -9,7 +9,7 @@ import pytest
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.router.front_fakes import MODEL, make_front
-from tests.unit.router.grpc.test_inference import serve
+from tests.support.router.grpc_inference import serve
 
 
 @pytest.mark.parametrize(("headers", "session"), [({"X-Baton-Session": "a b"}, "a b"), ({}, "")])

@@ -23,28 +23,16 @@ from tests.support.router.front_fakes import (
     sse_payloads,
     tiny_backend,
 )
-from tests.unit.router.test_http_app import check_error, post
-
-CHAT = "/v1/chat/completions"
-HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Weather?"}]}
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS},
-}
-CLOCK = {"type": "function", "function": {"name": "clock"}}
-TOOLS = {"tools": [WEATHER, CLOCK]}
-TWO_CALLS = (
-    "Let me see.\n"
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+from tests.support.router.http_app import check_error, post
+from tests.support.router.tool_answers import (
+    CHAT,
+    CLOCK,
+    HELLO,
+    TOOLS,
+    TWO_CALLS,
+    WEATHER,
+    front_saying,
 )
-
-
-def front_saying(text: str, **options: Any) -> Front:
-    front = make_front(context=4096, **options)
-    front.dispatcher.text = text
-    return front
 
 
 async def stream(front: Front, body: dict[str, Any]) -> list[dict[str, Any]]:

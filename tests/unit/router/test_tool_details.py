@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.router.front_fakes import check_schema, sse_payloads
-from tests.unit.router.test_http_app import post
-from tests.unit.router.test_tool_answers import CHAT, HELLO, TOOLS, TWO_CALLS, front_saying
+from tests.support.router.http_app import post
+from tests.support.router.tool_answers import CHAT, HELLO, TOOLS, TWO_CALLS, front_saying
 
 ASKED: dict[str, Any] = {**HELLO, **TOOLS, "n": 2, "logprobs": True, "return_token_ids": True}
 

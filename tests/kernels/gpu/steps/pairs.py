@@ -20,7 +20,7 @@ from engine.model.weights import load_weights
 from engine.scheduling.plan import PlanRow
 from engine.step.step import StepInput, StepModel
 from tests.kernels.gpu.device import DEVICE
-from tests.unit.engine.checkpoint.test_families import CASES, make_reference
+from tests.support.engine.families import CASES, make_reference
 
 BLOCK = 16
 BLOCKS = 24

@@ -34,8 +34,8 @@ from tests.kernels.gpu.steps.pairs import (
     save,
     some_tokens,
 )
-from tests.kernels.gpu.test_speculation import AnyCosts
 from tests.support.engine.drafters import Oracle, WholeDrafts
+from tests.support.kernels.speculation import AnyCosts
 
 VOCAB = 120
 LENGTH = 20

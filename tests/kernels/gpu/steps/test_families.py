@@ -14,7 +14,7 @@ from engine.model.model import DecoderModel
 from engine.quantization.weight import QuantKind, quantize
 from engine.scheduling.plan import PlanRow
 from tests.kernels.gpu.steps.pairs import check_equal, gpu, load, reference, save
-from tests.unit.engine.checkpoint.test_families import CASES
+from tests.support.engine.families import CASES
 
 pytestmark = pytest.mark.timeout(400)
 """Interpreted, a step takes seconds."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.baton.clients import fronts
 from tests.support.router.front_fakes import MODEL, make_front
-from tests.unit.baton.client.test_clients import fronts
 
 PAGE = Path(__file__).parents[4] / "docs" / "client.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -39,7 +39,7 @@ from deploy.supervisor.autoscaling import (
 )
 from deploy.supervisor.reconciler import Phase
 from tests.support.baton.autoscaled_cluster import AutoscaledCluster, Load
-from tests.unit.baton.autoscaling.test_demand import record as decode_record
+from tests.support.baton.demand import record as decode_record
 
 DEADLINE_S = 20.0
 SETTINGS = AutoscalerConfig(enabled=True, interval_s=0.5, cooldown_s=0.001)

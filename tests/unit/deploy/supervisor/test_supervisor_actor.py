@@ -4,24 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.processes.process_identity import ProcessIdentity
 from deploy.supervisor.supervisor_actor import SlotSettings
-from deploy.workers.actor_settings import ActorSettings
-
-
-def settings(pool: str, place: int) -> ActorSettings:
-    return ActorSettings(
-        config={},
-        pool=pool,
-        slot=f"{pool}-{place}",
-        model_path="model",
-        model_name="name",
-        draft_model_path="",
-        redis_url="",
-        cluster_id="id",
-        launcher=ProcessIdentity.own(),
-    )
-
+from tests.support.deploy.supervisor_actor import settings
 
 FIRST = (settings("prefill", 0), settings("decode", 0), settings("decode", 1))
 

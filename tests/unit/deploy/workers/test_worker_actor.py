@@ -28,7 +28,7 @@ from deploy.workers.worker_actor import (
     WorkerLoop,
     WorkerThread,
 )
-from tests.unit.deploy.supervisor.test_supervisor_actor import settings
+from tests.support.deploy.supervisor_actor import settings
 
 DEADLINE_S = 20.0
 LOOKS = int(STUCK_S / LOOK_S)

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from baton.errors import ConfigError
 from engine.checkpoint import fingerprint as fingerprint_module
 from engine.checkpoint.fingerprint import Fingerprint
-from engine.model.weights import fingerprint, load_weights
+from engine.model.weights import load_weights
+from tests.support.engine.weights import name_of
 from tests.support.models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -168,11 +169,6 @@ def test_a_damaged_file_is_named(
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises(ConfigError, match=WEIGHTS):
         load_weights(tmp_path, CPU, torch.float32)
-
-
-def name_of(folder: Path, dtype: str = "float32", quantization: str = "auto") -> str:
-    with fingerprint(folder, dtype, quantization) as hashed:
-        return hashed.result()
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from baton.grammar import Grammar, GrammarKind
 from baton.sampling_params import SamplingParams
-from engine.sampling.grammar_state import pack
 from engine.sampling.noise import noise_bits, noise_keys
 from engine.sampling.sampling import SampleRow, sample, sample_one
+from tests.support.engine.sampling import VOCAB, everything_masked
 
-VOCAB = 24
 Floats = npt.NDArray[np.float64]
 NEAR = 1e-4
 """Two numbers that are closer than this may fall either way in 32 bits."""
@@ -312,22 +310,6 @@ def test_broken_logits_still_bring_a_token() -> None:
         for top_k in (0, 1, 5):
             for sampling in (mix, replace(mix, top_p=1.0), replace(mix, min_p=0.0)):
                 assert 0 <= sample_one(logits, row_of(replace(sampling, top_k=top_k))) < 40
-
-
-def everything_masked() -> list[SampleRow]:
-    """Each may draw token 5 or 7 alone, and is to draw neither: greedy, and with noise."""
-    rows = []
-    for temperature in (0.0, 1.0):
-        base = SamplingParams(temperature=temperature, seed=3)
-        allowed = replace(base, allowed_token_ids=(5, 7))
-        bits = np.isin(np.arange(VOCAB), (5, 7))
-        strict = replace(base, grammar=Grammar(GrammarKind.REGEX, "any"))
-        rows += [
-            SampleRow(replace(allowed, min_tokens=2), [1], 1, (5, 7)),
-            SampleRow(replace(allowed, bad_words=((9, 5), (7,))), [1, 9], 1, ()),
-            SampleRow(replace(strict, bad_words=((5,), (7,))), [1], 1, (), mask=pack(bits)),
-        ]
-    return rows
 
 
 def test_what_is_allowed_comes_where_all_of_it_is_forbidden() -> None:

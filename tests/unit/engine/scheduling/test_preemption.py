@@ -17,7 +17,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.preemption import CACHED_SHARE, PATIENCE, recompute_cost, victim_of
 from engine.scheduling.sequence import Sequence
-from tests.unit.engine.scheduling.test_scheduler import World, make_spec
+from tests.support.engine.scheduler import World, make_spec
 
 SIZE = 4
 CONTEXT = 40

@@ -9,7 +9,7 @@ import pytest
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
-from tests.unit.engine.scheduling.test_scheduler import World, make_spec
+from tests.support.engine.scheduler import World, make_spec
 
 LIMITS = SchedulerLimits(4, 16, 4, 64)
 PROMPT = [1, 2, 3] * 10

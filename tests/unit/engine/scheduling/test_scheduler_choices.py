@@ -22,7 +22,7 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence, SequenceUpdate
 from tests.support.engine.fake_engine import VOCAB, FakeEngine, kv_of
-from tests.unit.engine.scheduling.test_scheduler import (
+from tests.support.engine.scheduler import (
     KEY,
     PROMPTS,
     STOP_IDS,

@@ -13,7 +13,7 @@ from baton.sampling_params import SamplingParams
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.sequence import Sequence
 from tests.support.engine.fake_engine import kv_of
-from tests.unit.engine.scheduling.test_scheduler import (
+from tests.support.engine.scheduler import (
     PROMPTS,
     SAMPLINGS,
     STOP_IDS,

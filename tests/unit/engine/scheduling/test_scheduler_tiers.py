@@ -15,7 +15,7 @@ from engine.scheduling.block_tier import BlockTier
 from engine.scheduling.block_tiers import BlockTiers, Found, Spill
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import Sequence
-from tests.unit.engine.scheduling.test_scheduler import (
+from tests.support.engine.scheduler import (
     World,
     make_spec,
     make_world,

@@ -40,7 +40,7 @@ from loadtest.generator.results.summary import Window
 from loadtest.generator.workload.traffic import planned
 from planning.common.slo import Slo
 from tests.support.loadtest.fake_server import Asked, FakeServer, fake_server, good_answer
-from tests.unit.loadtest.generator.test_load_report import make_run
+from tests.support.loadtest.load_report import make_run
 
 MODELS = json.dumps({"data": [{"id": "served"}]})
 METRICS = "# TYPE baton_active_requests gauge\nbaton_active_requests 0\nbaton_sequences{{}} {}\n"

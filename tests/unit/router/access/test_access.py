@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (  # ty
 )
 from prometheus_client import CollectorRegistry
 
-from baton.config.access import KeyConfig
 from baton.config.choices import Scope
 from baton.config.cluster import Config
 from baton.store.prefix_index import PrefixIndex
@@ -33,13 +31,10 @@ from router.core.accounting import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.inference.service import InferenceService
 from router.listeners import Apps
+from tests.support.router.access_access import bearer, key
 from tests.support.router.front_fakes import MODEL, make_front, plain_client, serve, tiny_tokenizer
 
 DEADLINE_S = 60.0
-
-
-def key(name: str, *scopes: Scope) -> KeyConfig:
-    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)
 
 
 KEYS = (key("asks", "inference"), key("reads", "metrics"), key("rules", "admin"))
@@ -91,10 +86,6 @@ async def fronts(**fields: Any) -> AsyncIterator[Gated]:
         await made.grpc_server.stop(0)
         await made.batches.close()
         await client.aclose()
-
-
-def bearer(secret: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {secret}"} if secret else {}
 
 
 async def test_every_path_takes_its_key() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import httpx
 import pytest
 
 from baton.config.access import KeyConfig
-from baton.config.choices import Scope
 from baton.config.cluster import Config
 from baton.errors import Forbidden, Unauthenticated
 from baton.rpc.grpc_channel import make_server, open_channel
@@ -28,6 +26,7 @@ from router.admin.cache import (
     OperatorServicer,
     WorkerCache,
 )
+from tests.support.router.admin_cache import key
 from tests.support.router.front_fakes import (
     MODEL,
     add_grpc,
@@ -39,11 +38,6 @@ from tests.support.router.front_fakes import (
 )
 
 DEADLINE_S = 20.0
-
-
-def key(name: str, *, admin: bool = False) -> KeyConfig:
-    scopes: tuple[Scope, ...] = ("admin",) if admin else ("inference",)
-    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)
 
 
 class FakeControl:

@@ -3,115 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
-import httpx
 import pytest
-import redis
 
 from baton.config.pools import ContextClass, PoolConfig
-from baton.errors import LastWorker, NotFound, WorkerFailed
-from baton.rpc.grpc_channel import make_server, open_channel
-from baton.store.supervision import PoolSizes
-from baton.v1 import control_pb2, control_pb2_grpc
-from router.access.access import Access
-from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
-from router.admin.worker_control import PoolScaling, WorkerControl, WorkerStatus
+from baton.errors import LastWorker, WorkerFailed
+from baton.rpc.grpc_channel import open_channel
+from baton.v1 import control_pb2
+from router.admin.worker_control import WorkerControl
 from router.workers.worker_link import WorkerLink
 from tests.support.mini_cluster import free_port
+from tests.support.router.admin_cache import key
+from tests.support.router.admin_worker_api import DEADLINE_S, fronts
 from tests.support.router.front_fakes import (
     MODEL,
-    add_grpc,
     check_schema,
-    create_app,
-    make_front,
-    serve,
 )
-from tests.unit.router.admin.test_cache import key
-
-DEADLINE_S = 20.0
-
-
-class FakeControl:
-    """Stands for ``router.admin.worker_control.WorkerControl``."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[object, ...]] = []
-
-    async def drain(self, slot: str, deadline_s: float, *, force: bool) -> bool:
-        if slot == "prefill-0" and not force:
-            raise LastWorker("prefill-0 is the last ready prefill worker", param="force")
-        if slot not in ("decode-0", "prefill-0"):
-            raise NotFound(f"there is no worker {slot!r}", param="worker")
-        self.told.append((slot, deadline_s))
-        return deadline_s > 0
-
-    async def change_role(self, slot: str, role: str, deadline_s: float, *, force: bool) -> float:
-        if slot == "prefill-0" and not force:
-            raise LastWorker("prefill-0 is the last ready prefill worker", param="force")
-        self.told.append((slot, role, deadline_s))
-        return 0.25
-
-    def workers(self) -> tuple[WorkerStatus, ...]:
-        return (
-            WorkerStatus("decode-0", "decode", "ready", 3, 1, is_last=True),
-            WorkerStatus("prefill-0", "prefill", "draining", 0, 0, is_last=False),
-        )
-
-
-class FakeSizes:
-    """Stands for ``baton.store.supervision.PoolSizes``."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        self.away = False
-
-    async def read(self) -> dict[str, int]:
-        if self.away:
-            raise redis.ConnectionError
-        return dict(self.sizes)
-
-    async def write(self, pool: str, count: int) -> None:
-        self.sizes[pool] = count
-
-
-@dataclass
-class Fronts:
-    http: httpx.AsyncClient
-    grpc: Any
-    control: FakeControl = field(default_factory=FakeControl)
-    sizes: FakeSizes = field(default_factory=FakeSizes)
-
-
-@asynccontextmanager
-async def fronts(**config: Any) -> AsyncIterator[Fronts]:
-    front, control, sizes = make_front(**config), FakeControl(), FakeSizes()
-    scaling = PoolScaling(front.config, cast(PoolSizes, sizes))
-    access = Access(front.config, front.metrics)
-    real = cast(WorkerControl, control)
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
-    server = make_server()
-    servicer = WorkerOperatorServicer(real, scaling, access, front.config)
-    add_grpc(server, *parts, more=(servicer,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    api = WorkerApi(real, scaling, access, front.config)
-    view = ClusterApi("1f2e3d", MODEL.id, real, scaling, access)
-    try:
-        async with (
-            serve(create_app(*parts, more=(api, view))) as address,
-            httpx.AsyncClient(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
-            open_channel(f"127.0.0.1:{port}") as channel,
-        ):
-            stub: Any = control_pb2_grpc.WorkerOperatorServiceStub(channel)
-            yield Fronts(client, stub, control, sizes)
-    finally:
-        await server.stop(0)
 
 
 async def test_a_worker_is_drained_over_http_and_grpc() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,72 +16,19 @@ from openai.types import Batch, FileObject
 from baton.config.access import KeyConfig, TenantConfig
 from baton.errors import Overloaded, WorkerFailed
 from baton.request import FinishReason
-from router.access.access import Access
 from router.core.request import GenerationRequest, OutputDelta
+from tests.support.router.batches_api import CHAT, DEADLINE_S, Served, chat, lines, served
 from tests.support.router.front_fakes import (
-    MODEL,
-    Front,
-    batches_of,
     check_schema,
-    create_app,
     make_front,
     plain_client,
-    serve,
 )
 
-DEADLINE_S = 30.0
-CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 EXPIRES = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
 KEYS = (
     KeyConfig(name="ann", sha256=hashlib.sha256(b"ann-key").hexdigest(), tenant="acme", priority=3),
     KeyConfig(name="bob", sha256=hashlib.sha256(b"bob-key").hexdigest()),
 )
-
-
-@dataclass
-class Served:
-    """A front with batches behind a real server."""
-
-    front: Front
-    address: str
-
-    def client(self, key: str = "none") -> openai.AsyncOpenAI:
-        base = f"http://{self.address}/v1"
-        return openai.AsyncOpenAI(
-            base_url=base,
-            api_key=key,
-            max_retries=0,
-            timeout=DEADLINE_S,
-        )
-
-
-@asynccontextmanager
-async def served(folder: Path, front: Front | None = None, **config: Any) -> AsyncIterator[Served]:
-    front = front or make_front(data_dir=str(folder), **config)
-    access = Access(front.config, front.metrics)
-    parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
-    batches = batches_of(*parts)
-    app = create_app(*parts, more=(batches.api,))
-    await batches.start()
-    async with serve(app) as address:
-        try:
-            yield Served(front, address)
-        finally:
-            await batches.stop()
-            await batches.close()
-
-
-def lines(bodies: Sequence[dict[str, Any]], url: str = CHAT) -> bytes:
-    rows = [
-        {"custom_id": f"c-{place}", "method": "POST", "url": url, "body": body}
-        for place, body in enumerate(bodies)
-    ]
-    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-
-
-def chat(content: str = "hello", **more: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": content}
-    return {"model": "tiny", "messages": [message], "max_tokens": 8, **more}
 
 
 async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:

@@ -19,7 +19,7 @@ from router.batches.database import Database
 from router.batches.desk import check_expiry
 from router.batches.runner import SWEEP_S, BatchRunner
 from router.batches.store import BatchStore
-from tests.unit.router.batches.test_runner import DEADLINE_S, Process, running
+from tests.support.router.batches_runner import DEADLINE_S, Process, running
 
 TENANT = "acme"
 

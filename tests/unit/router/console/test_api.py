@@ -22,6 +22,7 @@ from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.http.sse import EventStream
+from tests.support.router.access_access import bearer, key
 from tests.support.router.front_fakes import (
     MODEL,
     Front,
@@ -32,8 +33,7 @@ from tests.support.router.front_fakes import (
     serve,
 )
 from tests.support.router.looks import record
-from tests.unit.router.access.test_access import bearer, key
-from tests.unit.router.console.test_what_if import recent
+from tests.support.router.what_if import recent
 
 DEADLINE_S = 20.0
 STATIC = files("router.console").joinpath("static")

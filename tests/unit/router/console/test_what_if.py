@@ -33,14 +33,10 @@ from router.console.what_if import (
 )
 from router.core.accounting import RecentRequest
 from tests.support.router.looks import record
+from tests.support.router.what_if import WORKERS, recent
 
 DEADLINE_S = 60.0
-WORKERS = [record("prefill-0"), record("decode-0"), record("decode-1")]
 ASKED = WhatIfRequest(prefill=3, decode=4)
-
-
-def recent(count: int, *, output: int | None = 10) -> list[RecentRequest]:
-    return [RecentRequest(100.0 + n, 50, output, 16) for n in range(count)]
 
 
 def asked(requests: list[RecentRequest], **changes: object) -> WhatIfQuestion:

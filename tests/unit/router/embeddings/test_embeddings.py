@@ -19,7 +19,7 @@ from baton.request import FinishReason
 from router.core.request import GenerationRequest, OutputDelta
 from router.embeddings.api import AT_ONCE, shortened
 from tests.support.router.front_fakes import CONTEXT, MODEL, make_front
-from tests.unit.router.test_http_app import check_error, post
+from tests.support.router.http_app import check_error, post
 
 PATH = "/v1/embeddings"
 SIZE = MODEL.embedding_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -22,48 +21,17 @@ from baton import errors
 from baton.config.access import KeyConfig
 from baton.config.choices import Scope
 from baton.request import FinishReason
-from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import (
     CONTEXT,
     MODEL,
-    Front,
-    add_grpc,
     make_front,
     silent_after_one,
 )
+from tests.support.router.grpc_inference import Request, generate, refused, serve
 
-Request = inference_pb2.GenerateRequest
 Sampling = sampling_pb2.SamplingParameters
-
-
-@asynccontextmanager
-async def serve(front: Front) -> AsyncIterator[grpc.aio.Channel]:
-    server = make_server()
-    add_grpc(server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    channel = open_channel(f"127.0.0.1:{port}")
-    try:
-        yield channel
-    finally:
-        await channel.close()
-        await server.stop(0)
-
-
-async def generate(
-    channel: grpc.aio.Channel, request: Request
-) -> list[inference_pb2.GenerateResponse]:
-    stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-    return [response async for response in stub.Generate(request, timeout=20)]
-
-
-async def refused(front: Front, request: Request) -> grpc.aio.AioRpcError:
-    async with serve(front) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(channel, request)
-    return caught.value
 
 
 async def test_generate() -> None:

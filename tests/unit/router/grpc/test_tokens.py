@@ -12,8 +12,8 @@ import pytest
 
 from baton.v1 import inference_pb2, tokens_pb2, tokens_pb2_grpc, tools_pb2
 from tests.support.router.front_fakes import CONTEXT, MODEL, Front, make_front
-from tests.unit.router.grpc.test_inference import serve
-from tests.unit.router.test_http_app import post
+from tests.support.router.grpc_inference import serve
+from tests.support.router.http_app import post
 
 DEADLINE_S = 30.0
 Tokenize, Detokenize = tokens_pb2.TokenizeRequest, tokens_pb2.DetokenizeRequest

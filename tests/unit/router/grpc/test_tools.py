@@ -9,8 +9,8 @@ import pytest
 
 from baton.v1 import inference_pb2, tools_pb2
 from tests.support.router.front_fakes import Front, make_front
-from tests.unit.router.grpc.test_inference import generate, refused, serve
-from tests.unit.router.test_tool_answers import PARAMETERS, TWO_CALLS
+from tests.support.router.grpc_inference import generate, refused, serve
+from tests.support.router.tool_answers import PARAMETERS, TWO_CALLS
 
 Message = inference_pb2.ChatMessage
 Request = inference_pb2.GenerateRequest

@@ -11,7 +11,7 @@ import uvicorn
 
 from router.http.protocol import BoundedHttpProtocol
 from router.http.uvicorn_internals import HttpToolsProtocol, QuietServer
-from tests.private_names import find, missing
+from tests.support.private_names import find, missing
 
 USER = "router/http/uvicorn_internals.py"
 _PROTOCOL = "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol"

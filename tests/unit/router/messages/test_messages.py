@@ -14,7 +14,7 @@ from baton import errors
 from baton.config.access import KeyConfig
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import Front, make_front
-from tests.unit.router.test_http_app import post
+from tests.support.router.http_app import post
 
 PATH = "/v1/messages"
 HELLO: dict[str, Any] = {

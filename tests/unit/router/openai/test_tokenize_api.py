@@ -10,7 +10,7 @@ import pytest
 from router.inference import builder
 from router.text.tokenizer import Tokenizer
 from tests.support.router.front_fakes import CONTEXT, EOS, make_front
-from tests.unit.router.test_http_app import call, check_error, post
+from tests.support.router.http_app import call, check_error, post
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 

@@ -17,7 +17,7 @@ from baton import errors
 from baton.grammar import Grammar, GrammarKind
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import Front, make_front, serve
-from tests.unit.router.test_http_app import check_error, post
+from tests.support.router.http_app import check_error, post
 
 PATH = "/v1/responses"
 HELLO: dict[str, Any] = {"model": "tiny", "input": "Weather?"}

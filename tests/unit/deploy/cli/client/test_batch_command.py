@@ -24,7 +24,7 @@ from deploy.cli.options.exit_codes import ExitCode
 from deploy.processes.ports import free_port
 from tests.support.certificates import Authority
 from tests.support.loadtest.fake_server import Asked, fake_server, refusal
-from tests.unit.router.batches.test_api import chat, lines, served
+from tests.support.router.batches_api import chat, lines, served
 
 DEADLINE_S = 30.0
 

@@ -19,7 +19,7 @@ from deploy.cli.operate import worker_commands
 from deploy.cli.options.exit_codes import ExitCode
 from deploy.processes import process_identity
 from tests.support.deploy.machine import DEADLINE_S, Machine, machine
-from tests.unit.router.admin.test_worker_api import Fronts, fronts
+from tests.support.router.admin_worker_api import Fronts, fronts
 
 NAMED = "cluster 1f2e3d at {http} (model tiny)"
 NO_ROOT = "only root can give a run directory to another user"

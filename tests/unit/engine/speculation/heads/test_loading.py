@@ -23,9 +23,9 @@ from tests.support.drafter_heads import (
     make_counting_model,
     make_eagle_head,
 )
+from tests.support.engine.draft_model import SAMPLINGS, Bench, some_tokens
 from tests.support.engine.drafters import FixedLength
 from tests.support.models import EOS, make_tiny_model
-from tests.unit.engine.speculation.model.test_draft_model import SAMPLINGS, Bench, some_tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True)

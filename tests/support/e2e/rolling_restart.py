@@ -1,0 +1,93 @@
+"""What several tests use beside those of rolling restart."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx
+
+from tests.support.e2e.cluster import START_S, UpProcess
+
+DEADLINE_S = 120.0
+
+
+CLIENTS = 3
+
+
+PROMPTS = ("The sea at night", "A list of numbers: 1, 2,", "def main():", "Once upon a time")
+
+
+MAX_TRIES = 2
+
+
+"""A router's client sees a reset, and one retry succeeds."""
+
+
+def answer(up: UpProcess, number: int) -> str:
+    """One answer, streamed, seeded by its number."""
+    body = {
+        "model": up.model,
+        "prompt": PROMPTS[number % len(PROMPTS)],
+        "max_tokens": 60,
+        "seed": number,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    text, finish = "", None
+    with (
+        httpx.Client(trust_env=False, timeout=DEADLINE_S) as client,
+        client.stream("POST", f"{up.http}/v1/completions", json=body) as response,
+    ):
+        assert response.status_code == httpx.codes.OK, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                text += chunk["choices"][0]["text"]
+                finish = chunk["choices"][0]["finish_reason"] or finish
+    assert finish == "length"
+    return text
+
+
+@dataclass
+class Load:
+    """Clients that ask one question after the other."""
+
+    up: UpProcess
+    expected: list[str]
+    stop: threading.Event = field(default_factory=threading.Event)
+    answered: int = 0
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def run(self, first: int) -> None:
+        number = first
+        while not self.stop.is_set():
+            self._ask(number % len(self.expected))
+            number += CLIENTS
+
+    def _ask(self, number: int) -> None:
+        for left in reversed(range(MAX_TRIES)):
+            try:
+                text = answer(self.up, number)
+            except (httpx.TransportError, AssertionError) as error:
+                if not left or isinstance(error, AssertionError):
+                    self.failed.append(repr(error))
+                    return
+                time.sleep(0.25)
+                continue
+            self.answered += 1
+            if text != self.expected[number]:
+                self.wrong.append(text)
+            return
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.2)

@@ -1,0 +1,13 @@
+"""What several tests use beside those of cache."""
+
+from __future__ import annotations
+
+import hashlib
+
+from baton.config.access import KeyConfig
+from baton.config.choices import Scope
+
+
+def key(name: str, *, admin: bool = False) -> KeyConfig:
+    scopes: tuple[Scope, ...] = ("admin",) if admin else ("inference",)
+    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)

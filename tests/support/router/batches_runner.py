@@ -1,0 +1,122 @@
+"""What several tests use beside those of runner."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from baton.telemetry.metrics import RouterMetrics
+from router.batches.batch import Batch, BatchStatus, LineResult
+from router.batches.database import Database
+from router.batches.line import Line
+from router.batches.runner import BatchRunner
+from router.batches.store import BatchStore
+
+DEADLINE_S = 20.0
+
+
+ENDPOINT = "/v1/completions"
+
+
+Script = Callable[[Line], Awaitable[bool]]
+
+
+async def at_once(line: Line) -> bool:
+    return True
+
+
+@dataclass
+class Lines:
+    """Runs lines as a script says; remembers which."""
+
+    script: Script = at_once
+    ran: Counter[str] = field(default_factory=Counter)
+    running: int = 0
+    most: int = 0
+
+    async def run(self, batch: Batch, line: Line) -> LineResult:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            ok = await self.script(line)
+        finally:
+            self.running -= 1
+        self.ran[line.custom_id] += 1
+        return LineResult(line.number, ok, json.dumps({"custom_id": line.custom_id}), 3, 1, 2)
+
+
+@dataclass
+class Process:
+    """A router process' part of batches."""
+
+    folder: Path
+    lines: Lines = field(default_factory=Lines)
+    now: float = 1000.0
+    model: str = "tiny"
+    most: int = 8
+
+    def __post_init__(self) -> None:
+        self.store = BatchStore(self.folder, 1 << 20)
+        self.metrics = RouterMetrics(CollectorRegistry())
+        self.runner = BatchRunner(
+            self.store,
+            self.lines.run,
+            self.model,
+            self.metrics,
+            max_in_flight=self.most,
+            max_line_bytes=10_000,
+            poll_s=0.01,
+            lease_s=0.3,
+            unix_clock=lambda: self.now,
+        )
+
+    async def begin(self, count: int, tenant: str = "acme", **changes: Any) -> Batch:
+        """Upload a file and make a batch of it."""
+        content = b"".join(text(f"line-{number}") for number in range(count))
+        file = await self.store.add_file(io.BytesIO(content), tenant, "in.jsonl", "batch")
+        batch = Batch(
+            f"batch_{file.id}", tenant, "", "tiny", ENDPOINT, file.id, "1h", 1000, 4600, {}
+        )
+        batch = replace(batch, **changes)
+        await self.store.ask(Database.add_batch, batch)
+        return batch
+
+    async def until(self, batch: Batch, *statuses: BatchStatus) -> Batch:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                now = await self.store.ask(Database.batch, batch.id)
+                if now.status in statuses:
+                    return now
+                await asyncio.sleep(0.005)
+
+    async def names(self, file_id: str | None) -> list[str]:
+        """The custom ids of a file's lines."""
+        if file_id is None:
+            return []
+        path = self.store.path(await self.store.ask(Database.file, file_id, "acme"))
+        return [json.loads(row)["custom_id"] for row in path.read_text().splitlines()]
+
+
+def text(name: str) -> bytes:
+    body = {"model": "tiny", "prompt": "x"}
+    line = {"custom_id": name, "method": "POST", "url": ENDPOINT, "body": body}
+    return json.dumps(line).encode() + b"\n"
+
+
+@asynccontextmanager
+async def running(process: Process) -> AsyncIterator[Process]:
+    await process.runner.start()
+    try:
+        yield process
+    finally:
+        await process.runner.close()
+        await process.store.close()

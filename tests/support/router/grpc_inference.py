@@ -1,0 +1,48 @@
+"""What several tests use beside those of inference."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.rpc.grpc_channel import make_server, open_channel
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from tests.support.router.front_fakes import (
+    Front,
+    add_grpc,
+)
+
+Request = inference_pb2.GenerateRequest
+
+
+@asynccontextmanager
+async def serve(front: Front) -> AsyncIterator[grpc.aio.Channel]:
+    server = make_server()
+    add_grpc(server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = open_channel(f"127.0.0.1:{port}")
+    try:
+        yield channel
+    finally:
+        await channel.close()
+        await server.stop(0)
+
+
+async def generate(
+    channel: grpc.aio.Channel, request: Request
+) -> list[inference_pb2.GenerateResponse]:
+    stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+    return [response async for response in stub.Generate(request, timeout=20)]
+
+
+async def refused(front: Front, request: Request) -> grpc.aio.AioRpcError:
+    async with serve(front) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(channel, request)
+    return caught.value

@@ -1,0 +1,12 @@
+"""What several tests use beside those of what if."""
+
+from __future__ import annotations
+
+from router.core.accounting import RecentRequest
+from tests.support.router.looks import record
+
+WORKERS = [record("prefill-0"), record("decode-0"), record("decode-1")]
+
+
+def recent(count: int, *, output: int | None = 10) -> list[RecentRequest]:
+    return [RecentRequest(100.0 + n, 50, output, 16) for n in range(count)]
