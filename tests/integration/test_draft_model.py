@@ -138,7 +138,7 @@ async def test_it_leaves_with_the_last_layer(
     """Layers of a prompt leave while it is computed; the drafter is told of it behind the last."""
     monkeypatch.setattr(handoff, "MIN_WIRE_S", 0.0)
     monkeypatch.setattr(handoff, "MIN_SLICE_S", 0.0)
-    monkeypatch.setattr(role, "LOOK_S", 0.0001)
+    monkeypatch.setattr(role, "LAYER_POLL_S", 0.0001)
     changes: dict[str, Any] = {"drafter": "draft", "draft_model": str(tiny), "kv_pool_mib": 8}
     async with mini_cluster(tiny, redis_url, transport=transport, **changes, **FLAGS) as cluster:
         length = draft_always(cluster)

@@ -32,7 +32,7 @@ async def test_layers_leave_before_the_step_ends(
 ) -> None:
     monkeypatch.setattr(handoff, "MIN_WIRE_S", 0.0)
     monkeypatch.setattr(handoff, "MIN_SLICE_S", 0.0)
-    monkeypatch.setattr(role, "LOOK_S", 0.0001)
+    monkeypatch.setattr(role, "LAYER_POLL_S", 0.0001)
     parts: list[tuple[int, int]] = []
     put = Push.put_layers
 
@@ -73,7 +73,7 @@ async def test_a_fast_wire_gets_whole_blocks(
         put(self, target, source, offset, length)
 
     monkeypatch.setattr(Push, "put", noting)
-    monkeypatch.setattr(role, "LOOK_S", 0.0001)
+    monkeypatch.setattr(role, "LAYER_POLL_S", 0.0001)
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
         for salt in range(4):
