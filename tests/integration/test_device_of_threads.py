@@ -24,7 +24,7 @@ async def test_threads_of_workers(
         name = threading.current_thread().name
         found.add((name.partition("_")[0], device))
 
-    for module in ("process", "engine_start", "core.engine_thread", "offload.tier_thread"):
+    for module in ("runtime", "engine_start", "core.engine_thread", "offload.tier_thread"):
         monkeypatch.setattr(f"worker.{module}.use_device", note)
     async with mini_cluster(tiny_model, redis_url, kv_host_mib=1) as cluster:
         await cluster.answer(prompt_of(60), SHORT)
