@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -36,6 +36,21 @@ from tests.support.integration.redis import (
 )
 from tests.support.mini_cluster import free_port, valkey
 from worker.registry import index_publisher
+
+
+@pytest.fixture(scope="module")
+def own_url() -> Iterator[str]:
+    """A Valkey that these tests may flush."""
+    with valkey() as url:
+        yield url
+
+
+@pytest.fixture
+async def store(own_url: str) -> AsyncIterator[Store]:
+    opened = open_store(own_url)
+    yield opened
+    await opened.client.aclose()
+
 
 DEADLINE_S = 60.0
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import pytest
 import redis
 import redis.asyncio
 
@@ -17,15 +15,7 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
 from engine.scheduling.block_pool import BlockPool
-from tests.support.mini_cluster import valkey
 from worker.registry.index_publisher import IndexPublisher
-
-
-@pytest.fixture(scope="module")
-def own_url() -> Iterator[str]:
-    """A Valkey that these tests may flush."""
-    with valkey() as url:
-        yield url
 
 
 @dataclass
@@ -45,13 +35,6 @@ class Store:
 def open_store(url: str, cluster_id: str = "") -> Store:
     client, name = redis_client(url), cluster_id or secrets.token_hex(4)
     return Store(client, name, Registry(client, name), PrefixIndex(client, name))
-
-
-@pytest.fixture
-async def store(own_url: str) -> AsyncIterator[Store]:
-    opened = open_store(own_url)
-    yield opened
-    await opened.client.aclose()
 
 
 async def contents(store: Store) -> dict[bytes, set[str]]:
