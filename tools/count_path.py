@@ -11,6 +11,7 @@ commit's checkout.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -62,7 +63,8 @@ def main() -> None:
 def counts(processes: list[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
     """By role the names of modules, functions and classes that a request alone runs.
 
-    A process has the role whose room it runs for a request; a role without a process is an error.
+    A process has the role whose room it runs for a request. Of several the busiest counts: others
+    only import that room meanwhile. A role without a process is an error.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for process in processes:
@@ -75,7 +77,8 @@ def counts(processes: list[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]
         made = process["classes"]
         classes = set(made.get("request", ())) - set(made.get("idle", ()))
         for role, room in _ROLES.items():
-            if any(module.startswith(room) for module in modules):
+            known = len(found[role]["classes"]) if role in found else -1
+            if any(module.startswith(room) for module in modules) and len(classes) > known:
                 found[role] = {
                     "modules": sorted(modules),
                     "functions": sorted(f"{module}.{name}" for module, name in functions),
@@ -91,7 +94,7 @@ def measured(folder: Path) -> list[Mapping[str, Any]]:
     """What every process of a cluster has run while idle and for one request."""
     phase = folder / "phase"
     phase.write_text("")
-    address = f"127.0.0.1:{_free_port()}"
+    address, grpc_address = _free_addresses(2)
     path = [str(HOOK), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "BATON_COUNT_PATH": str(folder),
@@ -101,7 +104,7 @@ def measured(folder: Path) -> list[Mapping[str, Any]]:
         "BATON_POLICY": "round_robin",
     }
     baton = Path(sys.executable).parent / "baton"
-    command = [str(baton), "serve", "--http", address, "--grpc", f"127.0.0.1:{_free_port()}"]
+    command = [str(baton), "serve", "--http", address, "--grpc", grpc_address]
     with (folder / "log").open("wb") as log:
         cluster = subprocess.Popen(  # noqa: S603 - our own program
             command, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -160,10 +163,13 @@ def _ask(address: str, model: str, text: str) -> None:
             raise SystemExit("an answer has not ended")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_addresses(count: int) -> list[str]:
+    """Each with another port."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ only one that also sees threads which are made later.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -49,6 +50,9 @@ class _Recorder:
         if module.partition(".")[0] not in _ROOMS or module.startswith("baton.v1"):
             return
         code = frame.f_code
+        if not code.co_flags & inspect.CO_OPTIMIZED:
+            # The body of a module or a class: an import.
+            return
         functions.add((module, code.co_qualname))
         if code.co_name == "__init__" and code.co_varnames:
             made = type(frame.f_locals.get(code.co_varnames[0]))
