@@ -70,6 +70,13 @@ class BatonGroup(TyperGroup):
 
 def _report(error: typer.TyperException) -> int:
     """The exit code. Without arguments a group shows its help, and has no message."""
+    unknown: Any = error
+    if getattr(error, "possibilities", None):
+        from deploy.cli.options.config_options import old_options  # noqa: PLC0415
+
+        # A flag that is refused in its turn is no suggestion.
+        refused = {flag for old in old_options() for flag in old.flags}
+        unknown.possibilities = [one for one in unknown.possibilities if one not in refused]
     message = error.format_message()
     if message:
         complain(message)

@@ -226,6 +226,16 @@ def test_faults_of_entries_name_the_option(words: list[str], code: int, says: st
     assert says in result.output
 
 
+def test_an_old_option_is_not_suggested(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        typer.main.get_command(app).main(["serve", "--autoscaler-leas-prefill", "1"])
+    assert ended.value.code == 2
+    said = capfd.readouterr().err
+    assert "No such option: --autoscaler-leas-prefill" in said
+    assert "--autoscaler-max-prefill" in said
+    assert "--autoscaler-least-prefill" not in said
+
+
 @pytest.mark.parametrize("old", [*RENAMED, *REMOVED], ids=".".join)
 def test_an_old_option_is_refused_with_the_new_one(old: tuple[str, ...]) -> None:
     name = old[-1] if old[0] == "tls" else "_".join(old)
