@@ -347,9 +347,13 @@ class RequestBuilder:
         default_max_tokens: int | None,
         param: str,
         priority: int | None,
-        **more: Any,
+        *,
+        choices: int,
+        shown: ShownText,
+        shown_ids: tuple[int, ...] = (),
+        chat: bool = False,
+        embeds: bool = False,
     ) -> GenerationRequest:
-        """``more``: further fields of the request."""
         check_priority(priority)
         if not ids:
             raise InvalidRequest(f"{param} must not be empty", param=param)
@@ -378,7 +382,11 @@ class RequestBuilder:
             own_deadline=arrival.own_deadline,
             model=self._model.id,
             trace=arrival.trace,
-            **more,
+            choices=choices,
+            shown=shown,
+            shown_ids=shown_ids,
+            chat=chat,
+            embeds=embeds,
         )
 
 
