@@ -118,7 +118,8 @@ def changed_text(mutation: Mutation, root: Path = ROOT) -> str:
     for test in mutation.tests:
         path, _, function = test.partition("::")
         name = function.partition("[")[0].rpartition("::")[2]
-        if not (root / path).is_file() or f"def {name}" not in (root / path).read_text():
+        text_of = (root / path).read_text() if (root / path).is_file() else ""
+        if not text_of or (name and f"def {name}(" not in text_of):
             raise ConfigError(f"{said}: there is no {test}")
     return text.replace(mutation.old, mutation.new)
 
