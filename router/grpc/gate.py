@@ -92,6 +92,8 @@ def _bounded(
     handler: grpc.RpcMethodHandler[Any, Any], message_s: float
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """The handler of one message, with a deadline for it and an error for one that is none."""
+    streams = handler.response_streaming
+    method: Any = handler.unary_stream if streams else handler.unary_unary
 
     async def serve(_: AsyncIterator[Any], context: Context) -> None:
         async with grpc_boundary(context):
@@ -100,13 +102,13 @@ def _bounded(
                     message = await message_of(context)
             except TimeoutError:
                 raise message_is_late() from None
-        if not handler.response_streaming:
-            await context.write(await handler.unary_unary(message, context))
-        elif inspect.isasyncgenfunction(handler.unary_stream):
-            async for response in handler.unary_stream(message, context):
+        if not streams:
+            await context.write(await method(message, context))
+        elif inspect.isasyncgenfunction(method):
+            async for response in method(message, context):
                 await context.write(response)
         else:
-            await handler.unary_stream(message, context)
+            await method(message, context)
 
     return grpc.stream_stream_rpc_method_handler(
         serve, handler.request_deserializer, handler.response_serializer

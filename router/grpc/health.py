@@ -61,7 +61,7 @@ class HealthServicer:
             for name, method in (("Check", self._check), ("Watch", self._watch))
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
-        return NAME
+        return str(NAME)
 
     async def _check(self, _: AsyncIterator[Any], context: Context) -> None:
         """NOT_FOUND for a service that is not here."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -24,7 +25,7 @@ def none() -> None:
 async def test_the_one_that_waits_longest_gives_way() -> None:
     places, cut = Places(3, 0, 1.0), list[str]()
     for name in ("first", "second", "third"):
-        place(places, name, lambda name=name: cut.append(name)).wait(60, none)
+        place(places, name, partial(cut.append, name)).wait(60, none)
     place(places, "fourth", none)
     assert cut == ["first"]
     assert len(places) == 3
@@ -55,7 +56,7 @@ async def test_a_client_has_its_share_until_it_releases() -> None:
 async def test_deadlines_end_in_order_and_only_of_those_that_wait() -> None:
     places, ended = Places(10, 0, 0.1), list[str]()
     for name, limit_s in (("late", 0.3), ("soon", 0.1)):
-        place(places, name, none).wait(limit_s, lambda name=name: ended.append(name))
+        place(places, name, none).wait(limit_s, partial(ended.append, name))
     came = place(places, "came", none)
     came.wait(0.1, none)
     came.work()
@@ -89,11 +90,11 @@ async def test_those_that_are_told_may_wait_again(count: int) -> None:
     def again(one: Place, number: int) -> None:
         told.append(number)
         if told.count(number) < 2:
-            one.wait(0.1, lambda: again(one, number))
+            one.wait(0.1, partial(again, one, number))
 
     for number in range(count):
         one = place(places, "", none)
-        one.wait(0.1, lambda one=one, number=number: again(one, number))
+        one.wait(0.1, partial(again, one, number))
     async with asyncio.timeout(DEADLINE_S):
         while len(told) < 2 * count:
             await asyncio.sleep(0.01)

@@ -23,6 +23,11 @@ KEYS: dict[str, Any] = {"keys": (key("asks", "inference"),), "require_key": True
 ASKS = tuple(bearer("asks").items())
 
 
+def raw(channel: grpc.aio.Channel) -> Any:
+    """To send bytes."""
+    return channel
+
+
 async def no_message() -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
     yield b""
@@ -35,14 +40,14 @@ async def ended(call: Any) -> tuple[grpc.StatusCode, str]:
 @pytest.mark.parametrize("method", METHODS)
 async def test_a_stranger_is_refused_before_its_message(method: str) -> None:
     async with serve(make_front(**KEYS)) as channel:
-        call = channel.stream_stream(method)(no_message(), timeout=DEADLINE_S)
+        call = raw(channel).stream_stream(method)(no_message(), timeout=DEADLINE_S)
         assert (await ended(call))[0] is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("method", METHODS[:2])
 async def test_a_message_has_a_deadline(method: str) -> None:
     async with serve(make_front(**KEYS, request_deadline_s=0.2)) as channel:
-        call = channel.stream_stream(method)(no_message(), timeout=DEADLINE_S, metadata=ASKS)
+        call = raw(channel).stream_stream(method)(no_message(), timeout=DEADLINE_S, metadata=ASKS)
         code, details = await ended(call)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert details == "the call's message did not arrive in time"
@@ -53,7 +58,7 @@ async def test_a_message_that_is_none_is_refused(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(make_front()) as channel:
-        call = channel.unary_unary(method)(b"\xff\xff", timeout=DEADLINE_S)
+        call = raw(channel).unary_unary(method)(b"\xff\xff", timeout=DEADLINE_S)
         code, details = await ended(call)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details == "the message cannot be parsed"
@@ -70,7 +75,7 @@ async def test_a_message_that_is_none_is_refused(
 async def test_a_message_is_no_larger_than_a_body(size: int, details: str) -> None:
     async with serve(make_front(max_body_bytes=2048)) as channel:
         content = Request(prompt="x" * size).SerializeToString()
-        call = channel.unary_stream(GENERATE)(content, timeout=DEADLINE_S)
+        call = raw(channel).unary_stream(GENERATE)(content, timeout=DEADLINE_S)
         code, told = await ended(call)
     assert code is not grpc.StatusCode.OK
     assert details in told
@@ -81,7 +86,7 @@ async def test_calls_of_a_connection_are_bounded(monkeypatch: pytest.MonkeyPatch
     front = make_front(silent)
     async with serve(front) as channel, asyncio.timeout(DEADLINE_S):
         content = Request(prompt="Hello").SerializeToString()
-        calls = [channel.unary_stream(GENERATE)(content) for _ in range(3)]
+        calls = [raw(channel).unary_stream(GENERATE)(content) for _ in range(3)]
         while len(front.dispatcher.requests) < 2:
             await asyncio.sleep(0.01)
         # The third is sent when another has ended.

@@ -21,6 +21,11 @@ Response = health_pb2.HealthCheckResponse
 ASKED = health_pb2.HealthCheckRequest()
 
 
+def raw(channel: grpc.aio.Channel) -> Any:
+    """To send bytes."""
+    return channel
+
+
 def watch(channel: grpc.aio.Channel) -> Any:
     return health_pb2_grpc.HealthStub(channel).Watch(ASKED, timeout=DEADLINE_S)
 
@@ -99,13 +104,13 @@ async def test_a_call_without_a_message_ends(monkeypatch: pytest.MonkeyPatch, me
         yield b""
 
     async with serve(make_front()) as channel:
-        call = channel.stream_stream(f"/{health.NAME}/{method}")(nothing(), timeout=DEADLINE_S)
+        call = raw(channel).stream_stream(f"/{health.NAME}/{method}")(nothing(), timeout=DEADLINE_S)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await call.details() == "the call's message did not arrive in time"
 
 
 async def test_a_message_that_is_none_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     async with serve(make_front()) as channel:
-        call = channel.unary_unary(f"/{health.NAME}/Check")(b"\xff\xff", timeout=DEADLINE_S)
+        call = raw(channel).unary_unary(f"/{health.NAME}/Check")(b"\xff\xff", timeout=DEADLINE_S)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caplog.text == ""
