@@ -37,7 +37,7 @@ _WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 _INTRODUCTION = """# Long tests
 
 `make test-long` runs the tests that take minutes, in shards of about ten minutes, and writes this
-page. `make test-long SHARD=2` runs one shard, and `make test-long COMMIT=HASH` the one of a commit. A
+page. `make test-long SHARD=2` runs one shard, and `make test-long COMMIT=HASH` that of a commit. A
 file's row is from the last time that `make test-long` ran its shard.
 """
 
