@@ -84,9 +84,10 @@ async def test_a_new_call_takes_the_place_of_the_oldest(monkeypatch: pytest.Monk
     monkeypatch.setattr(health, "MAX_CALLS", 2)
     async with serve_at(make_front()) as address, asyncio.timeout(DEADLINE_S):
         channels = [open_channel(address) for _ in range(3)]
-        first, second = watch(channels[0]), watch(channels[1])
-        for one in (first, second):
-            assert (await one.read()).status == Response.SERVING
+        first = watch(channels[0])
+        assert (await first.read()).status == Response.SERVING
+        second = watch(channels[1])
+        assert (await second.read()).status == Response.SERVING
         status = await health_pb2_grpc.HealthStub(channels[2]).Check(ASKED)
         assert status.status == Response.SERVING
         assert await first.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
