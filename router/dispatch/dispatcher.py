@@ -134,12 +134,12 @@ class ClusterDispatcher:
             self._tokenizer.detokenizer(
                 request.prompt_ids,
                 request.shown_ids,
-                special_tokens=request.shown.special_tokens,
+                special_tokens=request.shows_special_tokens,
             ),
             sampling.stop,
             eos | set(sampling.stop_token_ids),
             sampling.min_tokens,
-            include_stop=request.shown.stop_string,
+            include_stop=request.shows_stop_string,
         )
 
     def _capacity(self) -> Capacity | None:

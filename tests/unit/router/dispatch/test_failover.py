@@ -47,8 +47,7 @@ from router.dispatch.running_request import RunningRequest
 from router.routing.ledger import Ledger
 from router.routing.policy import Decision, RouteRequest
 from router.routing.route_finder import RouteFinder
-from router.text.detokenizer import ByteDetokenizer
-from router.text.output_processor import OutputProcessor
+from router.text.output_processor import ByteDetokenizer, OutputProcessor
 from router.workers import breaker as breaker_module
 from router.workers.breaker import Breaker
 from router.workers.worker_links import WorkerLinks

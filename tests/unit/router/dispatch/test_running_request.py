@@ -16,8 +16,7 @@ from baton.request import FinishReason, Principal, TokenOutput
 from baton.sampling_params import SamplingParams
 from router.core.request import GenerationRequest, OutputDelta
 from router.dispatch.running_request import RunningRequest
-from router.text.detokenizer import ByteDetokenizer
-from router.text.output_processor import OutputProcessor
+from router.text.output_processor import ByteDetokenizer, OutputProcessor
 
 STOP = FinishReason.STOP
 
