@@ -31,8 +31,7 @@ from router.dispatch.traffic_report import TrafficReport
 from router.routing.ledger import Ledger
 from router.routing.policies import make_policy
 from router.routing.policy import route_settings
-from router.routing.prefix_lookup import PrefixLookup
-from router.routing.route_finder import RouteFinder
+from router.routing.route_finder import PrefixLookup, RouteFinder
 from router.text.output_processor import OutputProcessor
 from router.text.tokenizer import Tokenizer
 from router.workers.worker_discovery import WorkerDiscovery

@@ -1,4 +1,9 @@
-"""A model's chat template: renders messages to the text form that the model was trained on."""
+"""A model's chat template: renders messages to the text form that the model was trained on.
+
+A template comes with a model, often from a hub, and is a program. jinja2's sandbox keeps it from
+Python's internals, but lets it fill the memory or run forever, and a thread cannot be stopped. So
+router.text.template_program runs it in a process whose time and memory the kernel bounds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The output processor: a sequence's tokens become the text that its client receives."""
+"""A sequence's tokens become the text that its client receives.
+
+Detokenizers yield whole characters, one token at a time. The output processor cuts their text at
+stop strings.
+"""
 
 from __future__ import annotations
 
