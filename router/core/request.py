@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from baton.logprobs import TokenLogprobs
-from baton.request import FinishReason, Principal
+from baton.request import NO_TRACE, FinishReason, Principal, TraceContext
 from baton.sampling_params import SamplingParams
-from baton.trace_context import NO_TRACE, TraceContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from baton.errors import (
     ModelNotFound,
 )
 from baton.grammars.grammar_gate import GrammarGate
-from baton.trace_context import NO_TRACE, TraceContext
+from baton.request import NO_TRACE, TraceContext
 from router.access.api_keys import Caller
 from router.core.request import Dispatcher, GenerationRequest
 from router.core.served_model import ServedModel
