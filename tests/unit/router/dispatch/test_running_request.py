@@ -248,10 +248,10 @@ async def test_nothing_is_given_before_the_prompts_scores() -> None:
     delta = await waiting
     assert (delta.choice, delta.text, delta.prompt_logprobs) == (0, "a", scores)
     assert (await running.next_delta()).prompt_logprobs == ()
-    running.awaits_prompt = True
-    running.fail(WorkerFailed("gone"))
+    lost = make_choices(2, scores=True)
+    lost.fail(WorkerFailed("gone"))
     with pytest.raises(WorkerFailed):
-        await running.next_delta()
+        await lost.next_delta()
 
 
 async def test_nothing_is_given_before_the_prompts_embedding() -> None:
