@@ -253,6 +253,8 @@ class World:
         async with asyncio.timeout(20.0):
             while not condition():
                 await asyncio.sleep(0.001)
+        # What was placed begins.
+        await self.settle()
 
     def tell(
         self, running: RunningRequest, tokens: int, *, choice: int = 0, ends: bool = False
