@@ -41,6 +41,7 @@ from router.access.access import OPEN, Access, is_for_operators, is_loopback, sc
 from router.core.accounting import count_refusal
 from router.http.client import ClientGone
 from router.http.errors import error_response, internal_error
+from router.http.protocol import MAX_HEADERS
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 """Answers a request, or raises BatonError."""
 Part = Literal["all", "clients", "operators"]
 """The endpoints of a listener."""
-MAX_HEADERS = 128
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})
 _PROMPT = 'Basic realm="Baton: any name, and an API key as the password", charset="UTF-8"'

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.http.client import validate
 from router.inference.builder import Arrival
-from router.inference.endpoint import Answer, Endpoint
+from router.inference.endpoint import ApiAnswer, Endpoint
+from router.inference.prompt import Turn
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.openai.api import sampling_of
@@ -22,7 +23,6 @@ from router.responses.items import response_turns
 from router.responses.protocol import ResponsesRequest
 from router.responses.text_format import format_grammar, text_format
 from router.responses.tools import response_choice, response_tools
-from router.tool_calls.prompt import Turn
 from router.tool_calls.tools import ToolUse, use_of
 
 # Known fields that are not served, and the values of them that ask for nothing; null always does.
@@ -59,7 +59,7 @@ class ResponsesApi:
         """Answer text or items."""
         return await self.endpoint.answer(request)
 
-    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> Answer:
+    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(ResponsesRequest, raw)
         self._builder.check_model(body.model)
         _refuse_unserved(raw)
