@@ -35,14 +35,27 @@ from baton.host.background import end_tasks
 from baton.rpc import convert
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
-from kvtransfer.memory.checksum import raw_checksum
 from kvtransfer.pairs.negotiation import Fit, rank_transports
-from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, check_peer, shard_between
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.pairs.pair import (
+    Identity,
+    PairLimits,
+    all_at_once,
+    check_peer,
+    raw_checksum,
+    shard_between,
+)
+from kvtransfer.tickets import Ticket
 from kvtransfer.transports.in_place import are_on_two_hosts
-from kvtransfer.transports.links import accept_shard, damaged
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Parts, Peer, ReceiveLink, Transport
+from kvtransfer.transports.transport import (
+    Batch,
+    Parts,
+    Peer,
+    ReceiveLink,
+    Transport,
+    accept_shard,
+    damaged,
+)
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from router.routing.worker_table import Floats, WorkerTable
 
 MIN_CHUNK_TOKENS = 16
 """A local prompt makes at least this progress in a step, whatever it costs the others
-(``worker.core.prefill_budget``)."""
+(``worker.core.step_planner``)."""
 _MIN_MS = 1e-3
 
 

@@ -29,7 +29,7 @@ from baton.security.tls import TlsFiles
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.pairs.push_fan import fail
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.tickets import Ticket
 from worker.exchange.sender import RankedPeer
 
 log = logging.getLogger(__name__)
