@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
-from baton.config.choices import DEFAULT_TENANT
 from baton.config.cluster import Config
 from baton.errors import (
     ContextLengthExceeded,
@@ -21,6 +20,7 @@ from baton.errors import (
 )
 from baton.grammars.grammar_gate import GrammarGate
 from baton.host.background import off_loop
+from baton.security.cluster_secret import cache_salt
 from baton.trace_context import NO_TRACE, TraceContext
 from router.access.api_keys import Caller
 from router.core.request import Dispatcher, GenerationRequest, ShownText
@@ -141,6 +141,7 @@ class RequestBuilder:
         )
         self._clock = clock
         self._grammars = grammars
+        self._cluster_secret = config.cluster_secret
         self._background_s = config.request_deadline_s
         """Counts from the moment that a background request gets its turn."""
 
@@ -377,7 +378,7 @@ class RequestBuilder:
             deadline_s=self._background_s if arrival.background else left,
             background=arrival.background,
             session=arrival.session,
-            cache_salt=_cache_salt(caller),
+            cache_salt=cache_salt(self._cluster_secret, caller.principal.tenant),
             priority=caller.priority if priority is None else priority,
             own_deadline=arrival.own_deadline,
             model=self._model.id,
@@ -406,12 +407,6 @@ def check_priority(priority: int | None) -> None:
     """Raises InvalidRequest."""
     if priority is not None and not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest("priority must be a 32-bit integer", param="priority")
-
-
-def _cache_salt(caller: Caller) -> bytes:
-    """Tenants share no prefix cache: a hit would tell one what another has asked."""
-    tenant = caller.principal.tenant
-    return b"" if tenant == DEFAULT_TENANT else b"tenant:" + tenant.encode()
 
 
 def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, Any]:

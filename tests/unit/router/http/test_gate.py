@@ -115,7 +115,12 @@ async def test_errors_have_the_shape_of_their_path() -> None:
 
 async def test_the_first_of_two_keys_counts_as_it_does_for_handlers() -> None:
     keys = tuple(
-        KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=(scope,))
+        KeyConfig(
+            name=name,
+            tenant="default",
+            sha256=hashlib.sha256(name.encode()).hexdigest(),
+            scopes=(scope,),
+        )
         for name, scope in (("asks", "inference"), ("reads", "metrics"))
     )
     transport = httpx.ASGITransport(gate(keys=keys, require_key=True))
