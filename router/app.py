@@ -76,17 +76,14 @@ def make_application(
             *more,
         ),
     )
-    server = make_server(shares_port=config.routers > 1, gates=(GrpcGate(access),))
-    add_grpc_services(
-        server,
-        service,
-        apis.tokens,
-        dispatcher,
-        more=(
-            OperatorServicer(cache, access),
-            WorkerOperatorServicer(control, scaling, access, config),
-        ),
+    operators = not config.admin_http
+    gate = GrpcGate(access, operators=operators)
+    server = make_server(shares_port=config.routers > 1, gates=(gate,))
+    servicers = (
+        OperatorServicer(cache, access),
+        WorkerOperatorServicer(control, scaling, access, config),
     )
+    add_grpc_services(server, service, apis.tokens, dispatcher, more=servicers if operators else ())
     return Application(apps, server, batches, console)
 
 

@@ -1,16 +1,17 @@
-"""What every call of the gRPC front passes before its service sees it: its key."""
+"""The gate of the gRPC listener: every call passes it before its service does. It checks keys."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from baton.errors import BatonError
+from baton.errors import BatonError, NotFound
 from baton.rpc.grpc_errors import grpc_boundary
 from router.access.access import Access, scope_of_service
+from router.access.audit import Refusals
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -18,8 +19,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GrpcGate(grpc.aio.ServerInterceptor):
     """Refuses calls that their key does not allow; of methods that are not there, too."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, *, operators: bool = True) -> None:
+        """``operators``: whether operators' calls are served, which ``admin_http`` takes away."""
         self._access = access
+        self._operators = operators
+        self._refusals = Refusals(access)
 
     async def intercept_service(
         self,
@@ -37,28 +41,22 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         metadata = handler_call_details.invocation_metadata or ()
         given = {name: value for name, value in metadata if isinstance(value, str)}
         try:
+            if needed == "admin" and not self._operators:
+                raise NotFound("operators' calls are served over HTTP alone, at admin_http")
             self._access.check(given, needed)
         except BatonError as error:
-            return _refusing(handler, error)
+            return self._refusing(error, handler_call_details.method, given)
         return handler
 
+    def _refusing(
+        self, error: BatonError, method: str, metadata: Mapping[str, str]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """A handler that ends the call with the error."""
 
-def _refusing(
-    handler: grpc.RpcMethodHandler[Any, Any] | None, error: BatonError
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """One of the same kind that ends the call with the error."""
+        async def refuse(_: Any, context: Context) -> None:
+            self._refusals.add(error, metadata, action=method, client=context.peer())
+            async with grpc_boundary(context):
+                raise error
 
-    async def refuse(_: Any, context: Context) -> None:
-        async with grpc_boundary(context):
-            raise error
-
-    async def refuse_stream(_: Any, context: Context) -> AsyncIterator[None]:
-        async with grpc_boundary(context):
-            raise error
-        yield
-
-    if handler is not None and handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse_stream)
-    if handler is not None and handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+        # Of this kind whatever the method's own: nothing of the call's messages is read.
+        return grpc.stream_stream_rpc_method_handler(refuse)
