@@ -28,6 +28,7 @@ from typing import Any
 import redis
 import redis.asyncio
 
+from baton.autoscaling.traffic import RunningMean
 from baton.config.access import KeyConfig
 from baton.errors import RateLimitExceeded, RequestTooLarge
 from baton.host.background import end_tasks
@@ -40,7 +41,6 @@ from router.access.limit_scripts import (
     ScriptQueue,
     call_together,
 )
-from router.core.ewma import RunningMean
 
 log = logging.getLogger(__name__)
 

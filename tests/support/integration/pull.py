@@ -11,7 +11,7 @@ from baton.request import SequenceSpec
 from baton.rpc import convert
 from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
-from router.workers.prefill_stream import PrefillStream
+from router.workers.worker_link import PrefillStream
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, worker_channel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True)
