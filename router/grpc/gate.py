@@ -19,6 +19,7 @@ from baton.liveness.listening import listening
 from baton.rpc.grpc_channel import make_server
 from baton.rpc.grpc_errors import grpc_boundary
 from router.access.access import Access, scope_of_service
+from router.access.api_keys import check_one_credential
 from router.grpc.call import Context, message_is_late, message_of
 
 MAX_STREAMS = 1024
@@ -77,9 +78,10 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         needed = scope_of_service(service)
         if needed is not None:
             metadata = handler_call_details.invocation_metadata or ()
-            given = {name: value for name, value in metadata if isinstance(value, str)}
+            given = [(name, value) for name, value in metadata if isinstance(value, str)]
             try:
-                self._access.check(given, needed)
+                check_one_credential(given)
+                self._access.check(dict(given), needed)
             except BatonError as error:
                 return _refusing(error)
         handler = await continuation(handler_call_details)
