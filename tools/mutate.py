@@ -1,7 +1,7 @@
 """Mutation tests: ``python -m tools.mutate [--only TEXT] [--jobs N]``.
 
-mutations.toml lists lines that matter, each with a change that breaks it and the tests that must
-fail then. The changes are made in copies of the working tree, one at a time.
+The tables in mutations/ list lines that matter, each with a change that breaks it and the tests
+that must fail then. The changes are made in copies of the working tree, one at a time.
 
     unchanged ─its tests pass→ changed ─a test fails→ killed
                                        ─all pass→ survived: no test proves the line
@@ -34,7 +34,7 @@ from baton.errors import ConfigError
 from loadtest.common.bench_app import bench_app, say
 
 ROOT = Path(__file__).parents[1]
-TABLE = Path(__file__).with_name("mutations.toml")
+TABLES = tuple(sorted((ROOT / "tools" / "mutations").glob("*.toml")))
 TEST_S = 60
 """Seconds after which a test counts as failed: a change may make it wait for ever."""
 RUN_S = 600.0
@@ -87,16 +87,18 @@ class Judged:
     """The last lines of its tests."""
 
 
-def read_mutations(path: Path = TABLE) -> list[Mutation]:
-    """The rows of a table. Raises ConfigError."""
-    rows: list[dict[str, Any]] = tomllib.loads(path.read_text()).get("mutation", [])
-    try:
-        found = [Mutation(**row | {"tests": tuple(row["tests"])}) for row in rows]
-    except (TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: a row has other fields than Mutation: {error}") from None
+def read_mutations(*tables: Path) -> list[Mutation]:
+    """The rows of tables. Raises ConfigError."""
+    found: list[Mutation] = []
+    for path in tables:
+        rows: list[dict[str, Any]] = tomllib.loads(path.read_text()).get("mutation", [])
+        try:
+            found += [Mutation(**row | {"tests": tuple(row["tests"])}) for row in rows]
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"{path}: a row has other fields than Mutation: {error}") from None
     repeated = [name for name, count in Counter(one.name for one in found).items() if count > 1]
     if repeated:
-        raise ConfigError(f"{path}: several rows are named {repeated[0]!r}")
+        raise ConfigError(f"several mutations are named {repeated[0]!r}")
     return found
 
 
@@ -210,9 +212,9 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 2,
 ) -> None:
     """Break lines that matter, one at a time, and report those whose tests do not notice."""
-    mutations = [one for one in read_mutations() if only in one.name or only in one.file]
+    mutations = [one for one in read_mutations(*TABLES) if only in one.name or only in one.file]
     if not mutations:
-        raise ConfigError(f"no row of {TABLE.name} has {only!r}")
+        raise ConfigError(f"no row has {only!r} in its name or file")
     for mutation in mutations:
         changed_text(mutation)
     with tempfile.TemporaryDirectory(prefix="baton-mutate-") as folder:

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.memory.checksum import (
-    KEY_SEED,
-    LENGTH_FACTOR,
-    checksum,
-    raw_checksum,
-    segment_checksum,
-)
+from kvtransfer.memory.checksum import KEY_SEED, LENGTH_FACTOR, checksum
 
 MASK32 = (1 << 32) - 1
 MASK64 = (1 << 64) - 1
@@ -63,31 +57,6 @@ def test_workers_of_all_versions_agree() -> None:
     assert checksum(b"") == 0
     assert checksum(bytes(range(256))) == 0x2EE92E3650575404
     assert LENGTH_FACTOR % 2 == 1
-    assert segment_checksum(0x2EE92E3650575404, "ticket-1", 2, 4096) == 0x4B33EDE89E2A2CC2
-    assert segment_checksum(0, "t", 0, 0) == 0x32207BD84DE66BBD
-
-
-_PLACES = st.tuples(
-    st.sampled_from([f"ticket-{number}" for number in range(20)]),
-    st.integers(0, 1 << 20),
-    st.integers(0, 1 << 32),
-)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.integers(0, MASK64), _PLACES, _PLACES)
-def test_a_checksum_of_one_place_does_not_pass_at_another(
-    digest: int, place: tuple[str, int, int], other: tuple[str, int, int]
-) -> None:
-    sealed = segment_checksum(digest, *place)
-    assert raw_checksum(sealed, *place) == digest
-    assert (raw_checksum(sealed, *other) == digest) == (place == other)
-
-
-def test_the_ticket_the_block_and_the_offset_each_count() -> None:
-    sealed = segment_checksum(7, "t", 3, 64)
-    for other in (("u", 3, 64), ("t", 2, 64), ("t", 3, 0)):
-        assert raw_checksum(sealed, *other) != 7
 
 
 def test_every_flipped_bit_shows() -> None:

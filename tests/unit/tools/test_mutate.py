@@ -1,4 +1,4 @@
-"""The table of mutations, how one is judged, and (long) that none of them survives."""
+"""The tables of mutations, and how one is judged. tests/unit/tools/mutations judges all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import ConfigError
 from tools.mutate import (
-    RUN_S,
+    TABLES,
     Mutation,
     Outcome,
     TreeCopy,
@@ -18,7 +18,7 @@ from tools.mutate import (
     read_mutations,
 )
 
-MUTATIONS = read_mutations()
+MUTATIONS = read_mutations(*TABLES)
 
 
 def test_there_are_enough() -> None:
@@ -112,19 +112,9 @@ def test_a_table_with_other_fields_is_an_error(tmp_path: Path, row: str, why: st
         read_mutations(tmp_path / "table.toml")
 
 
-# The table itself
-
-
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> TreeCopy:
-    return TreeCopy(tmp_path_factory.mktemp("mutations"))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(2 * RUN_S + 60)
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.name)
-def test_no_mutation_survives(mutation: Mutation, copy: TreeCopy) -> None:
-    code, output = copy.run(mutation.tests)
-    assert code == 0, f"without the change:\n{output}"
-    judged = copy.judge(mutation)
-    assert judged.outcome is Outcome.KILLED, judged.output
+def test_rows_of_one_name_are_an_error(tmp_path: Path) -> None:
+    row = '[[mutation]]\nname = "a"\nfile = "b"\nold = "c"\nnew = "d"\ntests = []\n'
+    for name in ("one.toml", "other.toml"):
+        (tmp_path / name).write_text(row)
+    with pytest.raises(ConfigError, match="several mutations are named 'a'"):
+        read_mutations(tmp_path / "one.toml", tmp_path / "other.toml")
