@@ -286,7 +286,9 @@ class RequestBuilder:
             return
         left = arrival.deadline_s - (self._clock() - arrival.at)
         try:
-            await self._grammars.ready(sampling.grammar, time.monotonic() + left)
+            await self._grammars.ready(
+                sampling.grammar, _cache_salt(arrival.caller), time.monotonic() + left
+            )
         except InvalidGrammar as error:
             param = sampling.grammar_param
             raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None
