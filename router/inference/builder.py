@@ -87,7 +87,7 @@ class Arrival:
     trace: TraceContext = NO_TRACE
     """What the client says of its trace."""
     background: bool = False
-    """A line of a batch: it waits for slack, and API keys' limits do not apply."""
+    """A line of a batch: it waits for slack."""
 
     @classmethod
     def of(

@@ -100,12 +100,16 @@ async def _route(client: redis.asyncio.Redis) -> None:
     await PoolSizes(client, ID).write("decode", 3)
     limits = RateLimits(client, ID, RouterMetrics(CollectorRegistry()))
     key = KeyConfig(name="k", requests_per_minute=9, tokens_per_minute=999, concurrency=3)
-    charge = await limits.enter(key, 10, 30.0)
-    assert charge is not None, "Redis has refused it"
-    assert charge.allowances
-    limits.leave(charge, 5, refund=False)
-    await limits.close()
-    assert await limits.enter(key, 10, 30.0) is not None
+    for unsure in (False, True):
+        visit = await limits.arrive(key, 30.0)
+        assert visit is not None
+        await limits.charge(visit, 10, [5])
+        assert not visit.unsure, "Redis has refused it"
+        assert visit.allowances
+        visit.unsure = unsure
+        limits.leave(visit)
+        await limits.close()
+    assert not limits._reports, "Redis has refused it"
 
 
 async def _kinds(store: redis.asyncio.Redis) -> set[str]:
