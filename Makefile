@@ -31,7 +31,7 @@ help:
 	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton serve"
 	@echo "make install    install into $(VENV) what serving needs"
 	@echo "make test       run the tests; TESTS=... chooses"
-	@echo "make test-long  run the tests that take minutes"
+	@echo "make test-long  run the tests that take minutes; SHARD=... chooses some of them"
 	@echo "make test-clients  run other people's clients against a cluster; CLIENTS=all adds heavy ones"
 	@echo "make check      format, lint, types, layers, protobuf"
 	@echo "make fuzz       fuzz what strangers send, MINUTES=... for each entrance, FUZZ=... chooses"
@@ -83,8 +83,13 @@ else
 	@$(BIN)/python -m pytest $(QUICK) $(TESTS)
 endif
 
+# In shards of about ten minutes: all, or SHARD=2 alone, or that of COMMIT=... as CI does. Without
+# COMMIT the results go into docs/long-tests.md.
+SHARD ?=
+COMMIT ?=
 test-long: install-dev
-	@$(BIN)/python -m pytest -m long
+	@$(BIN)/python -m tools.long_tests $(if $(COMMIT),--commit $(COMMIT),--report docs/long-tests.md) \
+	  $(if $(SHARD),--shard $(SHARD))
 
 # Clients that nobody here wrote, each in an environment of its own, against a cluster that runs:
 # make up, then in another terminal make test-clients

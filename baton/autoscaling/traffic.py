@@ -6,21 +6,40 @@ process; the autoscaler reads those of all routers (``baton.autoscaling.traffic_
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Self
 
 TIGHT_SHARE = 0.5
 """A request is tight when it used more than this share of an SLO."""
 FIRST_ANSWER_TOKENS = 256
-"""The expected length of an answer before an answer of its class ended, as in
-``router.admission.capacity``."""
+"""The expected length of an answer before one ended."""
 SILENT_S = 5.0
 """A router that has not reported for this long makes the traffic unknown."""
 GONE_S = 60.0
 """A router that has not reported for this long is taken for ended."""
 _WEIGHT = 0.1
 """Weight of the latest answer in the mean length."""
+
+
+class RunningMean:
+    """An exponentially weighted mean of samples; None until the first one."""
+
+    def __init__(self, weight: float) -> None:
+        """``weight``, above 0 and at most 1, is that of the newest sample."""
+        self._weight = weight
+        self.value: float | None = None
+
+    def add(self, sample: float) -> None:
+        """Follow another sample."""
+        known = sample if self.value is None else self.value
+        self.value = known + self._weight * (sample - known)
+
+    def forget(self) -> None:
+        """Begin again, as before the first sample."""
+        self.value = None
 
 
 @dataclass(slots=True)
@@ -106,20 +125,20 @@ class TrafficMeter:
     def __init__(self) -> None:
         self.counts = TrafficCounts()
         """The recorder of a request counts its times here."""
-        self._lengths: dict[str, float] = {}
+        self._lengths = defaultdict[str, RunningMean](partial(RunningMean, _WEIGHT))
         """Mean output tokens, by context-length class."""
 
     def came(self, context_class: str, prompt_tokens: int, max_tokens: int) -> None:
         """Count a request that may have up to ``max_tokens`` output tokens."""
         self.counts.requests += 1
         self.counts.input_tokens += prompt_tokens
+        mean = self._lengths[context_class].value
         guess = min(FIRST_ANSWER_TOKENS, max_tokens)
-        self.counts.expected_tokens += self._lengths.get(context_class, guess)
+        self.counts.expected_tokens += guess if mean is None else mean
 
     def ended(self, context_class: str, tokens: int) -> None:
         """Learn the length of an answer that ended without an error."""
-        known = self._lengths.get(context_class, float(tokens))
-        self._lengths[context_class] = known + _WEIGHT * (tokens - known)
+        self._lengths[context_class].add(float(tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from baton.client.values import (
     Usage,
 )
 from baton.grammar import Grammar, GrammarKind
+from baton.request import TraceContext
 from baton.security.tls import TlsFiles
-from baton.trace_context import TraceContext
 
 __all__ = [
     "DEFAULT_ADDRESS",

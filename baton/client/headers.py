@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from baton.trace_context import NO_TRACE, TraceContext
+from baton.request import NO_TRACE, TraceContext
 
 DEADLINE_HEADER = "x-baton-deadline-ms"
 """Request: milliseconds that the client allows for the whole request, counted from its arrival."""

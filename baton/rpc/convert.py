@@ -10,6 +10,7 @@ from baton.errors import HandoffError
 from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
 from baton.request import (
+    NO_TRACE,
     FinishReason,
     FirstToken,
     Geometry,
@@ -18,9 +19,9 @@ from baton.request import (
     Principal,
     SequenceSpec,
     TokenOutput,
+    TraceContext,
 )
 from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS, SamplingParams
-from baton.trace_context import NO_TRACE, TraceContext
 from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
 
 _FINISH_TO_PROTO = {

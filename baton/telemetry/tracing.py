@@ -26,7 +26,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from baton.errors import BatonError
-from baton.trace_context import MAX_STATE, NO_TRACE, TraceContext
+from baton.request import MAX_STATE, NO_TRACE, TraceContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider

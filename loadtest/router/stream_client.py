@@ -31,7 +31,7 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2
 from loadtest.common.json_worker import Asker, Fields, run_helper
 from loadtest.generator.targets.http_connection import HttpPool, Origin
 from router.text.tokenizer import Tokenizer
-from router.workers.prefill_stream import PrefillStream
+from router.workers.worker_link import PrefillStream
 
 _ANSWER_S = 60.0
 _WORDS = (

@@ -35,6 +35,7 @@ from typing import Any
 import redis
 import redis.asyncio
 
+from baton.autoscaling.traffic import RunningMean
 from baton.config.access import KeyConfig
 from baton.errors import RateLimitExceeded, RequestTooLarge
 from baton.host.background import end_tasks, spawn
@@ -47,7 +48,6 @@ from router.access.limit_scripts import (
     ScriptQueue,
     call_together,
 )
-from router.core.ewma import RunningMean
 
 log = logging.getLogger(__name__)
 

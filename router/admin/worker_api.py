@@ -17,8 +17,8 @@ from baton.store.supervision import MAX_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.access.access import Access
 from router.admin.worker_control import PoolScaling, WorkerControl, WorkerStatus
-from router.core.fields import Int
 from router.grpc.call import Context, metadata_of
+from router.http.client import Int
 
 MAX_DEADLINE_S = 3600.0
 

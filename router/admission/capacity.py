@@ -3,8 +3,7 @@
     sent ─first token→ begun → gone
 
 Snapshots are late: ``DecodeReservations`` counts the places and blocks that were promised, and
-learns how long answers take. Plain Python; ``now`` is
-passed in. Owned by one event loop.
+learns how long answers take. Plain Python; ``now`` is passed in. Owned by one event loop.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from router.admission.prefill_throughput import IDLE_S
-from router.core.ewma import RunningMean
+from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS, RunningMean
 from router.routing.cost_model import PREFILL_DEFAULT, Coefficients
 
-FIRST_ANSWER_TOKENS = 256
-"""The expected length of an answer before one was seen."""
+IDLE_S = 5.0
+"""An idle cluster in which no request has waited for this long is as one that was never seen."""
 _WEIGHT = 0.1
 _MIN_WORK_S = 1e-6
 
@@ -97,7 +95,8 @@ class DecodeReservations:
         self._max_sequences = capacity.max_sequences
         idle = not self._begun and now - self._ended_at >= IDLE_S
         if idle:
-            self._stay_s, self._tpot_s = RunningMean(_WEIGHT), RunningMean(_WEIGHT)
+            self._stay_s.forget()
+            self._tpot_s.forget()
         return idle
 
     def expected_tokens(self, max_tokens: int) -> int:

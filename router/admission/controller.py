@@ -34,8 +34,7 @@ from router.admission.background import BackgroundSlack
 from router.admission.capacity import Capacity, DecodeReservations, ExpectedAnswer
 from router.admission.fair_queue import Entry, FairQueue
 from router.admission.inflight_prefills import InflightPrefills
-from router.admission.overload import Overload
-from router.admission.prefill_pacer import PrefillPacer
+from router.admission.overload import Overload, PrefillPacer
 
 MAX_LEAD_S = 30.0
 """No priority, however low its number, is worth more than this many seconds of waiting."""

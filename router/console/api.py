@@ -36,7 +36,7 @@ from router.core.accounting import UNKNOWN_CLASS, RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.http.client import read_object, validate
 from router.http.openapi import json_body
-from router.http.sse import EventStream, EventStreamResponse
+from router.http.sse import EventStream, encode_events
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class ConsoleApi:
             app.add_api_route(path, self.page, include_in_schema=False, response_model=None)
         add = partial(app.add_api_route, tags=["operations"], response_model=None)
         add("/console/snapshot", self.snapshot)
-        events: dict[str, Any] = {"content": {EventStreamResponse.media_type: {}}}
+        events: dict[str, Any] = {"content": {EventStream.media_type: {}}}
         add("/console/events", self.events, response_class=Response, responses={200: events})
         add(
             "/console/what-if",
@@ -126,7 +126,7 @@ class ConsoleApi:
 
     async def events(self, request: Request) -> Response:
         """A snapshot a second, as events. Requires a key with scope metrics."""
-        return EventStreamResponse(partial(self._stream, request.headers))
+        return EventStream(partial(self._stream, request.headers))
 
     async def _stream(self, headers: Mapping[str, str], events: EventStream) -> None:
         async with self.broadcaster.viewer():
@@ -137,7 +137,7 @@ class ConsoleApi:
                 self._access.check(headers, "metrics")
                 try:
                     async with listening(SLOW_VIEWER_S):
-                        await events.send([body])
+                        await events.write(encode_events([body]), more=True)
                 except TimeoutError:
                     # The response stays incomplete, and the server closes the connection.
                     log.info("a viewer of the console that does not read is dropped")

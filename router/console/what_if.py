@@ -22,7 +22,7 @@ from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloade
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
 from router.core.accounting import RecentRequest
-from router.core.fields import Int
+from router.http.client import Int
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import SpanKind
 
-from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS, TrafficMeter
+from baton.autoscaling.traffic import TrafficMeter
 from baton.config.cluster import Config
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
 from baton.telemetry.metrics import RouterMetrics
@@ -72,58 +72,6 @@ def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
     metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
 
 
-class RequestSpan:
-    """The span of one request, from its receipt to its end: the parent of all its other spans.
-
-    Attributes follow OpenTelemetry's semantic conventions for generative AI, where these have one.
-    Owned by the router's event loop; ``now`` is of ``time.monotonic``.
-    """
-
-    def __init__(self, request: GenerationRequest, context_class: str, received_at: float) -> None:
-        operation = _operation(request)
-        self._span = begin_span(
-            f"{operation} {request.model}",
-            request.trace,
-            kind=SpanKind.SERVER,
-            began_at=received_at,
-            attributes=_asked(request, operation, context_class),
-        )
-        self.context = context_of(self._span, request.trace)
-        """The parent of what is done for the request."""
-        self.trace_id = trace_id_of(self._span)
-        """Empty where it is not traced."""
-        self._tokens = 0
-        self._cached = 0
-        self._reasons: list[str] = []
-
-    def delta(self, delta: OutputDelta, now: float) -> None:
-        """Something came of the workers."""
-        if not self.trace_id:
-            return
-        if delta.token_ids and not self._tokens:
-            self._span.add_event("first token", timestamp=wall_ns(now))
-        self._tokens += len(delta.token_ids)
-        self._cached += delta.cached_prompt_tokens
-        if delta.finish_reason is not None:
-            self._reasons.append(delta.finish_reason.value)
-
-    def end(self, outcome: str, error: BatonError | None = None) -> None:
-        """``outcome`` as in the metrics."""
-        if not self.trace_id:
-            return
-        self._span.set_attributes(
-            {
-                "baton.outcome": outcome,
-                "baton.cached_prompt_tokens": self._cached,
-                "gen_ai.usage.output_tokens": self._tokens,
-                "gen_ai.response.finish_reasons": self._reasons,
-            }
-        )
-        if outcome != "ok":
-            fail_span(self._span, error)
-        self._span.end()
-
-
 def _operation(request: GenerationRequest) -> str:
     if request.embeds:
         return "embeddings"
@@ -155,43 +103,57 @@ def _asked(request: GenerationRequest, operation: str, context_class: str) -> di
 
 
 class RequestRecorder:
-    """The accounts of one request, from its class on. ``now`` is in seconds, of any one clock.
+    """The accounts of one request, from its class on: metrics, and a span from its receipt.
 
     Latencies are observed for requests that end well; tokens count for all. Of a request with
     several choices they are those of the first: its tokens come as those of a request of its own.
+
+    The span is the parent of all other spans of the request. Its attributes follow OpenTelemetry's
+    semantic conventions for generative AI, where these have one. ``now`` and ``received_at`` are of
+    ``time.monotonic``. Owned by the router's event loop.
     """
 
     def __init__(
         self,
         stats: RequestStats,
         slo: Slo,
+        request: GenerationRequest,
         context_class: str,
-        prompt_tokens: int,
         received_at: float,
-        max_tokens: int = FIRST_ANSWER_TOKENS,
-        span: RequestSpan | None = None,
     ) -> None:
-        """``max_tokens``: of the answer. ``span`` is told the same, and ended."""
-        self._metrics = stats.metrics
-        self._span = span
+        operation = _operation(request)
+        self._span = begin_span(
+            f"{operation} {request.model}",
+            request.trace,
+            kind=SpanKind.SERVER,
+            began_at=received_at,
+            attributes=_asked(request, operation, context_class),
+        )
+        self.trace = context_of(self._span, request.trace)
+        """The parent of what is done for the request."""
+        self.trace_id = trace_id_of(self._span)
+        """Empty where it is not traced."""
         # In a histogram a trace stands for the requests of its bucket.
-        traced = span is not None and span.trace_id
-        self._exemplar = {"trace_id": span.trace_id} if span is not None and traced else None
+        self._exemplar = {"trace_id": self.trace_id} if self.trace_id else None
+        self._metrics = stats.metrics
         self._slo = slo
         self._class = context_class
         self._recent = stats.recent
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = len(request.prompt_ids)
         self._cached_tokens = 0
         self._received_at = received_at
         self._first_at = 0.0
         self._last_at = 0.0
         self._tokens = 0
+        """Of the first choice."""
+        self._all_tokens = 0
+        self._reasons: list[str] = []
         self._ended = False
         self._summary: dict[str, object] = {}
         self._series = stats.metrics.of_class(context_class)
-        self._series.prompt_tokens.inc(prompt_tokens)
+        self._series.prompt_tokens.inc(self._prompt_tokens)
         self._traffic = stats.traffic
-        self._traffic.came(context_class, prompt_tokens, max_tokens)
+        self._traffic.came(context_class, self._prompt_tokens, request.sampling.max_tokens)
 
     @property
     def ended(self) -> bool:
@@ -199,8 +161,11 @@ class RequestRecorder:
 
     def delta(self, delta: OutputDelta, now: float) -> None:
         """Tokens came. Those that came together have no gap between them."""
-        if self._span is not None:
-            self._span.delta(delta, now)
+        if delta.token_ids and not self._all_tokens and self.trace_id:
+            self._span.add_event("first token", timestamp=wall_ns(now))
+        self._all_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._reasons.append(delta.finish_reason.value)
         if delta.cached_prompt_tokens:
             self._cached_tokens += delta.cached_prompt_tokens
             self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
@@ -238,7 +203,7 @@ class RequestRecorder:
         """What became of it, in plain values; times in milliseconds, where it has them."""
         return {
             "class": self._class,
-            "trace_id": "" if self._span is None else self._span.trace_id,
+            "trace_id": self.trace_id,
             "cached_prompt_tokens": self._cached_tokens,
             "output_tokens": self._tokens,
             **self._summary,
@@ -280,10 +245,24 @@ class RequestRecorder:
             )
         )
         self._summary |= {"outcome": str(outcome), "code": code}
-        if self._span is not None:
-            self._span.end(outcome, error)
+        self._end_span(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self._class, outcome, code).inc()
+
+    def _end_span(self, outcome: Outcome, error: BatonError | None) -> None:
+        if not self.trace_id:
+            return
+        self._span.set_attributes(
+            {
+                "baton.outcome": str(outcome),
+                "baton.cached_prompt_tokens": self._cached_tokens,
+                "gen_ai.usage.output_tokens": self._all_tokens,
+                "gen_ai.response.finish_reasons": self._reasons,
+            }
+        )
+        if outcome is not Outcome.OK:
+            fail_span(self._span, error)
+        self._span.end()
 
 
 Show = Callable[[Sequence[int]], str]

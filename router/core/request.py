@@ -7,19 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from baton.logprobs import TokenLogprobs
-from baton.request import FinishReason, Principal
+from baton.request import NO_TRACE, FinishReason, Principal, TraceContext
 from baton.sampling_params import SamplingParams
-from baton.trace_context import NO_TRACE, TraceContext
-
-
-@dataclass(frozen=True, slots=True)
-class ShownText:
-    """What of an answer's text the client sees."""
-
-    stop_string: bool = False
-    """The stop string that ended it."""
-    special_tokens: bool = False
-    """The text of special tokens, but for the one that ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +50,10 @@ class GenerationRequest:
     """It waits, however long, for slack that others leave; ``deadline_s`` counts from then on."""
     choices: int = 1
     """Answers that are drawn from the prompt, side by side. Each ends on its own."""
-    shown: ShownText = ShownText()
+    shows_stop_string: bool = False
+    """Its text includes the stop string that ended it."""
+    shows_special_tokens: bool = False
+    """Its text includes special tokens, except for the one that ended it."""
     embeds: bool = False
     """The prompt's embedding is wanted, and no answer."""
     chat: bool = False

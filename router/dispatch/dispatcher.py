@@ -31,8 +31,7 @@ from router.dispatch.traffic_report import TrafficReport
 from router.routing.ledger import Ledger
 from router.routing.policies import make_policy
 from router.routing.policy import route_settings
-from router.routing.prefix_lookup import PrefixLookup
-from router.routing.route_finder import RouteFinder
+from router.routing.route_finder import PrefixLookup, RouteFinder
 from router.text.output_processor import OutputProcessor
 from router.text.tokenizer import Tokenizer
 from router.workers.worker_discovery import WorkerDiscovery
@@ -134,12 +133,12 @@ class ClusterDispatcher:
             self._tokenizer.detokenizer(
                 request.prompt_ids,
                 request.shown_ids,
-                special_tokens=request.shown.special_tokens,
+                special_tokens=request.shows_special_tokens,
             ),
             sampling.stop,
             eos | set(sampling.stop_token_ids),
             sampling.min_tokens,
-            include_stop=request.shown.stop_string,
+            include_stop=request.shows_stop_string,
         )
 
     def _capacity(self) -> Capacity | None:

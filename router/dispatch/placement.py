@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 from baton.config.cluster import Config
 from baton.errors import BatonError, NoRoom
 from baton.host.background import spawn
-from baton.request import LOWEST_PRIORITY, SequenceSpec, TokenOutput
+from baton.request import LOWEST_PRIORITY, SequenceSpec, TokenOutput, TraceContext
 from baton.rpc import convert
 from baton.rpc.grpc_errors import as_baton_error, error_from_code
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import begin_span, context_of
-from baton.trace_context import TraceContext
 from baton.v1 import prefill_pb2
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.ledger import Ledger

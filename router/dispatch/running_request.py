@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -60,7 +61,6 @@ class RunningRequest:
         self.next_attempt = 0
         self.excluded: set[str] = set()
         """Workers that have failed under it."""
-        self.failed_workers = FailedWorkers()
         self.failures = 0
         """How often it was to be moved because something failed."""
         self.chains: defaultdict[int, HashChain] = defaultdict(HashChain)
@@ -73,6 +73,11 @@ class RunningRequest:
         self._embedding: tuple[float, ...] = ()
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
+
+    @cached_property
+    def failed_workers(self) -> FailedWorkers:
+        """Made when a worker fails under it for the first time."""
+        return FailedWorkers()
 
     # What is to be placed
 

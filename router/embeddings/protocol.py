@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from router.core.fields import Int, Ints, Strings
+from router.http.client import Int, Ints, Strings
 
 
 class EmbeddingsRequest(BaseModel):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -24,7 +25,6 @@ from router.core.request import (
     Dispatcher,
     GenerationRequest,
     OutputDelta,
-    ShownText,
     choices_for,
 )
 from router.grpc.call import Context, Service, arrival_of, check_size, metadata_of, write_to
@@ -32,10 +32,11 @@ from router.grpc.health import HealthServicer
 from router.grpc.sampling import grpc_sampling
 from router.grpc.tokens import TokenServicer
 from router.grpc.tools import add_tool_output, grpc_tool_use, grpc_turns
-from router.inference.builder import Arrival, ChatOptions, checked_variables
+from router.inference.builder import Arrival
+from router.inference.prompt import Ending, checked_variables
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
-from router.openai.answer_options import MAX_CHOICES
+from router.openai.options import MAX_CHOICES
 from router.tool_calls.tool_output import ToolOutput
 
 _MAX_NAME_CHARACTERS = 128
@@ -111,24 +112,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> GenerationRequest:
         check_size(request, self._config)
         self._builder.check_model(request.model or self._model.id)
-        sampling = grpc_sampling(request.sampling)
+        sampling = replace(
+            grpc_sampling(request.sampling),
+            shows_stop_string=request.include_stop_string,
+            shows_special_tokens=request.show_special_tokens,
+        )
         if request.HasField("truncate_prompt_tokens"):
             sampling = replace(sampling, truncate=request.truncate_prompt_tokens)
         priority = request.priority if request.HasField("priority") else None
         kind, choices = request.WhichOneof("input"), _choices(request)
-        shown = ShownText(request.include_stop_string, request.show_special_tokens)
         if kind == "messages":
             turns, tools = grpc_turns(request.messages.messages), grpc_tool_use(request.tools)
-            options = _template_options(request.template_options)
+            ending, variables = _template_options(request.template_options)
             return await self._builder.chat(
                 arrival,
                 turns,
                 sampling,
                 priority,
                 tools,
-                options,
                 choices=choices,
-                shown_text=shown,
+                ending=ending,
+                variables=variables,
             )
         for name in ("tools", "template_options"):
             if request.HasField(name):
@@ -137,7 +141,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest("one of prompt, token_ids and messages is required")
         prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
         (built,) = await self._builder.prompts(
-            arrival, [prompt], sampling, None, priority, choices=choices, shown_text=shown
+            arrival, [prompt], sampling, None, priority, choices=choices
         )
         return built
 
@@ -187,14 +191,12 @@ def _choices(request: inference_pb2.GenerateRequest) -> int:
     return request.n or 1
 
 
-def _template_options(message: inference_pb2.TemplateOptions) -> ChatOptions:
+def _template_options(message: inference_pb2.TemplateOptions) -> tuple[Ending, dict[str, Any]]:
     variables = json_format.MessageToDict(message.variables)
-    continued = message.continue_final_message
-    return ChatOptions(
-        not (continued or message.no_generation_prompt),
-        continued,
-        checked_variables(variables, "template_options.variables"),
-    )
+    checked_variables(variables, "template_options.variables")
+    if message.continue_final_message:
+        return "open", variables
+    return "closed" if message.no_generation_prompt else "answer", variables
 
 
 def _usage(choices: Sequence[Choice]) -> inference_pb2.Usage:

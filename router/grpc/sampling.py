@@ -10,7 +10,7 @@ from baton.rpc.convert import grammar_from_proto
 from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS
 from baton.v1 import sampling_pb2
 from router.inference.sampling_input import SamplingInput
-from router.openai.grammar_input import choice
+from router.openai.options import choice
 
 
 def grpc_sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:

@@ -10,9 +10,9 @@ import pydantic_core
 from baton.errors import InvalidRequest
 from baton.v1 import inference_pb2, tools_pb2
 from router.core.request import OutputDelta
-from router.openai.conversation import calls_turn, plain_turns, result_turn
+from router.inference.prompt import Turn, calls_turn, result_turn
+from router.openai.api import plain_turns
 from router.tool_calls.pieces import Arguments, CallBegun, Content
-from router.tool_calls.prompt import Turn
 from router.tool_calls.tool_output import ToolOutput
 from router.tool_calls.tools import (
     Mode,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from starlette.types import Receive
 
 from baton.errors import InvalidRequest, RequestTooLarge
@@ -104,3 +104,22 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         raise
     finally:
         watcher.cancel()
+
+
+def _integral(value: Any) -> Any:
+    """JSON knows one kind of number: 16.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+# Some clients of completions send false where they want none.
+Count = Annotated[
+    int | None,
+    BeforeValidator(
+        lambda v: None if v is False else _integral(v),
+        json_schema_input_type=int | Literal[False] | None,
+    ),
+]
+# Lists stop at the first bad item: a body of a million bad ones would be a million error objects.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Ints = Annotated[list[Int], Field(fail_fast=True)]

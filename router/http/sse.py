@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton.liveness.listening import listening
@@ -22,12 +22,8 @@ log = logging.getLogger(__name__)
 DONE = "[DONE]"
 _LAST_WORDS_S = 1.0
 """Maximum wait for a client to take the error event, seconds."""
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    # A proxy that buffers would delay events until the end of the stream.
-    (b"x-accel-buffering", b"no"),
-]
+# A proxy that buffers would delay events until the end of the stream.
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def to_json(value: Any) -> str:
@@ -50,46 +46,12 @@ def error_event(error: BatonError) -> bytes:
     return encode_events([to_json(error_object(error))])
 
 
-class EventStream:
-    """Sends events. Headers go out with the first one, so an earlier error can set the status."""
+class EventStream(Response):
+    """Streams the events that ``work`` writes. A client that disconnects cancels it.
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._turn = asyncio.Lock()
-        self.started = False
-        self._headers: dict[str, str] = {}
-
-    def add_headers(self, headers: Mapping[str, str]) -> None:
-        """Add headers, which go out with the first event."""
-        self._headers.update(headers)
-
-    async def send(self, payloads: list[str]) -> None:
-        """Send events at once. Returns when the client's socket has room again."""
-        await self.write(encode_events(payloads), more=True)
-
-    async def end(self, payloads: list[str]) -> None:
-        """Send the last events and end the response."""
-        await self.write(encode_events(payloads), more=False)
-
-    async def write(self, body: bytes, *, more: bool) -> None:
-        """Send encoded events. Without ``more`` they end the response."""
-        async with self._turn:
-            if not self.started:
-                self.started = True
-                await self._send(_start_message(self._headers))
-            await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-def _start_message(more: Mapping[str, str]) -> Message:
-    headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in more.items())]
-    return {"type": "http.response.start", "status": 200, "headers": headers}
-
-
-class EventStreamResponse(Response):
-    """Streams the events that ``work`` sends. A client that disconnects cancels it.
-
-    The response raises a BatonError of ``work`` before the first event, so that it is answered with
-    its status. A later one becomes ``last_words``, an error event that ends the stream.
+    Headers go out with the first event. The response raises a BatonError of ``work`` before that,
+    so that it is answered with its status. A later one becomes ``last_words``, an error event that
+    ends the stream.
     """
 
     media_type = "text/event-stream"
@@ -99,22 +61,36 @@ class EventStreamResponse(Response):
         work: Callable[[EventStream], Awaitable[None]],
         last_words: Callable[[BatonError], bytes] = error_event,
     ) -> None:
-        super().__init__()
+        super().__init__(headers=_HEADERS)
+        # Starlette sets the length of the body that it was given, which is none.
+        del self.headers["content-length"]
         self._work = work
         self._last_words = last_words
+        self._turn = asyncio.Lock()
+        self._has_begun = False
+        self._send: Send | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = EventStream(send)
+        self._send = send
         try:
-            await unless_disconnected(receive, self._work(events))
+            await unless_disconnected(receive, self._work(self))
         except BatonError as error:
-            if not events.started:
+            if not self._has_begun:
                 raise
-            await _send_last(events, self._last_words(error))
+            # After a timeout the response is incomplete, and the server closes the connection.
+            with contextlib.suppress(TimeoutError):
+                async with listening(_LAST_WORDS_S):
+                    await self.write(self._last_words(error), more=False)
 
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Send encoded events; without ``more`` they end the response.
 
-async def _send_last(events: EventStream, words: bytes) -> None:
-    # After a timeout the response is incomplete, and the server closes the connection.
-    with contextlib.suppress(TimeoutError):
-        async with listening(_LAST_WORDS_S):
-            await events.write(words, more=False)
+        Returns when the client's socket has room again.
+        """
+        assert self._send is not None, "the response has not been called"
+        async with self._turn:
+            if not self._has_begun:
+                self._has_begun = True
+                start = {"status": self.status_code, "headers": self.raw_headers}
+                await self._send({"type": "http.response.start", **start})
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
 from baton.config.choices import DEFAULT_TENANT
 from baton.config.cluster import Config
 from baton.errors import (
-    ContextLengthExceeded,
     DeadlineExceeded,
     InvalidGrammar,
     InvalidRequest,
     ModelNotFound,
 )
 from baton.grammars.grammar_gate import GrammarGate
-from baton.host.background import off_loop
-from baton.trace_context import NO_TRACE, TraceContext
+from baton.request import NO_TRACE, TraceContext
 from router.access.api_keys import Caller
-from router.core.request import Dispatcher, GenerationRequest, ShownText
+from router.core.request import Dispatcher, GenerationRequest
 from router.core.served_model import ServedModel
-from router.inference.sampling_input import (
-    SamplingInput,
-    check_token_ids,
-    final_sampling,
-    truncated,
-)
-from router.text.template_process import MAX_WAIT_S
+from router.inference.prompt import Ending, Prompt, PromptEncoder, Turn
+from router.inference.sampling_input import SamplingInput, final_sampling
 from router.text.tokenizer import Tokenizer
 from router.tool_calls.formats import format_for
 from router.tool_calls.grammar import calls_grammar, free_grammar
-from router.tool_calls.prompt import Turn, fitted, is_about_tools
 from router.tool_calls.tools import ToolUse
 
 COMPLETION_MAX_TOKENS = 16
@@ -46,27 +38,8 @@ MAX_EMBEDDED = 2048
 """Inputs of one request for embeddings, as at OpenAI."""
 _SHOWN_ID_CHARACTERS = 128
 
-_OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Variables of the template that come from fields of their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How a conversation becomes a prompt: what the client says of the template."""
-
-    generation_prompt: bool = True
-    """The template begins the assistant's turn."""
-    continue_final: bool = False
-    """The prompt ends with the last message's text: the answer goes on there."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """More variables; the template runs in a sandbox."""
-
-
-CHAT_DEFAULTS = ChatOptions()
-PLAIN_TEXT = ShownText()
-_NOTHING_ASKED = SamplingInput()
+_NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _EMBEDDED = SamplingInput(temperature=0.0)
-Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +107,14 @@ class RequestBuilder:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._model = model
-        self._max_characters = config.max_body_bytes
         template = tokenizer.chat_template if tokenizer.has_chat_template else None
         self.tool_format = format_for(
             config.tool_parser, template, lambda text: bool(tokenizer.special_ids([text]))
         )
+        self.encoder = PromptEncoder(
+            tokenizer, self.tool_format, config, lambda: self.context_length
+        )
+        """For APIs that count a prompt's tokens without running it."""
         self._clock = clock
         self._grammars = grammars
         self._background_s = config.request_deadline_s
@@ -163,19 +139,22 @@ class RequestBuilder:
         sampling: SamplingInput,
         priority: int | None = None,
         tools: ToolUse | None = None,
-        options: ChatOptions = CHAT_DEFAULTS,
         *,
         choices: int = 1,
-        shown_text: ShownText = PLAIN_TEXT,
+        ending: Ending = "answer",
+        variables: Mapping[str, Any] = _NO_VARIABLES,
     ) -> GenerationRequest:
         """A conversation; max_tokens defaults to the rest of the context.
 
+        ``ending`` and ``variables`` are those of ``PromptEncoder.chat_ids``.
         Raises also InvalidRequest where a grammar and tools that must be called meet.
         """
         if tools is not None:
             sampling = self._bound_to(tools, sampling)
         await self._check_grammar(arrival, sampling)
-        ids = await self.chat_ids(turns, tools, options, sampling)
+        ids = await self.encoder.chat_ids(
+            turns, tools, sampling, ending=ending, variables=variables
+        )
         shown: tuple[int, ...] = ()
         if tools is not None:
             shown = tuple(self._tokenizer.special_ids(self.tool_format.texts).values())
@@ -188,7 +167,6 @@ class RequestBuilder:
             "messages",
             priority,
             choices=choices,
-            shown=shown_text,
             shown_ids=shown,
             chat=True,
         )
@@ -210,22 +188,6 @@ class RequestBuilder:
             grammar = free_grammar(self.tool_format, tools, special)
         return dataclasses.replace(sampling, grammar=grammar, grammar_param="tools")
 
-    async def chat_ids(
-        self,
-        turns: Sequence[Turn],
-        tools: ToolUse | None = None,
-        options: ChatOptions = CHAT_DEFAULTS,
-        sampling: SamplingInput = _NOTHING_ASKED,
-    ) -> tuple[int, ...]:
-        """The token ids of a conversation, ready for the answer."""
-        size = sum(len(turn["content"]) for turn in turns)
-        size += 0 if tools is None else tools.characters
-        # Templates add some text to each message; a runaway one must not fill the memory.
-        limit = 4 * self._max_characters if tools else self._max_characters
-        limit += 4096 + 256 * len(turns)
-        text = await self._chat_text(turns, tools, limit, options)
-        return await off_loop(len(text), lambda: self._chat_ids(text, sampling))
-
     async def prompts(
         self,
         arrival: Arrival,
@@ -237,7 +199,6 @@ class RequestBuilder:
         param: str = "prompt",
         max_prompts: int = MAX_PROMPTS,
         choices: int = 1,
-        shown_text: ShownText = PLAIN_TEXT,
         embeds: bool = False,
     ) -> list[GenerationRequest]:
         """Plain prompts.
@@ -250,10 +211,7 @@ class RequestBuilder:
         if len(prompts) > max_prompts:
             raise InvalidRequest(f"at most {max_prompts} {param}s are possible", param=param)
         await self._check_grammar(arrival, sampling)
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        rows = await off_loop(
-            size, lambda: [self._prompt_ids(prompt, sampling, param) for prompt in prompts]
-        )
+        rows = await self.encoder.prompt_ids(prompts, sampling, param)
         return [
             self._request(
                 arrival,
@@ -264,7 +222,6 @@ class RequestBuilder:
                 param,
                 priority,
                 choices=choices,
-                shown=shown_text,
                 embeds=embeds,
             )
             for place, ids in enumerate(rows)
@@ -293,53 +250,6 @@ class RequestBuilder:
             param = sampling.grammar_param
             raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None
 
-    async def _chat_text(
-        self, turns: Sequence[Turn], tools: ToolUse | None, limit: int, options: ChatOptions
-    ) -> str:
-        values = None
-        if tools is not None or any(is_about_tools(turn) for turn in turns):
-            template = self._tokenizer.chat_template.for_tools
-            turns = fitted(turns, tools, template, self.tool_format)
-            values = [tool.as_template_value() for tool in tools.tools] if tools else []
-        rendering = self._tokenizer.render_chat(
-            turns, limit, values, options.variables, generation_prompt=options.generation_prompt
-        )
-        try:
-            async with asyncio.timeout(MAX_WAIT_S):
-                text = await asyncio.wrap_future(rendering)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the messages were not rendered within {MAX_WAIT_S:.0f} s: the router is"
-                " overloaded"
-            ) from None
-        return _cut_behind(text, turns[-1]["content"]) if options.continue_final else text
-
-    def _chat_ids(self, text: str, sampling: SamplingInput) -> tuple[int, ...]:
-        if sampling.truncate is None:
-            self._check_size(text, "messages")
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return truncated(ids, sampling, self.context_length)
-
-    def _prompt_ids(self, prompt: Prompt, sampling: SamplingInput, param: str) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if sampling.truncate is None:
-                self._check_size(prompt, param)
-            ids = self._tokenizer.encode(prompt)
-        else:
-            check_token_ids(prompt, self._tokenizer.vocab_size, param)
-            ids = prompt
-        return truncated(ids, sampling, self.context_length)
-
-    def _check_size(self, text: str, param: str) -> None:
-        """Refuse what cannot fit before spending seconds on tokenising it."""
-        least = self._tokenizer.fewest_tokens(text)
-        context = self.context_length
-        if least >= context:
-            raise ContextLengthExceeded(
-                f"the model's context is {context} tokens, the prompt has at least {least}",
-                param=param,
-            )
-
     def _request(
         self,
         arrival: Arrival,
@@ -351,7 +261,6 @@ class RequestBuilder:
         priority: int | None,
         *,
         choices: int,
-        shown: ShownText,
         shown_ids: tuple[int, ...] = (),
         chat: bool = False,
         embeds: bool = False,
@@ -385,23 +294,12 @@ class RequestBuilder:
             model=self._model.id,
             trace=arrival.trace,
             choices=choices,
-            shown=shown,
+            shows_stop_string=sampling.shows_stop_string,
+            shows_special_tokens=sampling.shows_special_tokens,
             shown_ids=shown_ids,
             chat=chat,
             embeds=embeds,
         )
-
-
-def _cut_behind(text: str, final: str) -> str:
-    """A rendered conversation up to the end of its last message's text. Raises InvalidRequest."""
-    final = final.strip()
-    at = text.rfind(final)
-    if not final or at < 0:
-        raise InvalidRequest(
-            "the last message has no text of its own in the model's chat template",
-            param="continue_final_message",
-        )
-    return text[: at + len(final)]
 
 
 def check_priority(priority: int | None) -> None:
@@ -414,12 +312,3 @@ def _cache_salt(caller: Caller) -> bytes:
     """Tenants share no prefix cache: a hit would tell one what another has asked."""
     tenant = caller.principal.tenant
     return b"" if tenant == DEFAULT_TENANT else b"tenant:" + tenant.encode()
-
-
-def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, Any]:
-    """Raises InvalidRequest for one that comes from elsewhere."""
-    if taken := sorted(_OWN_FIELDS & variables.keys()):
-        raise InvalidRequest(
-            f"{param} must not set {taken[0]}: it has a field of its own", param=param
-        )
-    return variables

@@ -21,7 +21,7 @@ from baton.host.background import off_loop
 from router.access.api_keys import Caller
 from router.core.request import Choice, GenerationRequest, OutputDelta, choices_for
 from router.http.client import read_object, unless_disconnected
-from router.http.sse import EventStream, EventStreamResponse, error_event
+from router.http.sse import EventStream, error_event
 from router.inference.builder import Arrival
 from router.inference.service import BACKGROUND_WAIT_S, InferenceService
 
@@ -93,9 +93,7 @@ class Endpoint:
             service.count_abandoned()
             raise
         if answer.stream:
-            return EventStreamResponse(
-                lambda events: self._stream(arrival, answer, events), answer.failure
-            )
+            return EventStream(lambda events: self._stream(arrival, answer, events), answer.failure)
         return await unless_disconnected(request.receive, self._whole(arrival, answer))
 
     async def run_line(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
@@ -118,7 +116,7 @@ class Endpoint:
                 await events.write(shown, more=True)
 
         async def tell_limits(headers: Mapping[str, str]) -> None:
-            events.add_headers(headers)
+            events.headers.update(headers)
 
         await self._service.run(
             arrival,

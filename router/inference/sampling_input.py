@@ -52,6 +52,10 @@ class SamplingInput:
     prompt_logprobs: int | None = None
     no_answer: bool = False
     """``max_tokens`` may be 0: the prompt alone is wanted, and one token is drawn for nothing."""
+    shows_stop_string: bool = False
+    """The text includes the stop string that ended it."""
+    shows_special_tokens: bool = False
+    """The text includes special tokens, except for the one that ended it."""
     truncate: int | None = None
     """Take so many tokens of the prompt's end; -1: as many as there is room for."""
     grammar: Grammar | None = None

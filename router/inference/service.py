@@ -24,7 +24,6 @@ from router.access.access import Access
 from router.core.accounting import (
     RequestLog,
     RequestRecorder,
-    RequestSpan,
     RequestStats,
     Slo,
     count_refusal,
@@ -140,21 +139,14 @@ class InferenceService:
         turns: asyncio.Semaphore,
     ) -> None:
         """Run one prompt, and record it exactly once."""
-        background, prompt_tokens = request.background, len(request.prompt_ids)
-        context_class = BACKGROUND_CLASS if background else self._class_of(prompt_tokens)
-        span = RequestSpan(request, context_class, received_at)
-        request = replace(request, trace=span.context)
+        background = request.background
+        context_class = BACKGROUND_CLASS if background else self._class_of(len(request.prompt_ids))
         recorder = RequestRecorder(
-            self._stats,
-            self._slos[context_class],
-            context_class,
-            prompt_tokens,
-            received_at,
-            request.sampling.max_tokens,
-            span,
+            self._stats, self._slos[context_class], request, context_class, received_at
         )
+        request = replace(request, trace=recorder.trace)
         timeout = asyncio.timeout(BACKGROUND_WAIT_S if background else request.deadline_s)
-        with of_request(request.request_id, span.trace_id):
+        with of_request(request.request_id, recorder.trace_id):
             try:
                 async with timeout, turns:
                     await self._stream(place, request, recorder, sink)

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.inference.prompt import Turn
 from router.inference.sampling_input import check_token_ids
 from router.inference.service import InferenceService
-from router.tool_calls.prompt import Turn
 from router.tool_calls.tools import ToolUse
 
 
@@ -56,7 +56,7 @@ class TokenService:
 
     async def ids_of_turns(self, turns: Sequence[Turn], tools: ToolUse | None) -> tuple[int, ...]:
         """A conversation, ready for the answer. Raises InvalidRequest."""
-        return await self._builder.chat_ids(turns, tools)
+        return await self._builder.encoder.chat_ids(turns, tools)
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary writes it."""

@@ -39,7 +39,7 @@ class MessagesApi:
             raw = await read_object(request, config.max_body_bytes, config.request_deadline_s)
             body = validate(CountTokensRequest, raw)
             self._builder.check_model(body.model)
-            ids = await self._builder.chat_ids(message_turns(body), message_tools(body))
+            ids = await self._builder.encoder.chat_ids(message_turns(body), message_tools(body))
         return JSONResponse({"input_tokens": len(ids)})
 
     async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> Answer:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
+from router.inference.prompt import Turn, calls_turn, result_turn
 from router.messages.protocol import CountTokensRequest, MessageInput
-from router.openai.conversation import calls_turn, result_turn
-from router.tool_calls.prompt import Turn
 from router.tool_calls.tools import Tool, ToolChoice, ToolUse, check_name, checked_tool, use_of
 
 Block = Mapping[str, Any]

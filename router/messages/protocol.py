@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from router.core.fields import Int, Strings
+from router.http.client import Int, Strings
 
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 

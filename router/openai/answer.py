@@ -16,7 +16,7 @@ from router.http.sse import DONE, encode_events, to_json
 from router.inference.endpoint import Answer
 from router.openai import protocol as openai_protocol
 from router.openai.answer_details import NOTHING, AnswerDetails, ChunkExtras
-from router.openai.answer_options import AnswerOptions
+from router.openai.options import AnswerOptions
 from router.tool_calls.formats import ToolFormat
 from router.tool_calls.pieces import CallBegun, Content, Piece
 from router.tool_calls.tool_output import OutputCall, ToolOutput

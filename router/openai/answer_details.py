@@ -13,7 +13,7 @@ from typing import Any
 from baton.logprobs import TokenLogprobs
 from router.core.request import GenerationRequest, OutputDelta, ScoredToken
 from router.http.sse import to_json
-from router.openai.answer_options import AnswerOptions
+from router.openai.options import AnswerOptions
 from router.openai.token_shapes import TokenShapes
 from router.text.tokenizer import Tokenizer
 

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from fastapi import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, UnsupportedParameter
 from baton.host.background import off_loop
 from baton.sampling_params import SCALAR_FIELDS
 from router.http.client import validate
-from router.inference.builder import Arrival, Prompt
+from router.inference.builder import Arrival
 from router.inference.endpoint import Answer, Endpoint
+from router.inference.prompt import Prompt, Turn, calls_turn, result_turn
 from router.inference.sampling_input import SamplingInput, banned_runs
 from router.inference.service import InferenceService
 from router.openai.answer import ChatAnswer, CompletionAnswer, ToolChatAnswer
 from router.openai.answer_details import AnswerDetails
-from router.openai.answer_options import (
+from router.openai.options import (
     AnswerOptions,
     chat_options,
     completion_options,
+    grammar_of,
     scoring,
-    shown_text,
     template_options,
 )
-from router.openai.conversation import openai_turns
-from router.openai.grammar_input import grammar_of
 from router.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    ContentPart,
+    Message,
     Model,
     ModelList,
     SamplingFields,
     refuse_unsupported_chat,
     refuse_unsupported_completion,
 )
-from router.tool_calls.tools import tool_use
+from router.tool_calls.tools import check_name, tool_use
 
+# `developer` is the newer name of the same thing; templates know the older one.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TOOL_ROLES = {"tool", "function"}
 _SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
 
 
@@ -65,7 +70,7 @@ class OpenAiApi:
         body = validate(ChatCompletionRequest, raw)
         self._builder.check_model(body.model)
         refuse_unsupported_chat(raw)
-        options, template = chat_options(body), template_options(body)
+        options, (ending, variables) = chat_options(body), template_options(body)
         tools = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         request = await self._builder.chat(
             arrival,
@@ -73,9 +78,9 @@ class OpenAiApi:
             self._with_options(_chat_sampling(body), body, options),
             body.priority,
             tools,
-            template,
             choices=options.best_of,
-            shown_text=shown_text(body),
+            ending=ending,
+            variables=variables,
         )
         details = None
         if not options.plain:
@@ -98,7 +103,6 @@ class OpenAiApi:
             self._with_options(sampling_of(body), body, options),
             priority=body.priority,
             choices=options.best_of,
-            shown_text=shown_text(body),
         )
         details = None
         if not options.plain or options.best_of > options.n:
@@ -134,6 +138,8 @@ class OpenAiApi:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             no_answer=options.no_answer,
+            shows_stop_string=bool(body.include_stop_str_in_output),
+            shows_special_tokens=body.skip_special_tokens is False,
             truncate=body.truncate_prompt_tokens,
         )
 
@@ -179,3 +185,75 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Pr
         return [tuple(prompt)]
     rows = cast(list[str | list[int]], prompt)
     return [row if isinstance(row, str) else tuple(row) for row in rows]
+
+
+def openai_turns(messages: Sequence[Message]) -> list[Turn]:
+    """Messages of an HTTP body. Raises InvalidRequest, UnsupportedParameter."""
+    return _not_empty([_turn(one, f"messages[{place}]") for place, one in enumerate(messages)])
+
+
+def _turn(message: Message, where: str) -> Turn:
+    for name in ("function_call", "audio"):
+        if getattr(message, name):
+            raise UnsupportedParameter(f"{where}.{name} is not supported", param=f"{where}.{name}")
+    if message.role == "tool":
+        if not message.tool_call_id:
+            name = f"{where}.tool_call_id"
+            raise InvalidRequest(f"{name} is required", param=name)
+        return result_turn(message.tool_call_id, _text(message.content, where))
+    role = _role(message.role, where)
+    if not message.tool_calls:
+        return {"role": role, "content": _text(message.content, where)}
+    if role != "assistant":
+        name = f"{where}.tool_calls"
+        raise InvalidRequest(f"{name}: only an assistant calls tools", param=name)
+    for place, call in enumerate(message.tool_calls):
+        check_name(call.function.name, f"{where}.tool_calls[{place}].function.name")
+    content = "" if message.content is None else _text(message.content, where)
+    functions = ((call.id, call.function) for call in message.tool_calls)
+    return calls_turn(content, [(one, f.name, f.arguments) for one, f in functions])
+
+
+def plain_turns(messages: Iterable[tuple[str, str]]) -> list[Turn]:
+    """Pairs of role and text, of the gRPC API. Raises InvalidRequest, UnsupportedParameter."""
+    return _not_empty(
+        [
+            {"role": _role(role, f"messages[{place}]"), "content": content}
+            for place, (role, content) in enumerate(messages)
+        ]
+    )
+
+
+def _not_empty(turns: list[Turn]) -> list[Turn]:
+    if not turns:
+        raise InvalidRequest("messages must not be empty", param="messages")
+    return turns
+
+
+def _role(role: str, where: str) -> str:
+    if role in _TOOL_ROLES:
+        raise UnsupportedParameter(
+            f"{where}: role '{role}' is not supported here", param=f"{where}.role"
+        )
+    if role not in _ROLES:
+        raise InvalidRequest(
+            f"{where}.role must be system, developer, user, assistant or tool",
+            param=f"{where}.role",
+        )
+    return _ROLES[role]
+
+
+def _text(content: str | list[ContentPart] | None, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidRequest(f"{where}.content must not be null", param=f"{where}.content")
+    return "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: ContentPart, where: str) -> str:
+    if part.type != "text":
+        raise UnsupportedParameter(f"{where}: only text parts are supported", param=where)
+    if part.text is None:
+        raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
+    return part.text

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import UnsupportedParameter
-from router.core.fields import Count, Int, Ints, Strings
+from router.http.client import Count, Int, Ints, Strings
 from router.tool_calls.tools import MessageToolCall, MessageToolCalls, ToolDefinitions
 
 

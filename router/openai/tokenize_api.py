@@ -9,11 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
-from router.core.fields import Int, Ints
-from router.http.client import read_object, validate
+from router.http.client import Int, Ints, read_object, validate
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
-from router.openai.conversation import openai_turns
+from router.openai.api import openai_turns
 from router.openai.protocol import Message
 from router.tool_calls.tools import ToolDefinitions, tool_use
 

@@ -14,6 +14,7 @@ from baton.errors import InvalidRequest, UnsupportedParameter
 from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import Answer, Endpoint
+from router.inference.prompt import Turn
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.openai.api import sampling_of
@@ -22,7 +23,6 @@ from router.responses.items import response_turns
 from router.responses.protocol import ResponsesRequest
 from router.responses.text_format import format_grammar, text_format
 from router.responses.tools import response_choice, response_tools
-from router.tool_calls.prompt import Turn
 from router.tool_calls.tools import ToolUse, use_of
 
 # Known fields that are not served, and the values of them that ask for nothing; null always does.

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
-from router.openai.conversation import calls_turn, result_turn
-from router.tool_calls.prompt import Turn
+from router.inference.prompt import Turn, calls_turn, result_turn
 from router.tool_calls.tools import check_name
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from router.core.fields import Int
+from router.http.client import Int
 from router.openai.protocol import SamplingFields
 
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]

@@ -15,10 +15,18 @@ import numpy.typing as npt
 
 from baton.config.choices import PolicyName
 from router.routing.cost_model import TransferCosts
-from router.routing.policy import Decision, Policy, RouteRequest, RouteSettings
-from router.routing.predictions import Predictions, local, predict, remote
+from router.routing.policy import (
+    Decision,
+    Policy,
+    Predictions,
+    RouteRequest,
+    RouteSettings,
+    local,
+    predict,
+    remote,
+)
 from router.routing.predictive_policy import PredictivePolicy
-from router.routing.worker_table import Floats, Group, Rows, WorkerTable, hash_of
+from router.routing.worker_table import Floats, Rows, WorkerTable, hash_of
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -42,12 +50,11 @@ class SimplePolicy(ABC):
         now_ms: float,
     ) -> Decision:
         """See ``router.routing.policy.Policy``."""
-        eligible = self._settings.eligible(request, table)
-        seen = predict(request, table, held, now_ms, self._settings.hash_block)
-        target = self._pick(_with_room(seen, eligible.decode), seen, self.decode_load(seen))
-        if not eligible.remote:
-            return local(seen, eligible.route, target, self.reason)
-        source = self._pick(eligible.prefill.rows, seen, seen.queue_ms)
+        seen = predict(self._settings, request, table, held, now_ms)
+        target = self._pick(_with_room(seen), seen, self.decode_load(seen))
+        if not seen.remote:
+            return local(seen, target, self.reason)
+        source = self._pick(seen.prefill.rows, seen, seen.queue_ms)
         return remote(seen, transfers, source, target, self.reason)
 
     def decode_load(self, seen: Predictions) -> Floats:
@@ -59,10 +66,11 @@ class SimplePolicy(ABC):
         """One of ``rows``, of which there is at least one."""
 
 
-def _with_room(seen: Predictions, group: Group) -> Rows:
-    """Those with room; all where there is none anywhere."""
-    fitting = group.rows[seen.fits[group.rows]]
-    return fitting if len(fitting) else group.rows
+def _with_room(seen: Predictions) -> Rows:
+    """The decode workers with room; all where there is none anywhere."""
+    rows = seen.decode.rows
+    fitting = rows[seen.fits[rows]]
+    return fitting if len(fitting) else rows
 
 
 def _least(rows: Rows, seen: Predictions, *keys: Floats) -> int:

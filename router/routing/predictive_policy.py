@@ -32,8 +32,15 @@ import numpy as np
 import numpy.typing as npt
 
 from router.routing.cost_model import TransferCosts
-from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings
-from router.routing.predictions import Predictions, local, predict, remote
+from router.routing.policy import (
+    Decision,
+    Predictions,
+    RouteRequest,
+    RouteSettings,
+    local,
+    predict,
+    remote,
+)
 from router.routing.worker_table import Floats, Group, Rows, WorkerTable
 
 MIN_TTFT = "least_ttft"
@@ -86,19 +93,18 @@ class PredictivePolicy:
         now_ms: float,
     ) -> Decision:
         """See ``router.routing.policy.Policy``."""
-        eligible = self._settings.eligible(request, table)
-        route, prefill, decode = eligible.route, eligible.prefill, eligible.decode
-        seen = predict(request, table, held, now_ms, self._settings.hash_block)
+        seen = predict(self._settings, request, table, held, now_ms)
+        prefill, decode = seen.prefill, seen.decode
         work = table.recent_work(now_ms)
         full = seen.prefill_from(0.0)
         found: list[_Candidates] = []
-        sources = _Sources(seen, prefill, work, full, transfers, pulls=self._settings.pulls)
-        if eligible.remote:
-            found.append(_pairs(seen, sources, decode, route, transfers))
-        if route.local_prefill != "never":
-            found.append(_alone(seen, decode, work, full, route))
+        sources = _Sources(seen, work, full, transfers, pulls=self._settings.pulls)
+        if seen.remote:
+            found.append(_pairs(seen, sources, transfers))
+        if seen.route.local_prefill != "never":
+            found.append(_alone(seen, work, full))
         every = found[0] if len(found) == 1 else _joined(*found)
-        place, reason = _choose(every, seen, route, work, full)
+        place, reason = _choose(every, seen, work, full)
         source, target = int(every.source[place]), int(every.target[place])
         if reason == MIN_TTFT and seen.held[source] > 0:
             rows = decode.rows if source == target else prefill.rows
@@ -106,7 +112,7 @@ class PredictivePolicy:
                 reason = PREFIX
         shed = reason == DEADLINE
         if source == target:
-            return local(seen, route, source, reason, shed=shed)
+            return local(seen, source, reason, shed=shed)
         decision = remote(seen, transfers, source, target, reason, shed=shed)
         return sources.with_fetch(decision, source)
 
@@ -118,14 +124,12 @@ class _Sources:
     def __init__(
         self,
         seen: Predictions,
-        group: Group,
         work: Floats,
         full: Floats,
         transfers: TransferCosts,
         *,
         pulls: bool,
     ) -> None:
-        self.group = group
         self._seen = seen
         self.compute = seen.prefill_ms
         self.fetch: Floats | None = None
@@ -134,7 +138,7 @@ class _Sources:
         self.ttft = seen.queue_ms + self.compute
         if self.fetch is not None:
             self.ttft = self.ttft + self.fetch
-        self.score = self.ttft + OTHERS_WEIGHT * self.compute + _spread(work, full, group)
+        self.score = self.ttft + OTHERS_WEIGHT * self.compute + _spread(work, full, seen.prefill)
 
     def _price_fetches(self, transfers: TransferCosts) -> None:
         """Where fetching another worker's blocks first is the faster way, it is taken."""
@@ -152,7 +156,7 @@ class _Sources:
 
     def shortlist(self, limit_ms: float) -> Rows:
         """The best ones, also by TTFT alone where the others are over ``limit_ms``."""
-        rows = self.group.rows
+        rows = self._seen.prefill.rows
         if len(rows) <= SHORTLIST:
             return rows
         best = _least(rows, self.score, SHORTLIST)
@@ -182,17 +186,12 @@ def _spread(work: Floats, full: Floats, group: Group) -> Floats:
     return SPREAD_WEIGHT * share * (work - mean) + group.closed
 
 
-def _pairs(
-    seen: Predictions,
-    sources: _Sources,
-    decode: Group,
-    route: ClassRoute,
-    transfers: TransferCosts,
-) -> _Candidates:
-    p, d = sources.shortlist(min(route.slo_ttft_ms, seen.request.deadline_ms)), decode.rows
+def _pairs(seen: Predictions, sources: _Sources, transfers: TransferCosts) -> _Candidates:
+    limit_ms = min(seen.route.slo_ttft_ms, seen.request.deadline_ms)
+    p, d = sources.shortlist(limit_ms), seen.decode.rows
     if len(d) > SHORTLIST:
         rank = transfers.usual[1] * seen.missing + ANSWER_TOKENS * seen.tpot_ms
-        d = _least(d, rank + _penalty(seen, seen.tpot_ms, route), SHORTLIST)
+        d = _least(d, rank + _penalty(seen, seen.tpot_ms), SHORTLIST)
     source = p.repeat(len(d))
     target = np.broadcast_to(d, (len(p), len(d))).ravel()
     transfer = _transfer(seen, transfers, source, target)
@@ -201,9 +200,9 @@ def _pairs(
     return _Candidates(source, target, sources.ttft[source] + transfer, tpot, score)
 
 
-def _penalty(seen: Predictions, tpot: Floats, route: ClassRoute) -> Floats:
+def _penalty(seen: Predictions, tpot: Floats) -> Floats:
     """Puts decode workers over their SLO behind others, and those without room behind those."""
-    over = np.maximum(tpot / route.slo_tpot_ms - 1.0, 0.0)
+    over = np.maximum(tpot / seen.route.slo_tpot_ms - 1.0, 0.0)
     return _PER_SLO_MS * over + _FULL_MS * ~seen.fits
 
 
@@ -223,11 +222,10 @@ def _transfer(seen: Predictions, transfers: TransferCosts, source: Rows, target:
     return lines[:, 0] + lines[:, 1] * missing
 
 
-def _alone(
-    seen: Predictions, decode: Group, work: Floats, full: Floats, route: ClassRoute
-) -> _Candidates:
-    rows, table = decode.rows, seen.table
-    took, tpot = seen.local(route.slo_tpot_ms)
+def _alone(seen: Predictions, work: Floats, full: Floats) -> _Candidates:
+    decode, table = seen.decode, seen.table
+    rows = decode.rows
+    took, tpot = seen.local()
     ttft = seen.queue_ms + took
     # Their steps go on beside it: what a prompt costs however short it is comes on top of nothing.
     stolen = seen.prefill_ms - table.prefill_a
@@ -235,7 +233,7 @@ def _alone(
     score = ttft + OTHERS_WEIGHT * seen.prefill_ms + harm + ANSWER_TOKENS * seen.tpot_ms
     score = score + _spread(work, full, decode)
     if len(rows) > SHORTLIST:
-        rows = _least(rows, score + _penalty(seen, tpot, route), SHORTLIST)
+        rows = _least(rows, score + _penalty(seen, tpot), SHORTLIST)
     return _Candidates(rows, rows, ttft[rows], tpot[rows], score[rows])
 
 
@@ -249,10 +247,9 @@ def _joined(one: _Candidates, other: _Candidates) -> _Candidates:
     )
 
 
-def _choose(
-    found: _Candidates, seen: Predictions, route: ClassRoute, work: Floats, full: Floats
-) -> tuple[int, str]:
+def _choose(found: _Candidates, seen: Predictions, work: Floats, full: Floats) -> tuple[int, str]:
     """The place of the best one, and the reason."""
+    route = seen.route
     late = found.ttft > seen.request.deadline_ms
     if late.all():
         return int(found.ttft.argmin()), DEADLINE

@@ -1,4 +1,4 @@
-"""The program of a chat template's process, started by router.text.template_process.
+"""The program of a chat template's process, started by router.text.chat_template.
 
 It bounds its own time and memory. Standard input is a socket: the program reads one JSON document a
 line, and writes one answer a line.

@@ -15,7 +15,7 @@ import tokenizers
 from baton.errors import ConfigError, InvalidRequest
 from baton.grammars.compiled_grammars import grammars_of
 from router.text.chat_template import ChatTemplate, load_chat_template
-from router.text.detokenizer import (
+from router.text.output_processor import (
     ByteDetokenizer,
     Detokenizer,
     MarkerDetokenizer,

@@ -109,6 +109,9 @@ class ToolChoice:
     """At most one call."""
 
 
+_ANY_TOOL = ToolChoice()
+
+
 def tool_use(
     definitions: Sequence[ToolDefinition] | None, choice: Any, *, parallel: bool | None
 ) -> ToolUse | None:
@@ -119,7 +122,7 @@ def tool_use(
     """
     tools = [_tool(one, f"tools[{place}]") for place, one in enumerate(definitions or ())]
     asked = _choice(choice)
-    return use_of(tools, replace(asked, single=asked.single or parallel is False))
+    return use_of(tools, replace(asked, single=True) if parallel is False else asked)
 
 
 def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
@@ -195,7 +198,7 @@ def _tool(definition: ToolDefinition, where: str) -> Tool:
 
 def _choice(choice: Any) -> ToolChoice:
     if choice is None:
-        return ToolChoice()
+        return _ANY_TOOL
     if isinstance(choice, str):
         return ToolChoice(choice_mode(choice))
     if not isinstance(choice, dict):

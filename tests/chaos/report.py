@@ -49,25 +49,56 @@ class Report:
     rounds: tuple[RoundReport, ...]
     skipped: dict[str, str]
     notes: tuple[str, ...]
-    """What was lost or wrong, or ended in an error: one line each."""
+    """What was lost or wrong, ended in an error, or was reset by nothing: one line each."""
+    min_rounds: int = 1
+    """Fewer rounds of faults are too few."""
+    min_kinds: int = 1
+    """Fewer kinds of faults are too few."""
     moves: Mapping[str, int] = field(default_factory=dict)
     """How many requests, or choices of them, went on elsewhere, by reason."""
     decisions: Mapping[str, int] = field(default_factory=dict)
     """How many prompts were computed by a prefill worker (remote), how many by a decode worker."""
 
     @property
-    def is_clean(self) -> bool:
-        """Whether the promise was kept: nothing lost, wrong or leaked, no error with a spare."""
-        counts = self.counts
-        broken = counts.lost or counts.wrong_tokens or counts.errors_single_fault
-        return not broken and not any(one.leaks for one in self.rounds)
+    def complaints(self) -> list[str]:
+        """Why the run has failed; empty where the promise was kept and the run had enough faults.
+
+        The promise: nothing lost, wrong or leaked, no error with a spare, no connection reset that
+        no fault explains.
+        """
+        counts, struck = self.counts, self._struck
+        kinds = {kind for one in struck for kind in one.kinds}
+        idle = sum(not one.streams for one in struck)
+        told = (
+            (counts.lost, "requests lost"),
+            (counts.wrong_tokens, "wrong answers"),
+            (counts.errors_single_fault, "errors with one fault or none"),
+            (counts.resets_unexplained, "connections reset, and no router ended"),
+            (counts.requests - counts.finished - counts.errors - counts.lost, "not counted"),
+            (sum(len(one.leaks) for one in self.rounds), "leaks"),
+            (idle, "rounds whose victims had nothing to do"),
+        )
+        found = [f"{count} {what}" for count, what in told if count]
+        found += [f"not made: {name}: {why}" for name, why in self.skipped.items()]
+        if not counts.finished:
+            found.append("no request finished")
+        if len(struck) < self.min_rounds:
+            found.append(f"{len(struck)} rounds, expected {self.min_rounds}")
+        if len(kinds) < self.min_kinds:
+            found.append(f"{len(kinds)} kinds of faults, expected {self.min_kinds}")
+        return found
+
+    @property
+    def _struck(self) -> list[RoundReport]:
+        return [one for one in self.rounds if one.kinds]
 
     def to_json(self) -> dict[str, Any]:
         """The fields of ``Counts``, and those of the faults."""
-        struck = [one for one in self.rounds if one.kinds]
+        struck = self._struck
         recovery = [one.recovery_s for one in struck]
         whole = [one.whole_s for one in struck]
         return asdict(self.counts) | {
+            "complaints": self.complaints,
             "leaks": sum(len(one.leaks) for one in self.rounds),
             "faults": dict(sorted(Counter(k for one in self.rounds for k in one.kinds).items())),
             "recovery_s_p50": _percentile(recovery, 50),

@@ -25,7 +25,7 @@ from tests.chaos.harness.victim import NobodyToStrike, Victim, find_victim, is_b
 from tests.chaos.load.ledger import Ending, Ledger, Phase
 from tests.chaos.load.load import Load
 from tests.chaos.load.questions import Question
-from tests.chaos.load.reference import take_reference
+from tests.chaos.load.reference import Reference, ask_undisturbed
 from tests.chaos.report import Report, RoundReport
 from tests.chaos.schedule import Round, Strike, rounds
 
@@ -36,6 +36,8 @@ _BETWEEN_S = 1.0
 """Of load before the next fault."""
 
 _TRIES = 10
+ROUNDS_A_MINUTE = 3.0
+"""Fewer than these are too few to say anything; a machine with nothing else to do has eight."""
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +67,13 @@ class _Recovery:
 
 @dataclass(slots=True)
 class Run:
-    """``kinds``: the faults that may come. ``asked``: what the clients ask."""
+    """``kinds``: the faults that may come. ``asked``: what the clients ask, with ``reference``."""
 
     cluster: Cluster
     seed: int
     kinds: Sequence[Kind]
     asked: Sequence[Question]
+    reference: Reference
     ledger: Ledger = field(default_factory=Ledger)
     reports: list[RoundReport] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -82,9 +85,12 @@ class Run:
     """Requests in trouble that were told of."""
 
     async def go(self, minutes: float, max_rounds: int | None = None) -> Report:
-        """Until the time is over, or so many rounds. Raises ``Unsteady``."""
-        fronts, asked = self.cluster.fronts, self.asked
-        reference = await take_reference(fronts, asked)
+        """Until the time is over, or so many rounds. Raises ``WrongBeforeFaults``.
+
+        The report is of a failure where fewer rounds came than these, or than the time is for.
+        """
+        fronts, asked, reference = self.cluster.fronts, self.asked, self.reference
+        await ask_undisturbed(fronts, asked, reference)
         load = Load(fronts, asked, reference, self.ledger, seed=self.seed, clients=_CLIENTS)
         first = await footprint(self.cluster)
         self._pids = self.cluster.pids()
@@ -95,7 +101,7 @@ class Run:
             await load.pause()
         finally:
             await load.stop()
-        return await self._report(minutes)
+        return await self._report(minutes, max_rounds)
 
     async def _without_faults(self, load: Load, first: Footprint) -> None:
         """A while of load alone; it is a round only if something is found after it."""
@@ -124,10 +130,10 @@ class Run:
                 return
 
     async def _round(self, planned: Round, load: Load, first: Footprint) -> None:
-        before = time.monotonic()
         struck = await self._choose(planned, load)
         if not struck:
             return
+        before = time.monotonic()
         for one in struck:
             await one.fault.strike()
         # To strike may take a while: what came meanwhile came before.
@@ -144,7 +150,10 @@ class Run:
         whole_s = await until_whole(self.cluster, since, [one.fault for one in struck])
         streams_s, answered_s = await feeling
         kinds = tuple(one.strike.kind.name for one in struck)
-        self.ledger.phases.append(Phase(kinds, before, time.monotonic(), began, has_spare))
+        may_reset = any(one.strike.kind.may_reset for one in struck)
+        self.ledger.phases.append(
+            Phase(kinds, before, time.monotonic(), began, has_spare, may_reset)
+        )
         stuck = await self._end_what_hangs() if whole_s >= MAX_S else []
         await load.pause()
         found = stuck + await self._found(first, struck)
@@ -241,10 +250,13 @@ class Run:
             log.info("%s", _line(trouble))
         self._told = len(self.ledger.troubles())
 
-    async def _report(self, minutes: float) -> Report:
+    async def _report(self, minutes: float, max_rounds: int | None) -> Report:
+        rounds = max_rounds or max(1, int(ROUNDS_A_MINUTE * minutes))
         return Report(
             seed=self.seed,
             minutes=minutes,
+            min_rounds=rounds,
+            min_kinds=min(rounds, len(self.kinds)),
             counts=self.ledger.counts(),
             rounds=tuple(self.reports),
             skipped=self.skipped,
@@ -255,7 +267,8 @@ class Run:
 
 
 def _line(ending: Ending) -> str:
-    what = "wrong tokens" if ending.is_wrong else "lost" if ending.lost else "error"
+    what = "wrong tokens" if ending.is_wrong else "lost" if ending.lost else ""
+    what = what or ("error" if ending.error else "reset")
     why = ending.lost or ending.error or "ended well"
     took = ending.ended - ending.began
     return (

@@ -50,6 +50,16 @@ def rounds(seed: int, kinds: Sequence[Kind]) -> Iterator[Round]:
         yield Round(tuple(_strike(source, kind) for kind in drawn))
 
 
+def rounds_until_all(seed: int, kinds: Sequence[Kind]) -> int:
+    """How many rounds there are until every kind has come."""
+    left = {kind.name for kind in kinds}
+    for number, one in enumerate(rounds(seed, kinds), 1):
+        left -= {strike.kind.name for strike in one.strikes}
+        if not left:
+            return number
+    raise AssertionError("rounds have no end")
+
+
 def _may_meet(one: Kind, other: Kind) -> bool:
     return one.target != other.target and not (one.is_standstill or other.is_standstill)
 

@@ -80,6 +80,35 @@ def test_errors_of_several_faults_at_once_are_counted_apart() -> None:
         assert counts.errors_by_fault == {name: 1}
 
 
+ROUTER = Phase(("router killed",), 9.0, 20.0, may_reset=True)
+
+
+@pytest.mark.parametrize(
+    ("phases", "reset_at", "is_explained"),
+    [
+        ((ROUTER,), 11.0, True),
+        ((ROUTER,), 8.9, False),
+        ((ROUTER,), 20.1, False),
+        ((Phase(("decode killed",), 9.0, 20.0),), 11.0, False),
+        ((Phase(("decode killed",), 9.0, 10.0), ROUTER), 11.0, True),
+        ((), 11.0, False),
+    ],
+    ids=["router", "before", "after", "worker", "one of two", "no fault"],
+)
+@pytest.mark.parametrize("hung_up", [False, True])
+def test_a_reset_needs_a_fault_that_ends_a_router(
+    phases: tuple[Phase, ...], reset_at: float, is_explained: bool, hung_up: bool
+) -> None:
+    ledger = Ledger()
+    reset = replace(FINISHED, reset_at=reset_at, hung_up=hung_up)
+    ledger.endings += [FINISHED, reset]
+    ledger.phases += phases
+    counts = ledger.counts()
+    assert counts.retried == (not hung_up)
+    assert counts.resets_unexplained == (not is_explained)
+    assert ledger.troubles() == ([] if is_explained else [reset])
+
+
 GONE = Phase(("decode pool gone",), 9.0, 20.0, struck=10.0, has_spare=False)
 REFUSED = replace(FAILED, began=11.0, ended=11.1, answer=answer(ended=False), error="unavailable")
 

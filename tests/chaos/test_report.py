@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 from tests.chaos.load.ledger import Counts
 from tests.chaos.report import Report, RoundReport
 
@@ -29,14 +31,52 @@ def test_recovery_is_the_longer_of_what_clients_feel() -> None:
     assert fields["recovery_s_p99"] == 100.0
 
 
-def test_only_errors_with_several_faults_are_allowed() -> None:
-    assert REPORT.is_clean
-    assert replace(REPORT, counts=Counts(requests=5, finished=4, errors=1)).is_clean
-    for counts in (Counts(lost=1), Counts(wrong_tokens=1), Counts(errors=1, errors_single_fault=1)):
-        assert not replace(REPORT, counts=counts).is_clean
-    assert not replace(
-        REPORT, rounds=(replace(ROUND, leaks=("decode-0: 1 used blocks",)),)
-    ).is_clean
+def test_errors_of_several_faults_are_no_complaint() -> None:
+    assert REPORT.complaints == []
+    assert replace(REPORT, counts=Counts(requests=5, finished=4, errors=1)).complaints == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "complaint"),
+    [
+        (Counts(requests=5, finished=4, lost=1), "1 requests lost"),
+        (Counts(requests=5, finished=5, wrong_tokens=1), "1 wrong answers"),
+        (
+            Counts(requests=5, finished=4, errors=1, errors_single_fault=1),
+            "1 errors with one fault or none",
+        ),
+        (
+            Counts(requests=5, finished=5, retried=2, resets_unexplained=1),
+            "1 connections reset, and no router ended",
+        ),
+        (Counts(requests=5, finished=4), "1 not counted"),
+        (Counts(), "no request finished"),
+    ],
+)
+def test_broken_promises_are_complaints(counts: Counts, complaint: str) -> None:
+    assert replace(REPORT, counts=counts).complaints == [complaint]
+
+
+def test_leaks_and_idle_victims_are_complaints() -> None:
+    leaking = replace(ROUND, leaks=("decode-0: 1 used blocks",))
+    assert replace(REPORT, rounds=(leaking,)).complaints == ["1 leaks"]
+    idle = replace(REPORT, rounds=(replace(ROUND, streams=0),))
+    assert idle.complaints == ["1 rounds whose victims had nothing to do"]
+
+
+def test_too_few_faults_are_complaints() -> None:
+    skipped = replace(REPORT, skipped={"clock an hour ahead": "there is no C compiler"})
+    assert skipped.complaints == ["not made: clock an hour ahead: there is no C compiler"]
+    assert replace(REPORT, min_rounds=2).complaints == ["1 rounds, expected 2"]
+    found_before = replace(ROUND, kinds=(), leaks=("store: 2 keys a, at first 1",))
+    only_before = replace(REPORT, rounds=(found_before,))
+    assert only_before.complaints == [
+        "1 leaks",
+        "0 rounds, expected 1",
+        "0 kinds of faults, expected 1",
+    ]
+    twice = replace(REPORT, rounds=(ROUND, ROUND), min_rounds=2, min_kinds=2)
+    assert twice.complaints == ["1 kinds of faults, expected 2"]
 
 
 def test_moves_and_drains_are_told() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.chaos.faults.faults import FAULTS
 from tests.chaos.faults.kinds import BY_NAME, KINDS
-from tests.chaos.schedule import Round, rounds
+from tests.chaos.schedule import Round, rounds, rounds_until_all
 
 SEEDS = st.integers(min_value=0, max_value=1 << 32)
 
@@ -30,6 +30,16 @@ def test_every_kind_comes_before_any_comes_again(seed: int) -> None:
     names = [strike.kind.name for one in first(seed) for strike in one.strikes]
     decks = [set(names[at : at + len(KINDS)]) for at in range(0, len(names), len(KINDS))]
     assert decks[0] == decks[1] == set(BY_NAME)
+
+
+@given(SEEDS)
+def test_every_kind_has_come_by_the_round_that_is_told(seed: int) -> None:
+    count = rounds_until_all(seed, KINDS)
+
+    def kinds(rounds_of_it: int) -> set[str]:
+        return {strike.kind.name for one in first(seed, rounds_of_it) for strike in one.strikes}
+
+    assert kinds(count) == set(BY_NAME) != kinds(count - 1)
 
 
 @given(SEEDS)

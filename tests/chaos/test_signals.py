@@ -1,7 +1,5 @@
 """Real workers, killed and stopped in every state of a handoff: the other one is whole within 5 s.
 
-That is held to where the machine does little else: in the long run.
-
 The victim halts at the state first, so that the signal meets it there.
 """
 
@@ -95,21 +93,15 @@ def expected(reference: Engine) -> Reference:
     return Reference(reference)
 
 
-@pytest.fixture
-def bound_s(request: pytest.FixtureRequest) -> float:
-    """The promise, or patience where other tests may keep the machine busy."""
-    return BOUND_S if request.node.get_closest_marker("long") else PATIENCE_S
-
-
 @pytest.mark.parametrize("case", CASES)
 async def test_the_other_worker_is_whole_in_time(
-    stage: Stage, case: Case, expected: Reference, bound_s: float
+    stage: Stage, case: Case, expected: Reference
 ) -> None:
     await stage.ready()
     for worker in stage.workers.values():
         await until_whole(worker, time.monotonic() + PATIENCE_S)
     try:
-        await check(stage, case, expected, bound_s)
+        await check(stage, case, expected)
     except BaseException:
         # The tests after this one need both workers.
         await stage.restart("prefill")
@@ -117,7 +109,7 @@ async def test_the_other_worker_is_whole_in_time(
         raise
 
 
-async def check(stage: Stage, case: Case, expected: Reference, bound_s: float) -> None:
+async def check(stage: Stage, case: Case, expected: Reference) -> None:
     if case.state == "opening":
         # One that has no pair yet.
         await stage.restart(case.side)
@@ -128,7 +120,7 @@ async def check(stage: Stage, case: Case, expected: Reference, bound_s: float) -
     await victim.arm(case.state)
     async with stage.request(VICTIM, SAMPLING, salt) as request:
         await victim.halted(case.state)
-        deadline = time.monotonic() + bound_s
+        deadline = time.monotonic() + BOUND_S
         victim.send_signal(case.number)
         await until_whole(survivor, deadline)
         await check_ending(case, request, deadline, expected(VICTIM))

@@ -81,7 +81,8 @@ def test_everything_is_restarted_and_nothing_is_lost(own_cluster: UpProcess) -> 
             for slot in workers:
                 restart_worker(up, slot)
             for name in ("router-0", "router-1"):
-                restart_router(up, name)
+                with load.router_restarts():
+                    restart_router(up, name)
         finally:
             load.stop.set()
         for client in running:

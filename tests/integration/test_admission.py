@@ -11,7 +11,7 @@ import pytest
 from baton.config.access import TenantConfig
 from baton.errors import Overloaded
 from baton.request import Principal
-from router.admission import capacity, prefill_throughput
+from router.admission import capacity, inflight_prefills
 from router.core.request import OutputDelta
 from tests.support.integration.handoff import prompt_of
 from tests.support.integration.moves import LONG
@@ -25,7 +25,7 @@ IDLE_S = 0.1
 async def test_after_a_burst_and_idleness_any_prompt_is_answered(
     tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, admission: str
 ) -> None:
-    for module in (prefill_throughput, capacity):
+    for module in (inflight_prefills, capacity):
         monkeypatch.setattr(module, "IDLE_S", IDLE_S)
     async with mini_cluster(
         tiny_model, redis_url, kv_pool_mib=8, admission=admission, slo_ttft_s=0.02

@@ -42,7 +42,7 @@ from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.shm_transport import ShmCopier
 from kvtransfer.transports.transport import Batch, Packed, Parts
 from router.core.request import OutputDelta
-from router.workers.prefill_stream import PrefillStream
+from router.workers.worker_link import PrefillStream
 from tests.support.integration.faults import outcomes
 from tests.support.integration.handoff import local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, valkey

@@ -18,7 +18,7 @@ from baton.rpc.grpc_channel import open_channel
 from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
-from router.workers.prefill_stream import PrefillStream
+from router.workers.worker_link import PrefillStream
 from tests.support.integration.handoff import ANSWER, BLOCK, SAMPLINGS, local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 

@@ -21,6 +21,8 @@ class Kind:
     """Whether its victim may end by it, and is started again."""
     has_spare: bool = True
     """Whether others can do what its victims did: else requests may be refused meanwhile."""
+    may_reset: bool = False
+    """Whether connections of clients may break by it: whoever holds them ends."""
     is_standstill: bool = False
     """Whether clients of its victims wait for its end, however long it lasts: their requests are
     nowhere else. Nothing else is done meanwhile, and recovery is counted from its end."""
@@ -29,7 +31,7 @@ class Kind:
 KINDS = (
     Kind("prefill killed", "prefill", may_restart=True),
     Kind("decode killed", "decode", may_restart=True),
-    Kind("router killed", "router", may_restart=True),
+    Kind("router killed", "router", may_restart=True, may_reset=True),
     # Some are shorter than any lease, some longer than all.
     Kind("prefill stopped", "prefill", 1.5, 7.0, may_restart=True),
     Kind("decode stopped", "decode", 1.5, 7.0, may_restart=True),
@@ -59,7 +61,7 @@ KINDS = (
     Kind("clock an hour behind", "cluster", 4.0, 8.0),
     Kind("prefill drained", "prefill", may_restart=True),
     Kind("decode drained", "decode", may_restart=True),
-    Kind("router drained", "router", may_restart=True),
+    Kind("router drained", "router", may_restart=True, may_reset=True),
     Kind("prefill role changed", "prefill", 2.0, 5.0),
     Kind("decode role changed", "decode", 2.0, 5.0),
     Kind("prefill pool gone", "prefill", may_restart=True),

@@ -22,11 +22,13 @@ GIVEN_UP_S = 120.0
 """A call that is silent for so long is lost: its router may have stood still for half of it."""
 RESET = "connection_reset"
 """The connection broke before the answer had ended: no word of the cluster's."""
+UNCLEAR = "unclear"
+"""An error that is neither a broken connection nor one of Baton's own."""
 NO_END = "no_end"
 """The stream ended in order, and the answer had not."""
 SILENT = "silent"
 """Nothing came for ``GIVEN_UP_S``."""
-NOT_CLEAR = frozenset({RESET, NO_END, SILENT})
+NOT_CLEAR = frozenset({RESET, UNCLEAR, NO_END, SILENT})
 """Endings that are no clear error."""
 
 _CHANNEL = (
@@ -110,8 +112,10 @@ class Call:
                 async with client.stream("POST", self.question.path, json=body) as response:
                     self._note_port(response)
                     await self._read_http(response, patience)
-        except httpx.TransportError as error:
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
             self._fail(RESET, f"{type(error).__name__}: {error}")
+        except httpx.TransportError as error:
+            self._fail(UNCLEAR, f"{type(error).__name__}: {error}")
 
     def _note_port(self, response: httpx.Response) -> None:
         stream = response.extensions["network_stream"]
@@ -155,10 +159,18 @@ class Call:
                         self._take_grpc(response)
                         self._hear()
             except grpc.aio.AioRpcError as error:
-                trailers = dict(error.trailing_metadata() or ())
-                code = trailers.get(CODE_KEY)
-                self.says_when = self.heard > 0 or RETRY_KEY in trailers
-                self._fail(RESET if code is None else str(code), str(error.details()))
+                self._fail_with_status(error)
+
+    def _fail_with_status(self, error: grpc.aio.AioRpcError) -> None:
+        """Every error of Baton's names its code in a trailer."""
+        trailers = dict(error.trailing_metadata() or ())
+        code, status = trailers.get(CODE_KEY), error.code()
+        self.says_when = self.heard > 0 or RETRY_KEY in trailers
+        if code is not None:
+            self._fail(str(code), str(error.details()))
+        else:
+            is_reset = status is grpc.StatusCode.UNAVAILABLE
+            self._fail(RESET if is_reset else UNCLEAR, f"{status.name}: {error.details()}")
 
     def _take_grpc(self, response: inference_pb2.GenerateResponse) -> None:
         choice = self.answer.choices[response.choice]

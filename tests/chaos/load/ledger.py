@@ -25,6 +25,8 @@ class Phase:
     """When the fault was complete."""
     has_spare: bool = True
     """Whether somebody was left who could do what the victims did."""
+    may_reset: bool = False
+    """Whether connections of clients may have broken by it."""
 
     def overlaps(self, began: float, ended: float) -> bool:
         """Whether a request of that time has seen some of it."""
@@ -48,7 +50,8 @@ class Ending:
     """Whether the error said when to come back, where it could."""
     lost: str = ""
     """Why neither an answer nor an error came; empty where one did."""
-    retried: bool = False
+    reset_at: float | None = None
+    """When its connection broke, after which it was tried again; None where that did not happen."""
     hung_up: bool = False
     """Whether the client had enough before the answer had ended."""
 
@@ -83,7 +86,10 @@ class Counts:
     lost: int = 0
     wrong_tokens: int = 0
     retried: int = 0
-    """Whose router went, and who were answered by another one."""
+    """Whose connection broke, and who asked again."""
+    resets_unexplained: int = 0
+    """Of those, and of clients that hung up, whose connection broke when no fault that ends routers
+    was under way."""
     hung_up: int = 0
     """Requests beside these, whose clients hung up in the middle."""
     errors_by_fault: dict[str, int] = field(default_factory=dict)
@@ -113,14 +119,25 @@ class Ledger:
             errors_without_spare=excused,
             lost=lost,
             wrong_tokens=sum(ending.is_wrong for ending in self.endings),
-            retried=sum(ending.retried for ending in waited),
+            retried=sum(ending.reset_at is not None for ending in waited),
+            resets_unexplained=sum(map(self._is_unexplained, self.endings)),
             hung_up=len(self.endings) - len(waited),
             errors_by_fault=dict(sorted(Counter(map(_name, phases)).items())),
         )
 
     def troubles(self) -> list[Ending]:
-        """Those that were lost, wrong, or ended in an error."""
-        return [one for one in self.endings if one.error or one.lost or one.is_wrong]
+        """Those that were lost, wrong, or ended in an error, or that nothing should have reset."""
+        return [
+            one
+            for one in self.endings
+            if one.error or one.lost or one.is_wrong or self._is_unexplained(one)
+        ]
+
+    def _is_unexplained(self, ending: Ending) -> bool:
+        at = ending.reset_at
+        return at is not None and not any(
+            one.may_reset and one.began <= at <= one.ended for one in self.phases
+        )
 
     def _phases_of(self, ending: Ending) -> list[Phase]:
         return [one for one in self.phases if one.overlaps(ending.began, ending.ended)]

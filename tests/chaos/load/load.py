@@ -104,7 +104,17 @@ class Load:
         await end_tasks([task])
         expected = self._reference[question.name, way]
         self._ledger.endings.append(
-            Ending(question.name, way, call.began, call.ended, call.answer, expected, hung_up=True)
+            Ending(
+                question=question.name,
+                way=way,
+                began=call.began,
+                ended=call.ended,
+                answer=call.answer,
+                expected=expected,
+                text=call.error_text,
+                reset_at=_reset_at(call),
+                hung_up=True,
+            )
         )
 
     async def _ask(self, question: Question, way: Way) -> bool:
@@ -130,10 +140,10 @@ class Load:
                 answer=last.answer,
                 expected=expected,
                 error="" if lost else last.error,
-                text=last.error_text,
+                text=last.error_text or first.error_text,
                 says_when=last.says_when,
                 lost=last.error if lost else "",
-                retried=first.error == RESET,
+                reset_at=_reset_at(first),
             )
         )
         return not last.error
@@ -146,3 +156,7 @@ class Load:
         finally:
             self.calls.discard(call)
         return call
+
+
+def _reset_at(call: Call) -> float | None:
+    return call.ended if call.error == RESET else None

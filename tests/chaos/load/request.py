@@ -18,7 +18,7 @@ from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import error_from_rpc
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
-from router.workers.prefill_stream import PrefillStream
+from router.workers.worker_link import PrefillStream
 from tests.chaos.harness.worker_child import WorkerChild
 
 DEADLINE_S = 90.0

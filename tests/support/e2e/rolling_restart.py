@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -20,11 +21,7 @@ CLIENTS = 3
 
 PROMPTS = ("The sea at night", "A list of numbers: 1, 2,", "def main():", "Once upon a time")
 
-
-MAX_TRIES = 2
-
-
-"""A router's client sees a reset, and one retry succeeds."""
+AGAIN_S = 0.25
 
 
 def answer(up: UpProcess, number: int) -> str:
@@ -55,7 +52,11 @@ def answer(up: UpProcess, number: int) -> str:
 
 @dataclass
 class Load:
-    """Clients that ask one question after the other."""
+    """Clients that ask one question after the other.
+
+    Whose connection breaks while a router is restarted asks again, once; at any other time it has
+    failed.
+    """
 
     up: UpProcess
     expected: list[str]
@@ -63,27 +64,42 @@ class Load:
     answered: int = 0
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    _restarting: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def router_restarts(self) -> Iterator[None]:
+        """Within this a router ends, and its connections with it."""
+        self._restarting.set()
+        try:
+            yield
+        finally:
+            self._restarting.clear()
 
     def run(self, first: int) -> None:
         number = first
         while not self.stop.is_set():
-            self._ask(number % len(self.expected))
+            self.ask(number % len(self.expected))
             number += CLIENTS
 
-    def _ask(self, number: int) -> None:
-        for left in reversed(range(MAX_TRIES)):
-            try:
-                text = answer(self.up, number)
-            except (httpx.TransportError, AssertionError) as error:
-                if not left or isinstance(error, AssertionError):
-                    self.failed.append(repr(error))
-                    return
-                time.sleep(0.25)
-                continue
-            self.answered += 1
-            if text != self.expected[number]:
-                self.wrong.append(text)
+    def ask(self, number: int) -> None:
+        """One question; what became of it is counted."""
+        try:
+            text = self._answer(number)
+        except (httpx.TransportError, AssertionError) as error:
+            self.failed.append(repr(error))
             return
+        self.answered += 1
+        if text != self.expected[number]:
+            self.wrong.append(text)
+
+    def _answer(self, number: int) -> str:
+        try:
+            return answer(self.up, number)
+        except (httpx.NetworkError, httpx.RemoteProtocolError):
+            if not self._restarting.is_set():
+                raise
+        time.sleep(AGAIN_S)
+        return answer(self.up, number)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

@@ -12,7 +12,7 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
-from router.workers.prefill_stream import PrefillStream
+from router.workers.worker_link import PrefillStream
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True)

@@ -128,14 +128,14 @@ class ScriptedDispatcher:
 
     async def _speak_once(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         sampling = request.sampling
-        special = request.shown.special_tokens
+        special = request.shows_special_tokens
         assembler = OutputProcessor(
             self.tokenizer.detokenizer(
                 request.prompt_ids, request.shown_ids, special_tokens=special
             ),
             sampling.stop,
             self.tokenizer.eos_ids,
-            include_stop=request.shown.stop_string,
+            include_stop=request.shows_stop_string,
         )
         tokens = [*self.tokenizer.encode(self.text), *self.tokenizer.eos_ids][: sampling.max_tokens]
         for place, token in enumerate(tokens):

@@ -17,7 +17,7 @@ from baton.errors import BatonError
 from baton.request import SequenceSpec, TokenOutput
 from baton.rpc import convert
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
-from router.workers.prefill_stream import PrefillStream
+from router.workers.worker_link import PrefillStream
 from tests.unit.handoff_model.network import Channel, Network
 from tests.unit.handoff_model.process import Process
 from tests.unit.handoff_model.workers import Worker

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.core.request import GenerationRequest
-from router.openai.answer_options import MAX_CHOICES
+from router.openai.options import MAX_CHOICES
 from tests.support.router.front_fakes import (
     CONTEXT,
     EOS,

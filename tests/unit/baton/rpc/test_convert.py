@@ -20,10 +20,10 @@ from baton.request import (
     Principal,
     SequenceSpec,
     TokenOutput,
+    TraceContext,
 )
 from baton.rpc import convert
 from baton.sampling_params import SamplingParams
-from baton.trace_context import TraceContext
 from baton.v1 import decode_pb2, sampling_pb2, transfer_pb2, worker_pb2
 
 U32 = st.integers(0, 2**32 - 1)

@@ -8,6 +8,7 @@ import pytest
 from opentelemetry.trace import INVALID_SPAN, StatusCode
 
 from baton.errors import Overloaded
+from baton.request import NO_TRACE, TraceContext
 from baton.telemetry.tracing import (
     begin_span,
     context_of,
@@ -16,7 +17,6 @@ from baton.telemetry.tracing import (
     start_tracing,
     trace_id_of,
 )
-from baton.trace_context import NO_TRACE, TraceContext
 from tests.support.span_keeper import identity, kept_spans
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

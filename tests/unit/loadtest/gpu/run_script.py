@@ -20,6 +20,8 @@ from loadtest.gpu.phases import Phase
 
 MARK = "BATON_TEST_MARK"
 """The variable that names the file."""
+_LIMIT_S = 600.0
+"""Of phases whose limit no test is about."""
 
 
 def right() -> Iterator[Result]:
@@ -73,7 +75,7 @@ def made(described: Sequence[str]) -> tuple[Phase, ...]:
     for one in described:
         name, _, works = one.partition("=")
         limit, _, name = name.rpartition(":")
-        limits = {plan: float(limit or 60.0) for plan in phases.PLANS}
+        limits = {plan: float(limit or _LIMIT_S) for plan in phases.PLANS}
         found.append(
             Phase(name, "what the test asks", limits, partial(items, tuple(works.split(","))))
         )

@@ -29,8 +29,10 @@ class Runs:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.output = folder / "gpu.jsonl"
+        self.mark = folder / "mark"
+        """It is there as soon as an item hangs that hangs once."""
         self._monkeypatch = monkeypatch
-        monkeypatch.setenv(run_script.MARK, str(folder / "mark"))
+        monkeypatch.setenv(run_script.MARK, str(self.mark))
         monkeypatch.setattr(run, "_DRY", 1.0)
 
     def run(self, *phases: str, item_s: float = 60.0) -> int:
@@ -131,7 +133,7 @@ def test_a_phase_whose_run_has_ended_does_nothing(
 def test_a_run_that_was_killed_resumes(runs: Runs) -> None:
     process = runs.start("first=right,hang_once,right")
     deadline = time.monotonic() + DEADLINE_S
-    while "hang_once 1" not in (runs.of("begun") if runs.output.exists() else ()):
+    while not runs.mark.exists():
         assert time.monotonic() < deadline, "the second item was never begun"
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
@@ -141,6 +143,7 @@ def test_a_run_that_was_killed_resumes(runs: Runs) -> None:
     assert runs.run("first=right,hang_once,right") == 0
     assert runs.of("done") == ["right 0", "hang_once 1", "right 2"]
     assert runs.of("begun").count("right 0") == 1
+    assert runs.of("begun").count("hang_once 1") == 2
 
 
 def test_a_report_of_another_machine_is_not_resumed(

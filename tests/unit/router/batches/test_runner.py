@@ -150,7 +150,7 @@ async def test_a_dead_process_loses_its_batch(tmp_path: Path) -> None:
                 await asyncio.sleep(0.005)
         assert dead.runner._follow is not None
         dead.runner._follow.cancel()
-        async with running(Process(tmp_path)) as alive:
+        async with running(Process(tmp_path, lease_s=0.3)) as alive:
             seen = await alive.store.ask(Database.batch, batch.id)
             assert seen.owner == dead.runner.owner
             batch = await alive.until(batch, BatchStatus.COMPLETED)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any, cast
 
@@ -225,8 +226,11 @@ async def test_a_viewer_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
         if sent > 2:
             await asyncio.Event().wait()
 
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
     async with console() as served, asyncio.timeout(DEADLINE_S):
-        await served.console._stream({}, EventStream(send))
+        await EventStream(partial(served.console._stream, {}))({}, receive, send)
         assert sent == 3
         assert served.console.broadcaster.viewers == 0
 

@@ -6,7 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton import errors
-from baton.request import FinishReason
+from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS
+from baton.request import FinishReason, Principal
+from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import RouterMetrics
 from router.core.accounting import (
     Outcome,
@@ -16,16 +18,22 @@ from router.core.accounting import (
     count_refusal,
     outcome_of,
 )
-from router.core.request import OutputDelta
+from router.core.request import GenerationRequest, OutputDelta
 
 
 def delta(tokens: int, cached: int = 0) -> OutputDelta:
     return OutputDelta("x", (1,) * tokens, FinishReason.STOP, cached)
 
 
+def recorder_of(stats: RequestStats, prompt_tokens: int) -> RequestRecorder:
+    sampling = SamplingParams(max_tokens=FIRST_ANSWER_TOKENS)
+    request = GenerationRequest("r", (1,) * prompt_tokens, sampling, Principal(), 60.0)
+    return RequestRecorder(stats, Slo(1.0, 0.5), request, "short", 100.0)
+
+
 def make() -> tuple[RouterMetrics, RequestRecorder]:
     stats = RequestStats(RouterMetrics(CollectorRegistry()))
-    return stats.metrics, RequestRecorder(stats, Slo(1.0, 0.5), "short", 10, 100.0)
+    return stats.metrics, recorder_of(stats, 10)
 
 
 def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
@@ -55,11 +63,11 @@ def test_times_and_tokens() -> None:
 
 def test_the_autoscalers_counts() -> None:
     stats = RequestStats(RouterMetrics(CollectorRegistry()))
-    recorder = RequestRecorder(stats, Slo(1.0, 0.5), "short", 10, 100.0)
+    recorder = recorder_of(stats, 10)
     recorder.delta(delta(1), 101.5)
     recorder.delta(delta(2), 102.0)
     recorder.succeed(102.0)
-    refused = RequestRecorder(stats, Slo(1.0, 0.5), "short", 30, 100.0)
+    refused = recorder_of(stats, 30)
     refused.fail(errors.Overloaded("full"))
     refused.fail(errors.Overloaded("full"))
     traffic = stats.traffic.counts

@@ -14,11 +14,10 @@ from prometheus_client.exposition import choose_encoder
 
 from baton.config.cluster import Config
 from baton.errors import BatonError, Overloaded
-from baton.request import FinishReason, Principal
+from baton.request import FinishReason, Principal, TraceContext
 from baton.sampling_params import SamplingParams
 from baton.telemetry.logs import formatter
 from baton.telemetry.metrics import RouterMetrics
-from baton.trace_context import TraceContext
 from router.access.api_keys import Caller
 from router.core.accounting import RequestStats
 from router.core.request import GenerationRequest, OutputDelta, choices_for

@@ -47,14 +47,14 @@ from router.dispatch.running_request import RunningRequest
 from router.routing.ledger import Ledger
 from router.routing.policy import Decision, RouteRequest
 from router.routing.route_finder import RouteFinder
-from router.text.detokenizer import ByteDetokenizer
-from router.text.output_processor import OutputProcessor
+from router.text.output_processor import ByteDetokenizer, OutputProcessor
 from router.workers import breaker as breaker_module
 from router.workers.breaker import Breaker
 from router.workers.worker_links import WorkerLinks
 
 DEADLINE_S = 10.0
 PROMPT = (5, 6, 7)
+SAMPLING = SamplingParams(max_tokens=50)
 
 
 class Stream:
@@ -116,6 +116,19 @@ class Asked:
     is_moved: bool
 
 
+class Promised:
+    """What a worker was promised of a request."""
+
+    def __init__(self) -> None:
+        self.is_computed = False
+
+    def computed(self, now: float) -> None:
+        self.is_computed = True
+
+    def ended(self, now: float) -> None:
+        self.computed(now)
+
+
 class World:
     """Two workers of each role; routes go to the first that is not excluded."""
 
@@ -134,8 +147,7 @@ class World:
         self.listeners: list[tuple[Any, Any]] = []
         self.readers: dict[tuple[str, int], Any] = {}
         self.metrics = RouterMetrics(CollectorRegistry())
-        promise = {"ended": lambda now: None, "is_computed": False}
-        ledger = SimpleNamespace(promise=lambda *_: SimpleNamespace(**promise))
+        ledger = SimpleNamespace(promise=lambda *_: Promised())
         config, links = Config(**changes), cast(WorkerLinks, self)
         self.placement = Placement(
             "router", config, links, cast(Ledger, ledger), cast(RouteFinder, self), self.metrics
@@ -214,9 +226,16 @@ class World:
 
     # What a test does
 
-    async def run(self, *, choices: int = 1, **fields: Any) -> RunningRequest:
+    async def run(
+        self,
+        *,
+        choices: int = 1,
+        sampling: SamplingParams = SAMPLING,
+        deadline_s: float = 60.0,
+        **fields: Any,
+    ) -> RunningRequest:
         request = GenerationRequest(
-            "r", PROMPT, SamplingParams(max_tokens=50), Principal(), 60.0, choices=choices, **fields
+            "r", PROMPT, sampling, Principal(), deadline_s, choices=choices, **fields
         )
         processors = [
             OutputProcessor(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(choices)
@@ -234,6 +253,8 @@ class World:
         async with asyncio.timeout(20.0):
             while not condition():
                 await asyncio.sleep(0.001)
+        # What was placed begins.
+        await self.settle()
 
     def tell(
         self, running: RunningRequest, tokens: int, *, choice: int = 0, ends: bool = False
@@ -496,8 +517,7 @@ async def test_lost_streams_are_no_deaths(
 ) -> None:
     """The router stood still: the workers are there, or it is not known in time."""
     monkeypatch.setattr(failover_module, "LOOK_S", 0.001)
-    world = World(advanced=AdvancedConfig(registry_ttl_s=4.0, heartbeat_s=1.0))
-    world.failover._verdict_s = 0.02
+    world = World(advanced=AdvancedConfig(registry_ttl_s=0.016, heartbeat_s=0.002))
 
     def what_becomes(name: str) -> None:
         world.links[name].connected = speak_again
@@ -766,7 +786,7 @@ async def test_a_worker_is_expected_to_speak_from_when_a_prompt_is_handed_to_it(
     world = World()
     running = await world.run()
     (attempt,) = running.attempts
-    attempt.promise.is_computed = True
+    attempt.promise.computed(time.monotonic())
     assert world.detector.expected_messages() == {"p0": 0, "d0": 0}
     world.close(running)
 
@@ -910,8 +930,7 @@ async def test_workers_that_go_away_again_and_again_end_a_request() -> None:
 
 async def test_waiting_for_workers_ends_with_the_deadline() -> None:
     world = World()
-    running = await world.run()
-    running.deadline = time.monotonic() + 0.05
+    running = await world.run(deadline_s=0.05)
     world.cut_off = True
     world.failover.worker_broken("d0", GONE)
     with pytest.raises(DeadlineExceeded):
@@ -939,8 +958,7 @@ async def test_a_prefill_stream_that_broke_with_all_others_blames_no_worker(
 
 async def test_an_answer_whose_prompts_part_is_lost_fails() -> None:
     world = World()
-    running = await world.run()
-    running.awaits_prompt = True
+    running = await world.run(sampling=SamplingParams(max_tokens=50, prompt_logprobs=0))
     world.tell(running, 1, ends=True)
     world.failover.worker_broken("d0", GONE)
     with pytest.raises(WorkerFailed):

@@ -16,8 +16,7 @@ from baton.request import FinishReason, Principal, TokenOutput
 from baton.sampling_params import SamplingParams
 from router.core.request import GenerationRequest, OutputDelta
 from router.dispatch.running_request import RunningRequest
-from router.text.detokenizer import ByteDetokenizer
-from router.text.output_processor import OutputProcessor
+from router.text.output_processor import ByteDetokenizer, OutputProcessor
 
 STOP = FinishReason.STOP
 
@@ -249,10 +248,10 @@ async def test_nothing_is_given_before_the_prompts_scores() -> None:
     delta = await waiting
     assert (delta.choice, delta.text, delta.prompt_logprobs) == (0, "a", scores)
     assert (await running.next_delta()).prompt_logprobs == ()
-    running.awaits_prompt = True
-    running.fail(WorkerFailed("gone"))
+    lost = make_choices(2, scores=True)
+    lost.fail(WorkerFailed("gone"))
     with pytest.raises(WorkerFailed):
-        await running.next_delta()
+        await lost.next_delta()
 
 
 async def test_nothing_is_given_before_the_prompts_embedding() -> None:

@@ -136,7 +136,7 @@ async def test_what_of_the_text_is_shown() -> None:
     assert [r.stop_string for r in responses if r.stop_string] == [responses[-1].stop_string]
     assert responses[-1].stop_string == "from"
     (asked,) = front.dispatcher.requests
-    assert asked.shown.special_tokens
+    assert asked.shows_special_tokens
     assert asked.prompt_ids == front.tokenizer.encode("a b c d e f")[-3:]
     told = [response.usage.completion_tokens for response in responses]
     assert told == sorted(told)

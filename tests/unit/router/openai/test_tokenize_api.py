@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.inference import builder
+from router.inference import prompt
 from router.text.tokenizer import Tokenizer
 from tests.support.router.front_fakes import CONTEXT, EOS, make_front
 from tests.support.router.http_app import call, check_error, post
@@ -49,7 +49,7 @@ async def test_back_again() -> None:
 
 
 async def test_a_chat_that_is_not_rendered_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(prompt, "MAX_WAIT_S", 0.01)
     monkeypatch.setattr(Tokenizer, "render_chat", lambda *_, **__: Future())
     front = make_front()
     error = check_error(await post(front, "/tokenize", {"messages": MESSAGES}), 504)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import cast
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
 
 from baton.request import LoadSnapshot
+from baton.store.prefix_index import PrefixIndex
+from baton.telemetry.metrics import RouterMetrics
+from router.routing import route_finder
 from router.routing.ledger import Ledger
 from router.routing.policies import make_policy
 from router.routing.policy import RouteSettings
-from router.routing.route_finder import REFRESH_S, TableSync
+from router.routing.route_finder import REFRESH_S, PrefixLookup, TableSync
 from router.workers.worker_links import WorkerLinks
 from tests.support.router.workers import BLOCK, record
 
@@ -60,3 +70,146 @@ async def test_a_call_that_failed_takes_a_worker_out() -> None:
         link.failed(time.monotonic())
         sync.refresh(0.0)
         assert [table.names[r] for r in table.group("prefill").rows] == ["p-1"]
+
+
+HASHES = [b"a" * 16]
+DEADLINE_S = 60.0
+
+
+class FakeIndex:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[asyncio.Future[dict[str, int]]] = []
+        self.at_once: dict[str, int] | redis.RedisError | None = None
+
+    async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+        self.asked.append(answer)
+        if isinstance(self.at_once, redis.RedisError):
+            raise self.at_once
+        return await answer if self.at_once is None else self.at_once
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
+    monkeypatch.setattr(route_finder, "DEADLINE_S", 0.02)
+    monkeypatch.setattr(route_finder, "RETRY_S", 0.0)
+    return FakeIndex()
+
+
+@pytest.fixture
+def metrics() -> RouterMetrics:
+    return RouterMetrics(CollectorRegistry())
+
+
+@pytest.fixture
+async def lookup(index: FakeIndex, metrics: RouterMetrics) -> AsyncIterator[PrefixLookup]:
+    asking = PrefixLookup(cast(PrefixIndex, index), metrics)
+    yield asking
+    async with asyncio.timeout(DEADLINE_S):
+        await asking.close()
+
+
+async def until_asked(index: FakeIndex, times: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while len(index.asked) < times:
+            await asyncio.sleep(0.001)
+
+
+async def test_what_the_index_says(index: FakeIndex, lookup: PrefixLookup) -> None:
+    index.at_once = {"w": 1}
+    assert await lookup.ask(HASHES) == {"w": 1}
+
+
+async def test_only_one_request_waits_for_an_index_that_is_away(
+    index: FakeIndex, lookup: PrefixLookup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await lookup.ask(HASHES) == {}
+    # From here on a wait would be seen: it has no end.
+    monkeypatch.setattr(route_finder, "DEADLINE_S", None)
+    for _ in range(20):
+        assert await lookup.ask(HASHES) == {}
+    assert len(index.asked) == 1, "what it was asked first is the question that is open"
+    index.asked[0].set_result({"w": 1})
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    index.at_once = {"w": 2}
+    assert await lookup.ask(HASHES) == {"w": 2}
+
+
+async def test_it_is_tried_again_while_nobody_waits(
+    index: FakeIndex, lookup: PrefixLookup, caplog: pytest.LogCaptureFixture
+) -> None:
+    index.at_once = redis.ConnectionError("away")
+    with caplog.at_level(logging.INFO):
+        for number in range(5):
+            assert await lookup.ask(HASHES) == {}
+            await until_asked(index, number + 1)
+            await asyncio.sleep(0.001)
+        index.at_once = {"w": 1}
+        assert await lookup.ask(HASHES) == {}, "nobody waits for the try"
+        await until_asked(index, 6)
+        await asyncio.sleep(0.001)
+        assert await lookup.ask(HASHES) == {"w": 1}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, "once when it goes, once when it is back"
+
+
+async def test_between_two_tries_there_is_a_rest(
+    index: FakeIndex, lookup: PrefixLookup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route_finder, "RETRY_S", 3600.0)
+    index.at_once = redis.ConnectionError("away")
+    for _ in range(20):
+        assert await lookup.ask(HASHES) == {}
+        await asyncio.sleep(0)
+    assert len(index.asked) == 1
+
+
+async def test_a_client_that_hangs_up_ends_only_its_own_wait(
+    index: FakeIndex, lookup: PrefixLookup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route_finder, "DEADLINE_S", DEADLINE_S)
+    asking = asyncio.create_task(lookup.ask(HASHES))
+    await until_asked(index, 1)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    index.asked[0].set_result({})
+    index.at_once = {"w": 1}
+    assert await lookup.ask(HASHES) == {"w": 1}
+
+
+async def test_a_fault_of_ours_is_told_and_costs_no_request(
+    index: FakeIndex, lookup: PrefixLookup, caplog: pytest.LogCaptureFixture
+) -> None:
+    asking = asyncio.create_task(lookup.ask(HASHES))
+    await until_asked(index, 1)
+    index.asked[0].set_exception(ValueError("a fault"))
+    with caplog.at_level(logging.ERROR):
+        assert await asking == {}
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+async def test_every_question_is_counted_by_its_outcome(
+    index: FakeIndex, lookup: PrefixLookup, metrics: RouterMetrics
+) -> None:
+    def count(name: str, **labels: str) -> float:
+        return metrics.registry.get_sample_value(f"baton_{name}", labels) or 0.0
+
+    calls = {"role": "router", "call": "prefix_lookup"}
+    index.at_once = {"w": 1}
+    await lookup.ask(HASHES)
+    index.at_once = redis.ConnectionError("away")
+    await lookup.ask(HASHES)
+    index.at_once = None
+    await lookup.ask(HASHES)
+    await until_asked(index, 3)
+    index.asked[2].set_result({})
+    await asyncio.sleep(0.001)
+    await lookup.ask(HASHES)
+    for outcome in ("answered", "failed", "away", "late"):
+        assert count("prefix_lookups_total", outcome=outcome) == 1, outcome
+    assert count("redis_failures_total", **calls) == 1
+    assert count("redis_call_seconds_count", **calls) == 2

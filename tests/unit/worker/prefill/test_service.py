@@ -14,7 +14,7 @@ from baton.request import LoadSnapshot
 from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from router.workers.prefill_stream import PrefillStream
+from router.workers.worker_link import PrefillStream
 from worker.prefill import service
 from worker.prefill.service import PrefillServicer, Send
 from worker.services import Keepalive

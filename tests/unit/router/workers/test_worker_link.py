@@ -13,7 +13,7 @@ import pytest
 from baton.errors import BatonError, WorkerFailed
 from baton.rpc.grpc_channel import MESSAGE_LIMIT, make_server, open_channel
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from router.workers.prefill_stream import PrefillStream
+from router.workers.worker_link import PrefillStream
 
 DEADLINE_S = 20.0
 

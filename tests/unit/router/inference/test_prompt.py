@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from router.openai.conversation import calls_turn, result_turn
+from router.inference.prompt import calls_turn, fitted, is_about_tools, result_turn
 from router.text.chat_template import ChatTemplate, load_chat_template
 from router.tool_calls.formats import FORMATS, format_for
-from router.tool_calls.prompt import fitted, is_about_tools
 from router.tool_calls.tools import Tool, ToolUse
 from tests.support.router.front_fakes import TEMPLATE
 

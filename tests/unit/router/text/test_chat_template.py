@@ -15,9 +15,8 @@ import psutil
 import pytest
 
 from baton.errors import BatonError, ConfigError, DeadlineExceeded, InvalidRequest
-from router.text import template_process
-from router.text.chat_template import MAX_SOURCE_CHARACTERS, ChatTemplate
-from router.text.template_process import SHORT_CHARACTERS
+from router.text import chat_template
+from router.text.chat_template import MAX_SOURCE_CHARACTERS, SHORT_CHARACTERS, ChatTemplate
 from router.text.template_program import chat_environment
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -112,8 +111,8 @@ BOMBS = {
 
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
 def test_bombs_are_contained(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "MAX_CPU_S", 0.3)
-    monkeypatch.setattr(template_process, "MAX_MEMORY_BYTES", 256 << 20)
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
+    monkeypatch.setattr(chat_template, "MAX_MEMORY_BYTES", 256 << 20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((InvalidRequest, ConfigError)) as caught:
         rendered(source)
@@ -183,7 +182,7 @@ def test_a_long_refusal_of_a_template_is_cut() -> None:
 
 
 def test_a_rendering_out_of_time_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "MAX_CPU_S", 0.1)
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.1)
     with pytest.raises(InvalidRequest, match=r"ends its process .*\(more than 0.1 s\)"):
         rendered(SLOW)
 
@@ -191,7 +190,7 @@ def test_a_rendering_out_of_time_is_reported(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_template_process_serves_after_a_refusal_and_is_replaced_after_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(template_process, "MAX_CPU_S", 0.3)
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
     source = (
         "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
         "{% if messages[0].content == 'slow' %}" + SLOW + "{% endif %}{{ messages[0].content }}"
@@ -236,7 +235,7 @@ def test_a_template_process_that_does_not_answer_is_killed(monkeypatch: pytest.M
     (first,) = set(children()) - before
     first.suspend()
     with monkeypatch.context() as patch:
-        patch.setattr(template_process, "MAX_WAIT_S", 0.1)
+        patch.setattr(chat_template, "MAX_WAIT_S", 0.1)
         with pytest.raises(DeadlineExceeded, match="overloaded"):
             template.render(MESSAGES, LIMIT).result(WAIT_S)
     assert first not in children()
@@ -244,7 +243,7 @@ def test_a_template_process_that_does_not_answer_is_killed(monkeypatch: pytest.M
 
 
 def test_short_conversations_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "MAX_CPU_S", 1.0)
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 1.0)
     template = ChatTemplate("{% if messages[0].content | length > 9 %}" + SLOW + "{% endif %}", {})
     assert template.render(MESSAGES, LIMIT).result(WAIT_S) == ""
     long = template.render([{"role": "user", "content": "a" * SHORT_CHARACTERS}], LIMIT)
@@ -266,9 +265,9 @@ def test_processes_end_with_their_template() -> None:
 @pytest.mark.parametrize("source", ["x", SLOW], ids=["idle", "at work"])
 def test_processes_end_with_the_router(source: str) -> None:
     script = (
-        "import time; from router.text import template_process\n"
+        "import time; from router.text import chat_template\n"
         "from router.text.chat_template import ChatTemplate\n"
-        "template_process.MAX_CPU_S = 1.0\n"
+        "chat_template.MAX_CPU_S = 1.0\n"
         f"template = ChatTemplate({source!r}, {{}}); template._process.start().result()\n"
         "later = template.render([], 9); print('ready', flush=True); time.sleep(600)"
     )

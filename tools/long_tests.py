@@ -1,0 +1,241 @@
+"""Runs long tests in shards, and writes down what came of them.
+
+``python -m tools.long_tests`` runs all shards, ``--shard N`` one, ``--commit HASH`` the one of a
+commit: a few commits later all have run. ``--report FILE`` puts the results into a page, from which
+the next run knows how long each file takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "long-tests.md"
+SHARD_MINUTES = 10.0
+_UNKNOWN_S = 60.0
+"""What a file is taken for that has never run."""
+_PATIENCE = 2.0
+"""A shard that takes so many times its time is ended."""
+_END_S = 120.0
+"""What a shard that is ended has to end its clusters, in seconds."""
+_COLLECT_S = 600.0
+_WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+"""How pytest ends that has run all tests."""
+_INTRODUCTION = """# Long tests
+
+`make test-long` runs the tests that take minutes, in shards of about ten minutes, and writes this
+page. `make test-long SHARD=2` runs one shard, and `make test-long COMMIT=HASH` that of a commit. A
+file's row is from the last time that `make test-long` ran its shard.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What came of one file's long tests."""
+
+    file: str
+    """Relative to the repository."""
+    date: str
+    """YYYY-MM-DD, UTC."""
+    commit: str
+    passed: int
+    failed: int
+    """Those that ended with an error outside the test included."""
+    skipped: int
+    seconds: float
+
+
+def shards(seconds: Mapping[str, float], bound_s: float) -> list[tuple[str, ...]]:
+    """Files by how long they take, in groups of ``bound_s`` at most.
+
+    A file that takes longer is a group of its own. The same files and times give the same groups.
+    """
+    groups: list[list[str]] = []
+    sums: list[float] = []
+    for file in sorted(seconds, key=lambda file: (-seconds[file], file)):
+        place = next((n for n, sum_s in enumerate(sums) if sum_s + seconds[file] <= bound_s), None)
+        if place is None:
+            place = len(groups)
+            groups.append([])
+            sums.append(0.0)
+        groups[place].append(file)
+        sums[place] += seconds[file]
+    return [tuple(sorted(group)) for group in groups]
+
+
+def shard_of(commit: str, count: int) -> int:
+    """Which of ``count`` shards a commit gets, from 0. ``commit`` is its hash, in hex digits."""
+    return int(commit, 16) % count
+
+
+def rows_of(results: str, date: str, commit: str) -> dict[str, Row]:
+    """By file, from what pytest wrote with ``--junitxml`` and ``junit_family=xunit1``."""
+    found: dict[str, Row] = {}
+    for case in ElementTree.fromstring(results).iter("testcase"):  # noqa: S314 - of pytest
+        file = case.get("file")
+        if file is None:
+            # The test that an interrupt has met.
+            continue
+        before = found.get(file, Row(file, date, commit, 0, 0, 0, 0.0))
+        failed = case.find("failure") is not None or case.find("error") is not None
+        skipped = case.find("skipped") is not None
+        found[file] = Row(
+            file,
+            date,
+            commit,
+            before.passed + (not failed and not skipped),
+            before.failed + failed,
+            before.skipped + skipped,
+            round(before.seconds + float(case.attrib["time"]), 1),
+        )
+    return found
+
+
+def page_of(rows: Iterable[Row]) -> str:
+    """The page that shows them."""
+    ordered = sorted(rows, key=lambda row: row.file)
+    passed, failed, skipped = (
+        sum(getattr(row, name) for row in ordered) for name in ("passed", "failed", "skipped")
+    )
+    minutes = sum(row.seconds for row in ordered) / 60
+    lines = [
+        _INTRODUCTION,
+        f"{passed} passed, {failed} failed, {skipped} skipped, {minutes:.0f} minutes.",
+        "",
+        "| " + " | ".join(field.name for field in fields(Row)) + " |",
+        "|" + " --- |" * len(fields(Row)),
+    ]
+    for row in ordered:
+        cells = [str(getattr(row, field.name)) for field in fields(Row)]
+        lines.append("| " + " | ".join([f"`{cells[0]}`", *cells[1:]]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def read_page(text: str) -> dict[str, Row]:
+    """The rows of a page, by file."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            file, date, commit, *counts, seconds = (
+                cell.strip("` ") for cell in line.strip("|").split("|")
+            )
+            passed, failed, skipped = map(int, counts)
+            found[file] = Row(file, date, commit, passed, failed, skipped, float(seconds))
+    return found
+
+
+def long_files(root: Path = ROOT) -> list[str]:
+    """The files that have long tests. Raises CalledProcessError with what pytest said."""
+    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "long")
+    done = subprocess.run(  # noqa: S603 - a command of our own
+        command, cwd=root, capture_output=True, text=True, timeout=_COLLECT_S, check=True
+    )
+    return sorted(set(re.findall(r"^(\S+\.py)::", done.stdout, re.MULTILINE)))
+
+
+def run_shard(files: Sequence[str], limit_s: float, root: Path = ROOT) -> dict[str, Row]:
+    """Run their long tests; what pytest says is shown.
+
+    When ``limit_s`` are over, or pytest ends otherwise before its time, the file that was under way
+    has failed, and so have those that were still to come.
+    """
+    date, commit = time.strftime("%Y-%m-%d", time.gmtime()), _commit(root)
+    with tempfile.TemporaryDirectory(prefix="long-tests-") as folder:
+        results = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "long", "--durations=10"]
+        command += ["-o", "junit_family=xunit1", f"--junitxml={results}", *files]
+        process = subprocess.Popen(command, cwd=root, start_new_session=True)  # noqa: S603 - as above
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            _say(f"ended after {limit_s:.0f} s")
+            _end(process)
+        except BaseException:
+            _end(process)
+            raise
+        found = rows_of(results.read_text(), date, commit) if results.exists() else {}
+    if found and process.returncode not in _WHOLE:
+        last = list(found)[-1]
+        found[last] = replace(found[last], failed=found[last].failed + 1)
+    missing = (Row(file, date, commit, 0, 1, 0, 0.0) for file in files if file not in found)
+    return found | {row.file: row for row in missing}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _commit(root: Path) -> str:
+    command = ("git", "rev-parse", "--short=8", "HEAD")
+    done = subprocess.run(  # noqa: S603 - as above
+        command, cwd=root, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """The exit code is 1 where a test failed."""
+    parser = argparse.ArgumentParser(prog="python -m tools.long_tests", description=__doc__)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--commit", help="run the shard of this commit's hash")
+    which.add_argument("--shard", type=int, help="run this shard, from 1")
+    parser.add_argument("--minutes", type=float, default=SHARD_MINUTES, help="of a shard, at most")
+    parser.add_argument("--list", action="store_true", help="show the shards, and run nothing")
+    parser.add_argument("--report", type=Path, help="the page that gets the results")
+    asked = parser.parse_args(arguments)
+
+    page = asked.report or PAGE
+    known = read_page(page.read_text()) if page.exists() else {}
+    files = long_files(root)
+    seconds = {file: known[file].seconds if file in known else _UNKNOWN_S for file in files}
+    groups = shards(seconds, 60 * asked.minutes)
+    chosen = range(len(groups))
+    if asked.commit:
+        chosen = range(number := shard_of(asked.commit, len(groups)), number + 1)
+    elif asked.shard:
+        if not 1 <= asked.shard <= len(groups):
+            parser.error(f"--shard {asked.shard}: there are {len(groups)}")
+        chosen = range(asked.shard - 1, asked.shard)
+
+    rows = {file: row for file, row in known.items() if file in seconds}
+    has_failed = False
+    for number in chosen:
+        group = groups[number]
+        planned_s = sum(seconds[file] for file in group)
+        _say(f"shard {number + 1} of {len(groups)}, about {planned_s:.0f} s: {' '.join(group)}")
+        if asked.list:
+            continue
+        found = run_shard(group, _PATIENCE * max(planned_s, 60 * asked.minutes), root)
+        has_failed = has_failed or any(row.failed for row in found.values())
+        rows |= found
+        if asked.report:
+            # After each shard: a run that is ended midway has written what it knows.
+            asked.report.write_text(page_of(rows.values()))
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
