@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
 from baton.grammar import Grammar, TokenMatcher
 from baton.grammars.compiled_grammars import CompiledGrammars
-from baton.host.background import spawn
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class GrammarGate:
             )
         job = queue[grammar] = _Job(grammar, cache_salt, asyncio.get_running_loop().create_future())
         if self.idle:
-            self._work = spawn(self._compile_all(), "compile grammars")
+            self._work = asyncio.create_task(self._compile_all(), name="compile grammars")
         return job
 
     async def _compile_all(self) -> None:
