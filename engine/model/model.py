@@ -59,7 +59,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepTokens:
     """The tokens of one step, all sequences after one another. All tensors int64 [tokens]."""
 
     token_ids: torch.Tensor
@@ -111,7 +111,7 @@ class DecoderModel:
 
     def hidden_states(
         self,
-        batch: Batch,
+        batch: StepTokens,
         cache: KvGroup,
         layer_done: Callable[[int], None] | None = None,
         layer_input: Callable[[int, torch.Tensor], None] | None = None,
@@ -170,7 +170,7 @@ class DecoderModel:
         h: torch.Tensor,
         layer: Layer,
         index: int,
-        batch: Batch,
+        batch: StepTokens,
         cache: KvGroup,
         rotation: torch.Tensor | None,
     ) -> torch.Tensor:

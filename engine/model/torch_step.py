@@ -6,7 +6,7 @@ import torch
 
 from engine.kv.kv_cache import KvGroup
 from engine.model.attention import attention_meta
-from engine.model.model import Batch, DecoderModel
+from engine.model.model import DecoderModel, StepTokens
 from engine.step.step import StepInput, StepOutput
 
 
@@ -63,7 +63,7 @@ class TorchStepModel:
     def use_threads(self, threads: int) -> None:
         """Torch keeps the threads that it has: its pool waits busily, and others need the cores."""
 
-    def _batch(self, step: StepInput) -> Batch:
+    def _batch(self, step: StepInput) -> StepTokens:
         size = self._cache.block_size
         positions: list[int] = []
         blocks: list[int] = []
@@ -72,7 +72,7 @@ class TorchStepModel:
             positions.extend(span)
             blocks.extend(row.block_table[position // size] for position in span)
         where = torch.tensor(positions, device=self._device)
-        return Batch(
+        return StepTokens(
             torch.tensor(step.token_ids, device=self._device),
             where,
             torch.tensor(blocks, device=self._device),

@@ -21,7 +21,7 @@ from router.embeddings.protocol import (
 )
 from router.http.client import validate
 from router.inference.builder import Arrival
-from router.inference.endpoint import Answer, Endpoint
+from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.service import InferenceService
 from router.openai.api import prompts_of
 
@@ -44,7 +44,7 @@ class EmbeddingsApi:
         """Embed one or more texts."""
         return await self.endpoint.answer(request)
 
-    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> Answer:
+    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(EmbeddingsRequest, raw)
         builder = self._service.builder
         builder.check_model(body.model)
@@ -62,8 +62,8 @@ class EmbeddingsApi:
         return body.dimensions
 
 
-class EmbeddingsAnswer(Answer):
-    """See ``Answer``: one vector for each prompt. Never streamed."""
+class EmbeddingsAnswer(ApiAnswer):
+    """See ``ApiAnswer``: one vector for each prompt. Never streamed."""
 
     def __init__(
         self, requests: Sequence[GenerationRequest], body: EmbeddingsRequest, dimensions: int
@@ -74,21 +74,21 @@ class EmbeddingsAnswer(Answer):
         self._vectors: dict[int, Vector] = {}
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         raise AssertionError("embeddings are not streamed")
 
     def last_events(self) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         raise AssertionError("embeddings are not streamed")
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         self.choices[prompt].add(delta, keep_text=False)
         if delta.embedding:
             self._vectors[prompt] = shortened(delta.embedding, self._dimensions)
 
     def whole(self) -> Mapping[str, Any]:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         encode = _base64 if self._body.encoding_format == "base64" else _numbers
         tokens = sum(len(request.prompt_ids) for request in self.requests)
         whole = EmbeddingsResponse(
@@ -103,7 +103,7 @@ class EmbeddingsAnswer(Answer):
 
     @property
     def size(self) -> int:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         return self._dimensions * len(self.requests)
 
 

@@ -1,7 +1,7 @@
 """Endpoint: one path of an HTTP API, from a body to its answer, over HTTP or as a line of a batch.
 
-body ─parse→ Answer (its requests are built) ─InferenceService.run→ deltas
-     ─the Answer's shapes→ server-sent events, or one body
+body ─parse→ ApiAnswer (its requests are built) ─InferenceService.run→ deltas
+     ─the ApiAnswer's shapes→ server-sent events, or one body
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router.inference.builder import Arrival
 from router.inference.service import BACKGROUND_WAIT_S, InferenceService
 
 
-class Answer(abc.ABC):
+class ApiAnswer(abc.ABC):
     """What one request is answered with, in the shapes of its API. Either streamed or whole."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Answer(abc.ABC):
         return 0
 
 
-Parse = Callable[[dict[str, Any], Arrival], Awaitable[Answer]]
+Parse = Callable[[dict[str, Any], Arrival], Awaitable[ApiAnswer]]
 """Makes the answer of a body: checks it and builds its requests. Raises BatonError."""
 
 
@@ -110,7 +110,7 @@ class Endpoint:
     def _name(self) -> str:
         return f"{self._prefix}{secrets.token_hex(16)}"
 
-    async def _stream(self, arrival: Arrival, answer: Answer, events: EventStream) -> None:
+    async def _stream(self, arrival: Arrival, answer: ApiAnswer, events: EventStream) -> None:
         async def show(prompt: int, delta: OutputDelta) -> None:
             if shown := answer.events(prompt, delta):
                 await events.write(shown, more=True)
@@ -128,14 +128,14 @@ class Endpoint:
         )
         await events.write(answer.last_events(), more=False)
 
-    async def _whole(self, arrival: Arrival, answer: Answer) -> Response:
+    async def _whole(self, arrival: Arrival, answer: ApiAnswer) -> Response:
         headers: dict[str, str] = {}
         await self._keep_all(arrival, answer, headers)
         body = await off_loop(answer.size, answer.whole)
         return JSONResponse(body, headers=headers)
 
     async def _keep_all(
-        self, arrival: Arrival, answer: Answer, headers: dict[str, str] | None
+        self, arrival: Arrival, answer: ApiAnswer, headers: dict[str, str] | None
     ) -> None:
         async def keep(prompt: int, delta: OutputDelta) -> None:
             answer.keep(prompt, delta)

@@ -9,14 +9,14 @@ from baton.request import FinishReason
 from router.core.request import Choice, GenerationRequest, OutputDelta
 from router.http.errors import anthropic_error
 from router.http.sse import encode_named
-from router.inference.endpoint import Answer
+from router.inference.endpoint import ApiAnswer
 from router.messages.output import MessageOutput
 from router.tool_calls.formats import ToolFormat
 from router.tool_calls.tools import ToolUse
 
 
-class MessagesAnswer(Answer):
-    """See ``Answer``: one prompt, one choice."""
+class MessagesAnswer(ApiAnswer):
+    """See ``ApiAnswer``: one prompt, one choice."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class MessagesAnswer(Answer):
         self._output = MessageOutput(form, use)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         (choice,) = self.choices
         is_first = not choice.begun
         choice.add(delta, keep_text=False)
@@ -45,7 +45,7 @@ class MessagesAnswer(Answer):
         return encode_named(events)
 
     def last_events(self) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         (choice,) = self.choices
         delta = {
             "stop_reason": self._stop_reason(choice),
@@ -59,15 +59,15 @@ class MessagesAnswer(Answer):
         )
 
     def failure(self, error: BatonError) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         return encode_named([anthropic_error(error)])
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         self.choices[0].add(delta, keep_text=True)
 
     def whole(self) -> dict[str, Any]:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         (choice,) = self.choices
         self._output.feed(choice.text, last=True)
         return {

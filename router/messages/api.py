@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from baton.errors import UnsupportedParameter
 from router.http.client import read_object, validate
 from router.inference.builder import Arrival
-from router.inference.endpoint import Answer, Endpoint
+from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.messages.answer import MessagesAnswer
@@ -42,7 +42,7 @@ class MessagesApi:
             ids = await self._builder.encoder.chat_ids(message_turns(body), message_tools(body))
         return JSONResponse({"input_tokens": len(ids)})
 
-    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> Answer:
+    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(MessagesRequest, raw)
         self._builder.check_model(body.model)
         _refuse_unserved(raw)

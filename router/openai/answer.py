@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from baton.request import FinishReason
 from router.core.request import Choice, GenerationRequest, OutputDelta, without_answer
 from router.http.sse import DONE, encode_events, to_json
-from router.inference.endpoint import Answer
+from router.inference.endpoint import ApiAnswer
 from router.openai import protocol as openai_protocol
 from router.openai.answer_details import NOTHING, AnswerDetails, ChunkExtras
 from router.openai.options import AnswerOptions
@@ -36,7 +36,7 @@ def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
     )
 
 
-class _OpenAiAnswer(Answer):
+class _OpenAiAnswer(ApiAnswer):
     """What both endpoints share. Choices have their places: those of the first prompt, then on."""
 
     kind: str
@@ -65,7 +65,7 @@ class _OpenAiAnswer(Answer):
         self._end = '],"usage":null}' if options.usage else "]}"
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         place, delta = self._placed(prompt, delta)
         choice = self.choices[place]
         first = not choice.begun
@@ -74,18 +74,18 @@ class _OpenAiAnswer(Answer):
         return encode_events(payloads) if payloads else b""
 
     def last_events(self) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         return encode_events([self._usage_chunk(), DONE] if self._options.usage else [DONE])
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         place, delta = self._placed(prompt, delta)
         self.choices[place].add(delta, keep_text=True)
         if self._details is not None:
             self._details.keep(place, delta)
 
     def whole(self) -> Mapping[str, Any]:
-        """See ``Answer``. The usage is that of all that was drawn."""
+        """See ``ApiAnswer``. The usage is that of all that was drawn."""
         details = self._details
         if details is None:
             return self._body(self.choices).model_dump()
@@ -97,7 +97,7 @@ class _OpenAiAnswer(Answer):
 
     @property
     def size(self) -> int:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         return 0 if self._details is None else self._details.entries
 
     @abc.abstractmethod

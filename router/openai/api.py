@@ -14,7 +14,7 @@ from baton.host.background import off_loop
 from baton.sampling_params import SCALAR_FIELDS
 from router.http.client import validate
 from router.inference.builder import Arrival
-from router.inference.endpoint import Answer, Endpoint
+from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.prompt import Prompt, Turn, calls_turn, result_turn
 from router.inference.sampling_input import SamplingInput, banned_runs
 from router.inference.service import InferenceService
@@ -66,7 +66,7 @@ class OpenAiApi:
         """Continue one or more prompts."""
         return await self.plain.answer(request)
 
-    async def _chat(self, raw: dict[str, Any], arrival: Arrival) -> Answer:
+    async def _chat(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(ChatCompletionRequest, raw)
         self._builder.check_model(body.model)
         refuse_unsupported_chat(raw)
@@ -91,7 +91,7 @@ class OpenAiApi:
             return ChatAnswer(*parts, stream=stream)
         return ToolChatAnswer(*parts, self._builder.tool_format, tools, stream=stream)
 
-    async def _completion(self, raw: dict[str, Any], arrival: Arrival) -> Answer:
+    async def _completion(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(CompletionRequest, raw)
         self._builder.check_model(body.model)
         refuse_unsupported_completion(raw)

@@ -12,7 +12,7 @@ from baton.errors import BatonError
 from baton.request import FinishReason
 from router.core.request import Choice, GenerationRequest, OutputDelta
 from router.http.sse import encode_named
-from router.inference.endpoint import Answer
+from router.inference.endpoint import ApiAnswer
 from router.responses.output import Fields, ResponseOutput
 from router.tool_calls.formats import ToolFormat
 from router.tool_calls.tools import Tool, ToolUse
@@ -35,8 +35,8 @@ class Repeated:
     text_format: Mapping[str, Any]
 
 
-class ResponsesAnswer(Answer):
-    """See ``Answer``: one prompt, one choice."""
+class ResponsesAnswer(ApiAnswer):
+    """See ``ApiAnswer``: one prompt, one choice."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ResponsesAnswer(Answer):
         self._output = ResponseOutput(form, use)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         (choice,) = self.choices
         events: list[Fields] = []
         if not choice.begun:
@@ -75,12 +75,12 @@ class ResponsesAnswer(Answer):
         return self._numbered([*events, *self._output.feed(delta.text, last=last, cut=cut)])
 
     def last_events(self) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         whole = self._final(self.choices[0])
         return self._numbered([{"type": f"response.{whole['status']}", "response": whole}])
 
     def failure(self, error: BatonError) -> bytes:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         code = "server_error"
         if error.http_status < _OUR_FAULT:
             code = "rate_limit_exceeded" if error.http_status == 429 else "invalid_prompt"
@@ -92,11 +92,11 @@ class ResponsesAnswer(Answer):
         return self._numbered([{"type": "response.failed", "response": failed}])
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         self.choices[0].add(delta, keep_text=True)
 
     def whole(self) -> Fields:
-        """See ``Answer``."""
+        """See ``ApiAnswer``."""
         (choice,) = self.choices
         cut = choice.finish_reason is FinishReason.LENGTH
         self._output.feed(choice.text, last=True, cut=cut)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.http.client import validate
 from router.inference.builder import Arrival
-from router.inference.endpoint import Answer, Endpoint
+from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.prompt import Turn
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
@@ -59,7 +59,7 @@ class ResponsesApi:
         """Answer text or items."""
         return await self.endpoint.answer(request)
 
-    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> Answer:
+    async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(ResponsesRequest, raw)
         self._builder.check_model(body.model)
         _refuse_unserved(raw)

@@ -19,7 +19,7 @@ Write = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatReply:
     """An answer with its figures."""
 
     text: str
@@ -81,7 +81,7 @@ class Chat:
         self._failed = ""
         """The last question, where it has no answer."""
 
-    def ask(self, question: str, write: Write) -> Answer:
+    def ask(self, question: str, write: Write) -> ChatReply:
         """Stream the answer to a question through ``write``. Raises BatonError.
 
         What there is of an interrupted answer stays in the conversation. A question that failed
@@ -115,12 +115,12 @@ class Chat:
         self._turns = []
         self._failed = ""
 
-    def _stream(self, turns: Sequence[_Turn], question: str, write: Write) -> Answer:
+    def _stream(self, turns: Sequence[_Turn], question: str, write: Write) -> ChatReply:
         messages = self._messages(turns, question)
         pieces: list[str] = []
         begun = first = last = self._clock()
         tokens = first_tokens = 0
-        answer = Answer("", interrupted=True)
+        answer = ChatReply("", interrupted=True)
         try:
             for message in self._client.generate(messages=messages, sampling=self._sampling):
                 last = self._clock()
@@ -131,7 +131,7 @@ class Chat:
                     pieces.append(message.text)
                     write(message.text)
                 if message.HasField("usage"):
-                    answer = Answer(
+                    answer = ChatReply(
                         "",
                         is_cut=message.finish_reason == FINISH_REASON_LENGTH,
                         prefill_worker=message.prefill_worker,

@@ -15,7 +15,7 @@ import torch
 from baton.errors import ConfigError
 from engine.kv.kv_cache import KvGroup
 from engine.model.layers import GatedMlp
-from engine.model.model import Batch, DecoderModel, Layer
+from engine.model.model import DecoderModel, Layer, StepTokens
 from engine.model.named_tensors import Matrix, NamedTensors
 from engine.model.rope import rope_table
 from engine.model.torch_step import TorchStepModel
@@ -68,7 +68,7 @@ class EagleModel(DecoderModel):
 
     def outputs(
         self,
-        batch: Batch,
+        batch: StepTokens,
         features: torch.Tensor,
         cache: KvGroup,
         layer_done: Callable[[int], None] | None = None,

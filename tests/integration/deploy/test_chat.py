@@ -7,7 +7,7 @@ import pytest
 from baton.client import Client
 from baton.errors import ContextLengthExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.v1.sampling_pb2 import SamplingParameters
-from deploy.cli.client.chat import Answer, Chat
+from deploy.cli.client.chat import Chat, ChatReply
 from deploy.processes.ports import free_port
 from tests.support.deploy.parrot import DEADLINE_S, Parrot, said, served
 
@@ -50,7 +50,7 @@ def test_an_answer_has_its_figures(client: Client) -> None:
     )
     burst = Chat(client, SamplingParameters(), clock=lambda: 1.0)
     assert burst.ask("one two", nothing).figures.startswith("2 tokens · first token after 0 ms · ")
-    local = Answer("", 1, prefill_worker="decode-0", decode_worker="decode-0")
+    local = ChatReply("", 1, prefill_worker="decode-0", decode_worker="decode-0")
     assert local.figures == "1 token · decode-0"
     assert "cut at the maximum length" in chat.ask("long", nothing).figures
 

@@ -11,7 +11,7 @@ import torch
 from engine.checkpoint.model_config import load_model_config
 from engine.kv.kv_cache import KvCache
 from engine.model.attention import attention_meta
-from engine.model.model import Batch, DecoderModel
+from engine.model.model import DecoderModel, StepTokens
 from engine.model.weights import load_weights
 from engine.scheduling.plan import PlanRow
 
@@ -76,7 +76,7 @@ def compute(pair: Pair, cache: KvCache, rows: list[tuple[list[int], PlanRow]]) -
         blocks += [row.block_table[position // size] for position in span]
     where = torch.tensor(positions)
     meta = attention_meta(tuple(row for _, row in rows), size, CPU)
-    batch = Batch(torch.tensor(token_ids), where, torch.tensor(blocks), where % size, meta)
+    batch = StepTokens(torch.tensor(token_ids), where, torch.tensor(blocks), where % size, meta)
     return pair.model.logits(pair.model.hidden_states(batch, cache))
 
 
