@@ -15,14 +15,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from baton.config.cluster import Config
 from baton.errors import BatonError, NoRoom
 from baton.host.background import spawn
-from baton.request import LOWEST_PRIORITY, SequenceSpec, TokenOutput, TraceContext
+from baton.request import TokenOutput
 from baton.rpc import convert
 from baton.rpc.grpc_errors import as_baton_error, error_from_code
 from baton.telemetry.metrics import RouterMetrics
@@ -198,7 +198,14 @@ class Placement:
                 "baton.decision": "local" if source is target else "remote",
             },
         )
-        spec = self._spec(running, route, left_s, context_of(span, running.request.trace))
+        spec = running.sequence_spec(
+            self._router_id,
+            route.choices,
+            route.request.context_class,
+            left_s,
+            context_of(span, running.request.trace),
+            scored=route.scored,
+        )
         attempt = Attempt(
             running,
             spec,
@@ -232,31 +239,6 @@ class Placement:
         attempt.follow(self._prefill(attempt, message))
         if moved:
             self._moved.labels(reason=moved).inc()
-
-    def _spec(
-        self, running: RunningRequest, route: Route, left_s: float, trace: TraceContext
-    ) -> SequenceSpec:
-        request, group = running.request, route.choices
-        sampling = request.sampling
-        return SequenceSpec(
-            request_id=request.request_id,
-            attempt=running.next_attempt,
-            router_id=self._router_id,
-            token_ids=running.token_ids(group[0]),
-            prompt_length=len(request.prompt_ids),
-            sampling=sampling if route.scored else replace(sampling, prompt_logprobs=None),
-            cache_salt=request.cache_salt,
-            context_class=route.request.context_class,
-            principal=request.principal,
-            deadline_s=left_s,
-            choices=len(group),
-            choice=group[0],
-            priority=LOWEST_PRIORITY if request.background else request.priority,
-            preemptions=max(running.choices[n].preemptions for n in group),
-            hand_back=True,
-            embeds=request.embeds,
-            trace=trace,
-        )
 
     def _prefix_source(self, decision: Decision) -> prefill_pb2.PrefixSource | None:
         """The worker from which the prefill worker may fetch blocks."""
