@@ -123,8 +123,7 @@ class Placement:
         """
         for place, group in enumerate(running.groups(choices)):
             await self._links.returned(running.deadline)
-            scored = running.awaits_prompt and place == 0
-            self.begin(running, await self._route(running, group, avoid, scored=scored), moved)
+            self.begin(running, await self._route(running, place, group, avoid), moved)
 
     async def find(
         self,
@@ -138,26 +137,21 @@ class Placement:
         ``source_worker`` has all of their blocks. Raises BatonError.
         """
         return [
-            await self._route(
-                running,
-                group,
-                avoid,
-                scored=running.awaits_prompt and place == 0,
-                source_worker=source_worker,
-            )
+            await self._route(running, place, group, avoid, source_worker)
             for place, group in enumerate(running.groups(choices))
         ]
 
     async def _route(
         self,
         running: RunningRequest,
+        place: int,
         group: tuple[int, ...],
         avoid: Sequence[Names],
-        *,
-        scored: bool,
         source_worker: str = "",
     ) -> Route:
         asked = running.request
+        # The first group tells of the prompt for all.
+        scored = running.awaits_prompt and place == 0
         left_s = running.left_s(time.monotonic())
         token_ids = running.token_ids(group[0])
         hashes = self._routes.hashes(token_ids, asked.cache_salt, running.chains[group[0]])

@@ -1,4 +1,4 @@
-"""What every call of the gRPC front begins with."""
+"""What every call of the gRPC API begins with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Service(Protocol):
-    """One gRPC service of the front."""
+    """One gRPC service of the API."""
 
     def add_to(self, server: grpc.aio.Server) -> str:
         """Mount it on a server that is not started yet; gives its full name."""

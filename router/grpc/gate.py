@@ -1,4 +1,4 @@
-"""What every call of the gRPC front passes before its service sees it: its key."""
+"""What every call of the gRPC API passes before its service sees it: its key."""
 
 from __future__ import annotations
 
