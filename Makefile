@@ -132,7 +132,7 @@ sbom: install $(AUDIT_VENV)/.installed
 	@echo "baton.cdx.json"
 
 # Generated code runs on the versions that it was made with and on newer ones: hence a venv of its
-# own, with the oldest that Baton supports.
+# own, with versions no newer than the oldest that Baton supports.
 $(PROTO_VENV)/.installed: Makefile
 	@test -x $(PROTO_BIN)/python || $(PYTHON) -m venv $(PROTO_VENV)
 	@$(PROTO_BIN)/python -m pip install grpcio-tools==1.76.0 mypy-protobuf==5.1.0

@@ -10,7 +10,6 @@ from functools import partial
 import grpc.aio
 import redis.asyncio
 
-from baton.rpc.grpc_channel import make_server
 from baton.store.prefix_index import PrefixIndex
 from baton.store.supervision import PoolSizes, supervision_page
 from router.admin.cache import CacheApi, CacheControl, OperatorServicer
@@ -21,7 +20,7 @@ from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
 from router.core.accounting import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
-from router.grpc.gate import GrpcGate
+from router.grpc.gate import make_public_server
 from router.grpc.inference import add_grpc_services
 from router.inference.service import InferenceService
 from router.listeners import Apps
@@ -76,17 +75,14 @@ def make_application(
             *more,
         ),
     )
-    server = make_server(shares_port=config.routers > 1, gates=(GrpcGate(access),))
-    add_grpc_services(
-        server,
-        service,
-        apis.tokens,
-        dispatcher,
-        more=(
-            OperatorServicer(cache, access),
-            WorkerOperatorServicer(control, scaling, access, config),
-        ),
+    server = make_public_server(access, config)
+    servicers = (
+        OperatorServicer(cache, access),
+        WorkerOperatorServicer(control, scaling, access, config),
     )
+    # With a listener of their own, operators' calls are on no other one.
+    more_services = () if config.admin_http else servicers
+    add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
     return Application(apps, server, batches, console)
 
 

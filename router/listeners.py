@@ -9,15 +9,14 @@ import asyncio
 import socket
 from dataclasses import dataclass
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from baton.config.cluster import Config
 from baton.config.fields import split_host_port
 from baton.host.background import end_tasks, spawn
 from baton.security.tls import LiveContext, server_context
-from router.http.protocol import http_protocol
-from router.http.uvicorn_internals import QuietServer
+from router.http.protocol import Bounds
+from router.http.server import HttpServer
 
 RENEWAL_POLL_S = 1.0
 STOP_GRACE_S = 2
@@ -81,24 +80,21 @@ class HttpServers:
         if self._renewing is not None:
             await end_tasks([self._renewing])
 
-    def _server(self, app: ASGIApp) -> QuietServer:
+    def _server(self, app: ASGIApp) -> HttpServer:
         config, certificate = self._config, self._certificate
         limits = config.advanced
-        http = uvicorn.Config(
-            app,
-            http=http_protocol(
-                limits.slow_client_s, limits.head_deadline_s, limits.max_connections_per_client
-            ),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            # Nothing asks for a client's address.
-            proxy_headers=False,
-            lifespan="off",
-            timeout_graceful_shutdown=int(config.drain_deadline_s) + STOP_GRACE_S,
-            ssl_context_factory=None if certificate is None else lambda *_: certificate.get(),
+        bounds = Bounds(
+            max_connections=limits.max_connections,
+            max_per_client=limits.max_connections_per_client,
+            head_s=limits.head_deadline_s,
+            slow_client_s=limits.slow_client_s,
         )
-        return QuietServer(http)
+        return HttpServer(
+            app,
+            bounds,
+            context=None if certificate is None else certificate.get(),
+            grace_s=int(config.drain_deadline_s) + STOP_GRACE_S,
+        )
 
 
 async def _take_up_renewals(certificate: LiveContext) -> None:
@@ -111,9 +107,7 @@ async def _take_up_renewals(certificate: LiveContext) -> None:
 def _listen(address: str, *, shares_port: bool) -> socket.socket:
     host, port = split_host_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With its protocol said: asyncio switches Nagle's algorithm off only where it knows that it is
-    # TCP, and an answer's second packet would wait 40 ms for the client's acknowledgement.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shares_port:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -24,11 +24,16 @@ class AdvancedConfig(Section):
     """Time without a finished engine step, while one is in flight, after which a responsive worker
     counts as hung, in seconds."""
     head_deadline_s: float = Field(default=10.0, gt=0)
-    """Time in which a client must send the head of an HTTP request, in seconds."""
+    """Time in which a client must send the head of an HTTP request, or make its connection to
+    either listener, in seconds."""
     slow_client_s: float = Field(default=30.0, gt=0)
     """Time after which a client that does not read its answer is disconnected, in seconds. It
     counts from when the answer exceeds the connection's buffer. An HTTP client that reads fewer
     than 4096 bytes in this time does not read."""
+    max_connections: int = Field(default=4096, ge=16, le=1_000_000)
+    """Maximum number of connections to each listener of one router process. With more, the HTTP
+    connection that has waited longest for a request is closed; if all of them run requests, and on
+    the gRPC listener, new ones are refused. An open connection uses a file descriptor."""
     max_connections_per_client: int = Field(default=0, ge=0, le=1_000_000)
     """Maximum number of HTTP connections from one address to one router process; more get 503, and
     0 is unlimited. An IPv6 network of /64 counts as one address. Behind a proxy all connections

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import grpc
@@ -26,6 +27,7 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
     ("grpc.max_send_message_length", MESSAGE_LIMIT),
 ]
+_NO_BOUNDS: Mapping[str, int] = MappingProxyType({})
 _CONNECT_MS, _HANDSHAKE_MS = 1_000, 2_000
 """How long a connection may take to be made, without TLS and with it: two more ways there and back,
 and some arithmetic. On a busy machine a tenth of a second is too short, and whoever asks is told
@@ -88,13 +90,18 @@ def open_blocking_channel(
 
 
 def make_server(
-    *, shares_port: bool = False, gates: Sequence[grpc.aio.ServerInterceptor] = ()
+    *,
+    shares_port: bool = False,
+    gates: Sequence[grpc.aio.ServerInterceptor] = (),
+    bounds: Mapping[str, int] = _NO_BOUNDS,
 ) -> grpc.aio.Server:
     """A server without services and ports. ``shares_port``: others may listen on the same one.
 
-    Every call passes the ``gates`` first.
+    Every call passes the ``gates`` first. ``bounds``: options of gRPC's core, by name, in place of
+    those that servers within the cluster have.
     """
-    return grpc.aio.server(interceptors=gates, options=_server_options(shares_port=shares_port))
+    options = {**dict(_server_options(shares_port=shares_port)), **bounds}
+    return grpc.aio.server(interceptors=gates, options=[*options.items()])
 
 
 def listen(server: grpc.aio.Server | grpc.Server, address: str, tls: TlsFiles | None = None) -> int:

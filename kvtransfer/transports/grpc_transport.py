@@ -33,9 +33,8 @@ from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.shard_memory import source_memory, target_memory
 from kvtransfer.transports.frames import Frame, decode_frame
-from kvtransfer.transports.links import OpenTransfers, place
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import Batch, Packed, Parts, Peer, place
 
 CHUNK_BYTES = 2 << 20
 """Most bytes of a message, but for a part that is larger: 1 MiB costs a quarter of the throughput,

@@ -16,9 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import OpenTransfers, damaged
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import Batch, Packed, Parts, damaged
 
 Offer = TypeVar("Offer")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -1,4 +1,4 @@
-"""What every call of the gRPC API begins with."""
+"""What every call of the gRPC listener begins with."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from baton.config.cluster import Config
-from baton.errors import DeadlineExceeded, RequestTooLarge
+from baton.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge
 from baton.liveness.listening import listening
 from router.access.api_keys import Caller
 from router.inference.builder import Arrival
@@ -18,7 +18,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Service(Protocol):
-    """One gRPC service of the API."""
+    """One gRPC service of the front."""
 
     def add_to(self, server: grpc.aio.Server) -> str:
         """Mount it on a server that is not started yet; gives its full name."""
@@ -46,6 +46,22 @@ def arrival_of(
     if left is None or left >= max_s:
         return Arrival.of(name, at, metadata, max_s, caller)
     return Arrival.of(name, at, metadata, left, caller, own_deadline=True)
+
+
+async def message_of(context: Context) -> Any:
+    """The message of a call, which is read now. Raises InvalidRequest."""
+    try:
+        message = await context.read()
+    except DecodeError:
+        raise InvalidRequest("the message cannot be parsed") from None
+    if message is grpc.aio.EOF:
+        raise InvalidRequest("the call has no message")
+    return message
+
+
+def message_is_late() -> DeadlineExceeded:
+    """The error of a call whose message does not come."""
+    return DeadlineExceeded("the call's message did not arrive in time")
 
 
 async def write_to(context: Context, message: Message, config: Config) -> None:

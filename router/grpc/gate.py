@@ -1,25 +1,75 @@
-"""What every call of the gRPC API passes before its service sees it: its key."""
+"""The public gRPC server: its bounds, and the gate that every call passes before its service.
+
+A call that its key does not allow ends before any of its message is read. gRPC's core bounds
+connections, streams and messages; the gate sees calls alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from baton.errors import BatonError
+from baton.config.cluster import Config
+from baton.errors import BatonError, NotFound
+from baton.liveness.listening import listening
+from baton.rpc.grpc_channel import make_server
 from baton.rpc.grpc_errors import grpc_boundary
 from router.access.access import Access, scope_of_service
+from router.access.api_keys import check_one_credential
+from router.access.audit import Refusals
+from router.grpc.call import Context, message_is_late, message_of
 
-Context = grpc.aio.ServicerContext[Any, Any]
+MAX_STREAMS = 1024
+"""Maximum number of calls on one connection at a time; a client's others wait at the client."""
+_SLACK_BYTES = 64 << 10
+"""A message that is larger than a body by less is refused by its service, which says the bound."""
+_UNREAD_BYTES = 16 << 10
+"""What gRPC takes in of a call whose message is not asked for."""
+_IDLE_S = 300.0
+_AGE_S = 3600.0
+"""A connection without calls ends after the one, and any takes no new calls after the other. A
+client connects again without a word to its caller."""
+_GRACE_S = 60.0
+"""What calls may take beyond a request's deadline before an old connection is cut."""
+
+
+def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
+    """The server of the router's gRPC listener, without services and ports."""
+    head_s = config.advanced.head_deadline_s
+    seconds = {
+        "grpc.server_handshake_timeout_ms": head_s,
+        "grpc.max_connection_idle_ms": _IDLE_S,
+        "grpc.max_connection_age_ms": _AGE_S,
+        "grpc.max_connection_age_grace_ms": config.request_deadline_s + _GRACE_S,
+    }
+    bounds = {
+        **{name: int(limit * 1000) for name, limit in seconds.items()},
+        "grpc.max_allowed_incoming_connections": config.advanced.max_connections,
+        "grpc.max_concurrent_streams": MAX_STREAMS,
+        "grpc.max_receive_message_length": config.max_body_bytes + _SLACK_BYTES,
+        "grpc.http2.lookahead_bytes": _UNREAD_BYTES,
+        # It would raise the bytes that are taken in unread to megabytes.
+        "grpc.http2.bdp_probe": 0,
+    }
+    operators = not config.admin_http
+    gate = GrpcGate(access, config.request_deadline_s, operators=operators)
+    return make_server(shares_port=config.routers > 1, gates=(gate,), bounds=bounds)
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):
-    """Refuses calls that their key does not allow; of methods that are not there, too."""
+    """Refuses calls that their key does not allow, those of unknown methods included."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, message_s: float, *, operators: bool = True) -> None:
+        """``message_s``: how long a client has to send a call's message. ``operators``: whether
+        operators' calls are served, which ``admin_http`` takes away."""
         self._access = access
+        self._operators = operators
+        self._refusals = Refusals(access)
+        self._message_s = message_s
 
     async def intercept_service(
         self,
@@ -31,34 +81,60 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         """See ``grpc.aio.ServerInterceptor``."""
         service = handler_call_details.method.rpartition("/")[0].lstrip("/")
         needed = scope_of_service(service)
+        if needed is not None:
+            metadata = handler_call_details.invocation_metadata or ()
+            given = [(name, value) for name, value in metadata if isinstance(value, str)]
+            try:
+                if needed == "admin" and not self._operators:
+                    raise NotFound("operators' calls are served over HTTP alone, at admin_http")
+                check_one_credential(given)
+                self._access.check(dict(given), needed)
+            except BatonError as error:
+                return self._refusing(error, handler_call_details.method, dict(given))
         handler = await continuation(handler_call_details)
-        if needed is None:
+        if handler is None or handler.request_streaming:
             return handler
-        metadata = handler_call_details.invocation_metadata or ()
-        given = {name: value for name, value in metadata if isinstance(value, str)}
-        try:
-            self._access.check(given, needed)
-        except BatonError as error:
-            return _refusing(handler, error)
-        return handler
+        return _bounded(handler, self._message_s)
+
+    def _refusing(
+        self, error: BatonError, method: str, metadata: Mapping[str, str]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """A handler that ends a call with the error.
+
+        It takes a stream, whatever the method's kind: a client cannot tell, and of a stream nothing
+        is read that its handler does not ask for.
+        """
+
+        async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
+            self._refusals.add(error, metadata, action=method, client=context.peer())
+            async with grpc_boundary(context):
+                raise error
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _refusing(
-    handler: grpc.RpcMethodHandler[Any, Any] | None, error: BatonError
+def _bounded(
+    handler: grpc.RpcMethodHandler[Any, Any], message_s: float
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """One of the same kind that ends the call with the error."""
+    """The handler of one message, with a deadline for it and an error for one that is none."""
+    streams = handler.response_streaming
+    method: Any = handler.unary_stream if streams else handler.unary_unary
 
-    async def refuse(_: Any, context: Context) -> None:
+    async def serve(_: AsyncIterator[Any], context: Context) -> None:
         async with grpc_boundary(context):
-            raise error
+            try:
+                async with listening(message_s):
+                    message = await message_of(context)
+            except TimeoutError:
+                raise message_is_late() from None
+        if not streams:
+            await context.write(await method(message, context))
+        elif inspect.isasyncgenfunction(method):
+            async for response in method(message, context):
+                await context.write(response)
+        else:
+            await method(message, context)
 
-    async def refuse_stream(_: Any, context: Context) -> AsyncIterator[None]:
-        async with grpc_boundary(context):
-            raise error
-        yield
-
-    if handler is not None and handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse_stream)
-    if handler is not None and handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(
+        serve, handler.request_deserializer, handler.response_serializer
+    )

@@ -1,55 +1,156 @@
-"""grpc.health.v1 of a router: the same answer as /health."""
+"""grpc.health.v1 of a router: the same answer as /health.
+
+A call takes no key. So it has a place before its message is read, and a watcher keeps it for as
+long as nobody else needs it.
+
+    called ─a place→ asked within ``ASK_S`` ─Check→ answered
+    asked ─Watch→ watching: each change is told
+    called, watching ─all places are taken, and this one has waited longest→ RESOURCE_EXHAUSTED
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 
+from baton.config.cluster import Config
+from baton.errors import BatonError, NotFound, Overloaded
+from baton.host.background import spawn
+from baton.rpc.grpc_errors import grpc_boundary
+from router.access.places import Place, Places
 from router.core.request import Dispatcher
+from router.grpc.call import Context, message_is_late, message_of, write_to
 
-_WATCH_PERIOD_S = 0.5
+NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+MAX_CALLS = 1024
+MAX_CALLS_OF_A_CONNECTION = 16
+ASK_S = 5.0
+"""How long a client has to send its message of some bytes."""
+RETRY_S = 1.0
+POLL_S = 0.5
 """How late a watcher learns of a change, at most."""
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class HealthServicer:
     """Serves the whole server ("") and each of ``services``."""
 
-    def __init__(self, dispatcher: Dispatcher, services: tuple[str, ...]) -> None:
+    def __init__(self, dispatcher: Dispatcher, services: tuple[str, ...], config: Config) -> None:
         self._dispatcher = dispatcher
         self._services = frozenset(("", *services))
+        self._config = config
+        self._places = Places(MAX_CALLS, MAX_CALLS_OF_A_CONNECTION, ASK_S)
+        self._watchers = 0
+        self._poller: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
 
-    async def Check(  # noqa: N802 - the service's own name
-        self,
-        request: health_pb2.HealthCheckRequest,
-        context: grpc.aio.ServicerContext[object, object],
-    ) -> health_pb2.HealthCheckResponse:
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """Mount it; gives its name. Its methods take streams, of which nothing is read unasked."""
+        handlers = {
+            name: grpc.stream_stream_rpc_method_handler(
+                method,
+                health_pb2.HealthCheckRequest.FromString,
+                health_pb2.HealthCheckResponse.SerializeToString,
+            )
+            for name, method in (("Check", self._check), ("Watch", self._watch))
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+        return str(NAME)
+
+    async def _check(self, _: AsyncIterator[Any], context: Context) -> None:
         """NOT_FOUND for a service that is not here."""
-        if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+        async with grpc_boundary(context), self._place(context) as place:
+            service = (await message_of(context)).service
+            place.work()
+            if service not in self._services:
+                raise NotFound("there is no such service")
+            await self._tell(context, self._status(service))
 
-    async def Watch(  # noqa: N802
-        self,
-        request: health_pb2.HealthCheckRequest,
-        context: grpc.aio.ServicerContext[object, object],
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+    async def _watch(self, _: AsyncIterator[Any], context: Context) -> None:
         """The status now, then each change."""
-        last = None
+        async with grpc_boundary(context), self._place(context) as place:
+            service = (await message_of(context)).service
+            place.wait(math.inf, place.cut)
+            async with self._polled():
+                last = None
+                while True:
+                    changed = self._changed
+                    status = self._status(service)
+                    if status != last:
+                        last = status
+                        await self._tell(context, status)
+                    await changed.wait()
+
+    @asynccontextmanager
+    async def _place(self, context: Context) -> AsyncIterator[Place]:
+        """Raises Overloaded where there is no place, or another call takes it, DeadlineExceeded."""
+        loop = asyncio.get_running_loop()
+        error: BatonError = Overloaded("too many health calls are open", retry_after=RETRY_S)
+        try:
+            async with asyncio.timeout(None) as timeout:
+
+                def cut() -> None:
+                    timeout.reschedule(loop.time())
+
+                def end_late() -> None:
+                    nonlocal error
+                    error = message_is_late()
+                    cut()
+
+                place = self._places.admit(context.peer(), cut)
+                if place is None:
+                    raise Overloaded(
+                        f"a connection has at most {MAX_CALLS_OF_A_CONNECTION} health calls",
+                        retry_after=RETRY_S,
+                    )
+                place.wait(ASK_S, end_late)
+                try:
+                    yield place
+                finally:
+                    place.release()
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise error from None
+
+    @asynccontextmanager
+    async def _polled(self) -> AsyncIterator[None]:
+        """Inside, changes are told by ``_changed``. One task looks for all watchers."""
+        self._watchers += 1
+        if self._poller is None:
+            self._poller = spawn(self._poll(), "health")
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._poller.cancel()
+                self._poller = None
+
+    async def _poll(self) -> None:
+        was_down = self._is_down()
         while True:
-            status = self._status(request.service)
-            if status != last:
-                last = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            await asyncio.sleep(_WATCH_PERIOD_S)
+            await asyncio.sleep(POLL_S)
+            if self._is_down() != was_down:
+                was_down = not was_down
+                changed, self._changed = self._changed, asyncio.Event()
+                changed.set()
+
+    def _is_down(self) -> bool:
+        return self._dispatcher.health()[0] == "down"
 
     def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         if service not in self._services:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        down = self._dispatcher.health()[0] == "down"
-        if down:
+        if self._is_down():
             return health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse.SERVING
+
+    async def _tell(self, context: Context, status: Any) -> None:
+        await write_to(context, health_pb2.HealthCheckResponse(status=status), self._config)

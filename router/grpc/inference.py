@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf import json_format
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from baton.errors import InvalidRequest
@@ -230,13 +229,11 @@ def add_grpc_services(
     """
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)
-    health = HealthServicer(dispatcher, (inference,))
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    health = HealthServicer(dispatcher, (inference,), service.config)
     own = TokenServicer(tokens, service.config, service.access)
     names = (
         inference,
-        *(one.add_to(server) for one in (own, *more)),
-        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        *(one.add_to(server) for one in (own, *more, health)),
         reflection.SERVICE_NAME,
     )
     reflection.enable_server_reflection(names, server)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 from http import HTTPStatus
 from typing import Any
@@ -14,18 +12,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match
-from starlette.types import Receive, Scope, Send
 
-from baton.errors import (
-    BatonError,
-    InvalidRequest,
-    RateLimitExceeded,
-    RequestTooLarge,
-    Unauthenticated,
-)
+from baton.errors import BatonError, InvalidRequest, RateLimitExceeded, Unauthenticated
 
-_LINGER_S = 1.0
-_LINGER_BYTES = 8 << 20
 _ONE_OF = {
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "must be a string or a list of strings",
@@ -78,9 +67,8 @@ def error_response(error: BatonError, path: str) -> Response:
         headers |= error.facts
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    kind = LingeringResponse if isinstance(error, RequestTooLarge) else JSONResponse
     shape = anthropic_error if is_anthropic(path) else error_object
-    return kind(shape(error), error.http_status, headers)
+    return JSONResponse(shape(error), error.http_status, headers)
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
@@ -106,31 +94,6 @@ def _invalid(location: tuple[str | int, ...], reason: str, *, missing: bool) -> 
 
 def _object(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-class LingeringResponse(JSONResponse):
-    """A response sent before the body is read. It reads on for ``_LINGER_S``, then closes.
-
-    A socket closed with unread bytes is reset, and the client would lose the response.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [*self.raw_headers, (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_S):
-                await _drain(receive)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _drain(receive: Receive) -> None:
-    size = 0
-    while size < _LINGER_BYTES:
-        message = await receive()
-        size += len(message.get("body", b""))
-        if not message.get("more_body", False):
-            return
 
 
 async def _on_baton_error(request: Request, error: Exception) -> Response:

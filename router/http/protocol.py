@@ -1,143 +1,225 @@
-"""uvicorn's HTTP protocol with bounds on heads, slow clients, and connections of a client.
+"""uvicorn's HTTP protocol with bounds on heads, unread bodies, and slow clients.
+
+    waiting for a head ─it is complete→ answering
+    waiting for a head ─``head_s`` later→ closed (408)
+    answering ─answered, the request is read→ waiting for the next head, ``keep_alive_s`` at most
+    answering ─answered, the request is not read→ lingering
+    any ─the request is not HTTP, or its head is too large→ lingering (400, 431)
+    lingering ─the client closes, ``linger_s`` passes, ``LINGER_BYTES`` come→ closed
 
     flowing ─the write buffer is full→ paused ─the client has read it→ flowing
     paused ─fewer than ``SLOW_BYTES`` read in ``slow_client_s``→ aborted
+    closed ─what was written is not read in ``slow_client_s``→ aborted
 
-    waiting for a head ─it is complete→ answering ─another one begins→ waiting for a head
-    waiting for a head ─``head_deadline_s`` later→ closed (408)
-
-    made ─its client has ``max_connections_per_client`` already→ closed (503)
-
-A paused connection uses its buffer, which is ``HIGH_WATER_LIMIT`` and one message, and the kernel's
-buffer. Owned by the router's event loop.
+A lingering connection drops what comes: a socket that is closed with unread bytes is reset, and the
+client would lose the answer. A paused connection uses its buffer, which is ``HIGH_WATER_LIMIT`` and
+one message, and the kernel's buffer. Owned by the router's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
-import ipaddress
 import logging
 import socket
 import struct
 import sys
 import termios
-from collections import Counter
-from typing import ClassVar
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
 
 from baton.liveness.listening import SilenceTimer
-from router.http.uvicorn_internals import HttpToolsProtocol
+from router.access.places import Place
+from router.http.uvicorn_internals import HttpToolsProtocol, RequestResponseCycle, ServerState
 
 log = logging.getLogger(__name__)
 
-_LATE = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\n"
-    b"content-length: 44\r\nconnection: close\r\n\r\nThe request's head did not arrive in time.\r\n"
-)
-_TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\n"
-    b"content-length: 48\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
-    b"There are too many connections from your host.\r\n"
-)
-_CLIENT_BITS = 64
-"""Bits of an IPv6 address that name a client: it has all addresses of its network."""
 _NO_LINGER = struct.pack("ii", 1, 0)
 SLOW_BYTES = 4096
 """A client that reads fewer bytes in ``slow_client_s`` is cut off. An event has about 200."""
-MAX_HEAD_BYTES = 64 << 10
-"""Maximum size of a request's head."""
+MAX_HEAD_BYTES = 16 << 10
+"""Maximum size of a request's head, and of what is parsed at once."""
+MAX_HEADERS = 128
+MAX_PIPELINED = 4
+"""Maximum number of requests that wait on a connection for the answers before theirs."""
+LINGER_BYTES = 8 << 20
+
+
+def plain_answer(status: int, text: str, *headers: str) -> bytes:
+    """A whole response of one line of text, which closes the connection."""
+    body = f"{text}\r\n"
+    lines = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        "content-type: text/plain; charset=utf-8",
+        f"content-length: {len(body)}",
+        *headers,
+        "connection: close",
+    )
+    return ("\r\n".join(lines) + f"\r\n\r\n{body}").encode()
+
+
+_LATE = plain_answer(408, "The request's head did not arrive in time.")
+_TOO_MANY_HEADERS = plain_answer(431, f"The request has more than {MAX_HEADERS} headers.")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds of one listener's connections. Times are in seconds."""
+
+    max_connections: int = 4096
+    max_per_client: int = 0
+    """0 is unlimited."""
+    head_s: float = 10.0
+    """For a TLS handshake, and for a request's head."""
+    keep_alive_s: float = 5.0
+    """Between two requests."""
+    slow_client_s: float = 30.0
+    """For a client to read what was written."""
+    linger_s: float = 1.0
+    """For a client to read the answer to a request whose body is not read."""
+
+    @property
+    def shortest_s(self) -> float:
+        """The shortest deadline."""
+        return min(self.head_s, self.keep_alive_s, self.slow_client_s, self.linger_s)
+
+
+class _TooManyRequests(Exception):
+    """A client has sent more requests than may wait on a connection."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """A connection. It refuses a head that is too large or too slow.
+    """A connection. ``Place`` keeps its deadlines.
 
     The parser collects a header of any length, in time quadratic in its length: without a bound one
     client could fill the router's memory and block its event loop. Readers bound bodies.
     """
 
-    slow_client_s: ClassVar[float] = 30.0
-    head_deadline_s: ClassVar[float] = 10.0
-    max_connections_per_client: ClassVar[int] = 0
-    """Configuration fields of these names."""
-    open_by_client: ClassVar[Counter[str]] = Counter()
-    """Open connections, by client."""
-    _counted_as: str | None = None
-    _refused = False
-    _head: SilenceTimer | None = None
-    """The deadline of a head."""
-    _progress_timer: SilenceTimer | None = None
-    """The next check of a paused client."""
-    _unfinished = 0
-    """Bytes since the parser last completed a head, a part of a body or a message."""
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        place: Place,
+        bounds: Bounds,
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._place = place
+        self._bounds = bounds
+        self._socket: asyncio.Transport | None = None
+        """The connection's own transport; uvicorn's ``transport`` is an ``_Outlet``."""
+        self._running: RequestResponseCycle | None = None
+        """The request that is being answered, or was last."""
+        self._in_message = False
+        """Whether a request has begun and is not complete."""
+        self._in_head = False
+        self._keeps_alive = False
+        """Whether another request may follow the last one that has begun."""
+        self._stopping = False
+        self._lingered = -1
+        """Bytes that came since the last answer; -1 while the connection does not linger."""
+        self._progress_timer: SilenceTimer | None = None
+        """The next check of a paused client."""
+        self._unfinished = 0
+        """Bytes since the parser last completed a head, a part of a body or a message."""
+
+    # A connection's phases
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if self.max_connections_per_client and not self._admit(transport):
-            self._refused = True
-            transport.write(_TOO_MANY)
-            transport.close()
-            return
-        self._expect_head()
+        self._socket = transport
+        super().connection_made(_Outlet(transport, self))
+        self._place.cut = transport.abort
+        self._place.wait(self._bounds.head_s, self._head_is_late)
 
-    def _admit(self, transport: asyncio.Transport) -> bool:
-        client = client_of(transport.get_extra_info("peername"))
-        if self.open_by_client[client] >= self.max_connections_per_client:
-            return False
-        self.open_by_client[client] += 1
-        self._counted_as = client
-        return True
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lingered = 0
+        self._end_checks()
+        self._place.release()
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn tells the last request alone, which may wait behind this one.
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
 
-    def _release(self) -> None:
-        if self._counted_as is None:
-            return
-        self.open_by_client[self._counted_as] -= 1
-        if not self.open_by_client[self._counted_as]:
-            del self.open_by_client[self._counted_as]
-        self._counted_as = None
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        if self._head is None:
-            self._expect_head()
-
-    def _expect_head(self) -> None:
-        self._head = SilenceTimer(self.head_deadline_s, self._head_is_late)
-
-    def _head_complete(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
+    def shutdown(self) -> None:
+        self._stopping = True
+        super().shutdown()
 
     def _head_is_late(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            # The next request began before this response ended, and may have to wait.
-            self._expect_head()
-            return
-        self._head = None
         if not self.transport.is_closing():
             self.transport.write(_LATE)
             self.transport.close()
 
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:
-            # uvicorn's own timer would close a connection whose next request is not read yet.
+            # Any byte would end uvicorn's own timer, without a deadline in its place.
             self.timeout_keep_alive_task.cancel()
-            idle = SilenceTimer(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-            self.timeout_keep_alive_task = idle  # type: ignore[assignment]
+            self.timeout_keep_alive_task = None
+        if self.transport.is_closing() or self._is_answering():
+            return
+        if self._in_head:
+            self._place.wait(self._bounds.head_s, self._head_is_late)
+        else:
+            self._place.wait(self._bounds.keep_alive_s, self.transport.close)
+
+    # What comes
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._lingered >= 0:
+            self._lingered += len(data)
+            if self._lingered > LINGER_BYTES:
+                self._close()
             return
+        if len(data) <= MAX_HEAD_BYTES:
+            self._parse(data)
+            return
+        for start in range(0, len(data), MAX_HEAD_BYTES):
+            if self._lingered >= 0:
+                return
+            self._parse(data[start : start + MAX_HEAD_BYTES])
+
+    def _parse(self, data: bytes) -> None:
         self._unfinished += len(data)
         super().data_received(data)
-        if self._unfinished > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._unfinished > MAX_HEAD_BYTES:
             self.send_400_response("The request's head is too large.")
+        elif self._in_head and len(self.headers) > MAX_HEADERS:
+            self.transport.write(_TOO_MANY_HEADERS)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _TooManyRequests
+        super().on_message_begin()
+        self._in_message = self._in_head = True
+        if self._running is not None and not self._is_answering():
+            self._place.wait(self._bounds.head_s, self._head_is_late)
 
     def on_headers_complete(self) -> None:
         self._unfinished = 0
-        self._head_complete()
+        self._in_head = False
         super().on_headers_complete()
+        self._place.work()
+        if not self.pipeline:
+            self._running = self.cycle
+        # A connection is not used again unless the request was read when its answer began.
+        self._keeps_alive = self.cycle.keep_alive
+        self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._unfinished = 0
@@ -145,7 +227,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unfinished = 0
+        self._in_message = False
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keeps_alive and not self._stopping
         super().on_message_complete()
+
+    # A connection's end
+
+    def end(self) -> None:
+        """Close once the client can have read the last answer. uvicorn calls it by ``_Outlet``."""
+        if self._lingered >= 0:
+            return
+        self._lingered = 0
+        assert self._socket is not None, "a connection was made"
+        if not self._in_message or self._socket.is_closing():
+            self._close()
+            return
+        self.flow.resume_reading()
+        self._place.wait(self._bounds.linger_s, self._close)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether no answer may be written any more."""
+        return self._lingered >= 0
+
+    def _close(self) -> None:
+        assert self._socket is not None, "a connection was made"
+        self._socket.close()
+        self._place.wait(self._bounds.slow_client_s, self._socket.abort)
 
     # A client that does not read
 
@@ -157,16 +266,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
         self._end_checks()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end_checks()
-        self._head_complete()
-        self._release()
-        super().connection_lost(exc)
-
     def _check_later(self) -> None:
         unread = self._unread()
         self._progress_timer = SilenceTimer(
-            self.slow_client_s, lambda: self._check_progress(unread)
+            self._bounds.slow_client_s, lambda: self._check_progress(unread)
         )
 
     def _end_checks(self) -> None:
@@ -195,32 +298,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
 
-def client_of(peer: tuple[str, int] | tuple[str, int, int, int] | None) -> str:
-    """The client of a socket's peer name, by which connections are counted."""
-    if not peer:
-        return ""
-    address = ipaddress.ip_address(peer[0].partition("%")[0])
-    if address.version == 4:
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((int(address), _CLIENT_BITS), strict=False))
+class _Outlet(asyncio.Transport):
+    """A connection's transport as uvicorn sees it: closing it lets the client read the answer."""
 
+    def __init__(self, transport: asyncio.Transport, protocol: BoundedHttpProtocol) -> None:
+        super().__init__()
+        self._transport = transport
+        self._protocol = protocol
 
-def http_protocol(
-    slow_client_s: float,
-    head_deadline_s: float = BoundedHttpProtocol.head_deadline_s,
-    max_connections_per_client: int = 0,
-) -> type[BoundedHttpProtocol]:
-    """The protocol class of one server.
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._protocol.is_ending:
+            self._transport.write(data)
 
-    A client may be paused for ``slow_client_s``, and have ``max_connections_per_client`` open
-    connections (0: any number). A head must arrive within ``head_deadline_s``.
-    """
-    bounds = {
-        "slow_client_s": slow_client_s,
-        "head_deadline_s": head_deadline_s,
-        "max_connections_per_client": max_connections_per_client,
-        "open_by_client": Counter(),
-    }
-    return type("HttpProtocol", (BoundedHttpProtocol,), bounds)
+    def close(self) -> None:
+        self._protocol.end()
+
+    def is_closing(self) -> bool:
+        return self._protocol.is_ending or self._transport.is_closing()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()

@@ -3,7 +3,8 @@
 uvicorn may change these names in any release. So pyproject.toml admits only minor versions that
 pass tests/unit/router/http/test_uvicorn_internals.py, which lists all of them and, after an
 upgrade, names those that are gone. ``BoundedHttpProtocol`` (``router/http/protocol.py``) derives
-from ``HttpToolsProtocol``, extends its callbacks and reads its attributes.
+from ``HttpToolsProtocol``, extends its callbacks and reads its attributes; ``HttpServer``
+(``router/http/server.py``) accepts connections in place of uvicorn's listener.
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ from collections.abc import Iterator
 
 import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
-__all__ = ["HIGH_WATER_LIMIT", "HttpToolsProtocol", "QuietServer"]
+__all__ = [
+    "HIGH_WATER_LIMIT",
+    "HttpToolsProtocol",
+    "QuietServer",
+    "RequestResponseCycle",
+    "ServerState",
+]
 
 
 class QuietServer(uvicorn.Server):

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports.nixl.transport import NixlTransport
 from kvtransfer.transports.transport import Batch, Parts, Peer
 

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from baton.errors import BatonError, Unavailable
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.transports.process_group.transport import Backend, GroupTransport
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink

@@ -16,7 +16,7 @@ import pytest
 
 from baton.errors import DeadlineExceeded, WorkerFailed
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports.nixl.transport import NixlReceiveLink, NixlTransport
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Batch, Parts, Peer

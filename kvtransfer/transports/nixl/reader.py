@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import OpenTransfers, place
 from kvtransfer.transports.nixl.agent import NixlAgent
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import Batch, place
 
 SLOT_BYTES = 8 << 20
 """Of one read. UCX emulates reads over TCP, and not more of them at once would be faster."""

@@ -6,8 +6,7 @@ import threading
 
 from baton.errors import HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import OpenTransfers
-from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
 
 PART_BYTES, BATCH_BYTES = 64, 128

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,6 @@ import httpx
 import jsonschema
 import pytest
 import tokenizers
-import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -33,7 +33,8 @@ from router.core.request import Dispatcher, GenerationRequest, OutputDelta
 from router.core.served_model import ServedModel
 from router.grpc.call import Service
 from router.grpc.inference import add_grpc_services
-from router.http.protocol import http_protocol
+from router.http.protocol import Bounds
+from router.http.server import HttpServer
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
 from router.listeners import Apps
@@ -317,32 +318,29 @@ def plain_client(**options: Any) -> httpx.AsyncClient:
 async def serve(
     app: Any,
     slow_client_s: float = 30.0,
-    head_deadline_s: float = 10.0,
-    max_connections_per_client: int = 0,
-    keep_alive_s: float = 5.0,
+    *,
+    context: ssl.SSLContext | None = None,
+    **bounds: Any,
 ) -> AsyncIterator[str]:
-    """``app`` behind a real uvicorn; gives its host:port."""
-    config = uvicorn.Config(
-        app,
-        http=http_protocol(slow_client_s, head_deadline_s, max_connections_per_client),
-        log_level="warning",
-        lifespan="off",
-        ws="none",
-        access_log=False,
-        timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
-    )
-    server = uvicorn.Server(config)
+    """``app`` behind the server that routers use; gives its host:port."""
+    server = HttpServer(app, Bounds(slow_client_s=slow_client_s, **bounds), context=context)
     with closing(listening_socket()) as listener:
-        listener.listen()
         host, port = listener.getsockname()
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
+            await until_started(server)
             yield f"{host}:{port}"
         finally:
             server.should_exit = True
             server.force_exit = True
             async with asyncio.timeout(20):
                 await task
+
+
+async def until_started(server: HttpServer) -> None:
+    async with asyncio.timeout(20):
+        while not server.started:
+            await asyncio.sleep(0.001)
 
 
 @functools.cache

@@ -10,27 +10,39 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.rpc.grpc_channel import make_server, open_channel
+from baton.rpc.grpc_channel import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from tests.support.router.front_fakes import (
-    Front,
-    add_grpc,
-)
+from router.access.access import Access
+from router.grpc.gate import make_public_server
+from tests.support.router.front_fakes import Front, add_grpc
 
 Request = inference_pb2.GenerateRequest
 
 
 @asynccontextmanager
 async def serve(front: Front) -> AsyncIterator[grpc.aio.Channel]:
-    server = make_server()
-    add_grpc(server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config)
+    """A channel to the front's gRPC listener."""
+    async with serve_at(front) as address:
+        channel = open_channel(address)
+        try:
+            yield channel
+        finally:
+            await channel.close()
+
+
+@asynccontextmanager
+async def serve_at(front: Front) -> AsyncIterator[str]:
+    """The host:port of the front's gRPC listener, as a router makes it."""
+    access = Access(front.config, front.stats.metrics)
+    server = make_public_server(access, front.config)
+    add_grpc(
+        server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config, access
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    channel = open_channel(f"127.0.0.1:{port}")
     try:
-        yield channel
+        yield f"127.0.0.1:{port}"
     finally:
-        await channel.close()
         await server.stop(0)
 
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import OpenTransfers, damaged
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import Batch, Packed, Parts, Peer, damaged
 from tests.unit.handoff_model.memory import BLOCK_BYTES, SimulatedMemory
 from tests.unit.handoff_model.network import DATA, Fault, Network, Server, Wire, flip
 from tests.unit.handoff_model.process import Process

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from router.listeners import Apps, HttpServers
 from tests.support.certificates import Authority
 from tests.support.mini_cluster import free_port
 
+DEADLINE_S = 15.0
+"""Less than TLS would wait for the end of a connection whose client says nothing."""
+
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -22,12 +26,13 @@ async def answers(config: Config, trusted: ssl.SSLContext | bool, *urls: str) ->
     """What each URL answers while both listeners serve."""
     servers = HttpServers(Apps(app, app, ()), config)
     servers.start()
-    try:
-        # Its connections end before the servers: those would wait for the end of TLS.
-        async with httpx.AsyncClient(verify=trusted, trust_env=False) as client:
+    async with httpx.AsyncClient(verify=trusted, trust_env=False) as client:
+        try:
             return [(await client.get(url)).text for url in urls]
-    finally:
-        await servers.close()
+        finally:
+            # The client's connections are still open: a listener waits for none that is idle.
+            async with asyncio.timeout(DEADLINE_S):
+                await servers.close()
 
 
 async def test_both_listeners_use_the_certificate(tmp_path: Path) -> None:

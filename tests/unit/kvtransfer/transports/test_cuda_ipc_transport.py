@@ -22,7 +22,7 @@ import torch
 from baton.errors import ChecksumMismatch, ConfigError, HandoffError, WorkerFailed
 from kvtransfer.memory import checksum_triton
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.cuda_ipc_transport import CudaIpcReceiveLink, CudaIpcTransport
 from kvtransfer.transports.transport import Batch, Parts, Peer, Transport

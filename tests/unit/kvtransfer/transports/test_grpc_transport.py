@@ -20,8 +20,7 @@ from baton.rpc.grpc_channel import open_blocking_channel
 from baton.security.tls import TlsFiles
 from baton.v1 import transfer_pb2
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import PartByPart
+from kvtransfer.memory.memory import HostMemory, PartByPart
 from kvtransfer.transports import grpc_transport
 from kvtransfer.transports.grpc_transport import CHUNK_BYTES, GrpcReceiveLink, GrpcTransport
 from kvtransfer.transports.transfer import Transfer

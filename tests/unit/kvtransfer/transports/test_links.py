@@ -11,10 +11,9 @@ import pytest
 
 from baton.errors import ChecksumMismatch, WorkerFailed
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.transports.links import OpenTransfers, place
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Parts
+from kvtransfer.memory.memory import HostMemory
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import Batch, Parts, place
 
 DEADLINE_S = 20.0
 

@@ -14,7 +14,7 @@ import pytest
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.transports import in_place
 from kvtransfer.transports.shm_transport import ShmReceiveLink, ShmTransport

@@ -11,7 +11,6 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf import json_format
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
     reflection_pb2,
     reflection_pb2_grpc,
@@ -57,7 +56,9 @@ async def test_generate() -> None:
 
 
 def shown_key(name: str, *scopes: Scope) -> KeyConfig:
-    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)
+    return KeyConfig(
+        name=name, tenant="default", sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes
+    )
 
 
 NO_KEYS: dict[str, Any] = {}
@@ -276,23 +277,6 @@ async def test_list_models() -> None:
         answer = await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=20)
     (model,) = answer.models
     assert (model.id, model.created, model.context_length) == ("tiny", MODEL.created, CONTEXT)
-
-
-async def test_health() -> None:
-    front = make_front()
-    response = health_pb2.HealthCheckResponse
-    async with serve(front) as channel, asyncio.timeout(20):
-        stub = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "baton.v1.InferenceService"):
-            request = health_pb2.HealthCheckRequest(service=service)
-            assert (await stub.Check(request)).status == response.SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Check(health_pb2.HealthCheckRequest(service="other"))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        watch = aiter(stub.Watch(health_pb2.HealthCheckRequest()))
-        assert (await anext(watch)).status == response.SERVING
-        front.dispatcher.status = ("down", "draining")
-        assert (await anext(watch)).status == response.NOT_SERVING
 
 
 async def test_reflection() -> None:

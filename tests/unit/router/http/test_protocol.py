@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import uvloop
 
-from router.http.protocol import MAX_HEAD_BYTES, client_of
+from baton.security.tls import server_context
+from router.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED
+from router.http.server import client_of
+from tests.support.certificates import Authority
 from tests.support.router.front_fakes import make_front, serve, silent_after_one
 
 DEADLINE_S = 20.0
@@ -33,18 +40,18 @@ async def answer(address: str, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("begin", "more"),
+    ("begin", "more", "status"),
     [
-        pytest.param(HEAD + b"X: ", b"a" * 4096, id="a header"),
-        pytest.param(HEAD, b"X: a\r\n" * 100, id="many headers"),
-        pytest.param(b"GET /", b"a" * 4096, id="a path"),
+        pytest.param(HEAD + b"X: ", b"a" * 4096, b" 400 ", id="a header"),
+        pytest.param(HEAD, b"X: a\r\n" * 100, b" 431 ", id="many headers"),
+        pytest.param(b"GET /", b"a" * 4096, b" 400 ", id="a path"),
     ],
 )
-async def test_an_endless_head_is_refused(begin: bytes, more: bytes) -> None:
-    # No more than it takes: a socket closed with unread bytes is reset, and the answer is lost.
-    count = MAX_HEAD_BYTES // len(more) + 1
+async def test_an_endless_head_is_refused(begin: bytes, more: bytes, status: bytes) -> None:
+    # More than it takes: what comes after the answer is read too, so that the answer arrives.
+    count = 2 * MAX_HEAD_BYTES // len(more)
     async with serve(make_front().app()) as address:
-        assert b" 400 " in await answer(address, begin + more * count)
+        assert status in await answer(address, begin + more * count)
 
 
 async def flood(writer: asyncio.StreamWriter) -> None:
@@ -73,7 +80,7 @@ async def test_long_bodies_are_no_heads() -> None:
 
 
 async def test_a_late_head_closes_the_connection() -> None:
-    async with serve(make_front().app(), head_deadline_s=0.2) as address:
+    async with serve(make_front().app(), head_s=0.2) as address:
         for begun in (b"", HEAD, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\nGET /li"):
             host, port = address.split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -86,7 +93,7 @@ async def test_a_late_head_closes_the_connection() -> None:
 
 
 async def test_an_answer_may_take_longer_than_a_head() -> None:
-    async with serve(make_front(silent_after_one).app(), head_deadline_s=0.05) as address:
+    async with serve(make_front(silent_after_one).app(), head_s=0.05) as address:
         host, port = address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         body = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
@@ -104,18 +111,113 @@ async def test_an_answer_may_take_longer_than_a_head() -> None:
 
 
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connect(address: str) -> Streams:
+    host, port = address.split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def ask(streams: Streams, sent: bytes) -> bytes:
+    """The head of the answer; its body is read too."""
+    reader, writer = streams
+    writer.write(sent)
+    async with asyncio.timeout(DEADLINE_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        await reader.readexactly(int(length[1]) if length else 0)
+    return head
+
+
+async def closed(streams: Streams) -> None:
+    """Return when the server has closed. Raises TimeoutError."""
+    reader, writer = streams
+    with suppress(ConnectionResetError):
+        async with asyncio.timeout(DEADLINE_S):
+            while await reader.read(4096):
+                pass
+    writer.close()
+
+
+async def test_a_refused_request_whose_body_never_ends_is_closed() -> None:
+    front = make_front(require_key=True)
+    head = HEAD + b"Content-Length: 1000000000\r\n\r\n"
+    async with serve(front.app(), linger_s=0.2) as address:
+        streams = await connect(address)
+        told = await ask(streams, head + b"x" * 4096)
+        assert b" 401 " in told
+        assert b"connection: close" in told
+        streams[1].write(b"x")
+        await closed(streams)
+
+
+async def test_the_answer_to_an_unread_body_arrives_before_the_connection_ends() -> None:
+    front = make_front(require_key=True)
+    body = b"x" * (2 << 20)
+    async with serve(front.app()) as address:
+        reader, writer = await connect(address)
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(DEADLINE_S):
+            await writer.drain()
+            assert b" 401 " in await reader.readline()
+        writer.close()
+
+
+async def test_a_refused_request_that_was_read_keeps_its_connection() -> None:
+    front = make_front(require_key=True)
+    async with serve(front.app()) as address:
+        streams = await connect(address)
+        asked = HEAD + b"Content-Length: 2\r\n\r\n{}"
+        assert b" 401 " in await ask(streams, asked)
+        assert b" 200 " in await ask(streams, LIVE)
+        streams[1].close()
+
+
+async def test_what_is_no_request_does_not_keep_a_connection_open() -> None:
+    async with serve(make_front().app(), keep_alive_s=0.3) as address:
+        streams = await connect(address)
+        assert b" 200 " in await ask(streams, LIVE)
+
+        async def send_empty_lines() -> None:
+            while True:
+                streams[1].write(b"\r\n")
+                await asyncio.sleep(0.02)
+
+        sending = asyncio.create_task(send_empty_lines())
+        try:
+            await closed(streams)
+        finally:
+            sending.cancel()
+
+
+async def test_requests_that_wait_on_a_connection_are_bounded() -> None:
+    async with serve(make_front(silent_after_one).app()) as address:
+        streams = await connect(address)
+        body = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
+        first = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        streams[1].write(first + LIVE * (MAX_PIPELINED + 1))
+        await closed(streams)
+
+
+async def test_a_client_that_leaves_ends_a_request_that_others_wait_for() -> None:
+    front = make_front(silent_after_one)
+    async with serve(front.app()) as address:
+        reader, writer = await connect(address)
+        body = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body + LIVE)
+        async with asyncio.timeout(DEADLINE_S):
+            assert b" 200 " in await reader.readline()
+            writer.close()
+            await front.dispatcher.closed.wait()
 
 
 async def test_connections_of_a_client_are_bounded() -> None:
-    async with serve(make_front().app(), max_connections_per_client=2) as address:
-        host, port = address.split(":")
-        kept = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
-        for reader, writer in kept:
-            # It has been let in by the time that it is answered.
-            writer.write(LIVE)
-            async with asyncio.timeout(DEADLINE_S):
-                assert b" 200 " in await reader.readline()
-        reader, writer = await asyncio.open_connection(host, int(port))
+    async with serve(make_front().app(), max_per_client=2) as address:
+        kept = [await connect(address) for _ in range(2)]
+        for streams in kept:
+            assert b" 200 " in await ask(streams, LIVE)
+        reader, writer = await connect(address)
         async with asyncio.timeout(DEADLINE_S):
             told = await reader.read()
         writer.close()
@@ -128,6 +230,51 @@ async def test_connections_of_a_client_are_bounded() -> None:
             while b" 200 " not in await answer(address, LIVE):
                 await asyncio.sleep(0.01)
         kept[1][1].close()
+
+
+async def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest() -> None:
+    async with serve(make_front(silent_after_one).app(), max_connections=3) as address:
+        running = await connect(address)
+        body = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
+        running[1].write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(DEADLINE_S):
+            assert b" 200 " in await running[0].readline()
+        slow, kept = await connect(address), await connect(address)
+        slow[1].write(b"GET /li")
+        assert b" 200 " in await ask(kept, LIVE)
+        newest = await connect(address)
+        assert b" 200 " in await ask(newest, LIVE)
+        await closed(slow)
+        # It has waited since its answer, and the newest since its own.
+        last = await connect(address)
+        assert b" 200 " in await ask(last, LIVE)
+        await closed(kept)
+        assert not running[0].at_eof()
+        for _, writer in (running, newest, last):
+            writer.close()
+
+
+async def test_a_listener_full_of_running_requests_refuses_more() -> None:
+    async with serve(make_front(silent_after_one).app(), max_connections=2) as address:
+        body = json.dumps({"model": "tiny", "prompt": "Hello", "stream": True}).encode()
+        running = [await connect(address) for _ in range(2)]
+        for reader, writer in running:
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            async with asyncio.timeout(DEADLINE_S):
+                assert b" 200 " in await reader.readline()
+        assert b" 503 " in await answer(address, b"")
+        for _, writer in running:
+            writer.close()
+
+
+async def test_a_tls_handshake_that_does_not_end_is_cut(tmp_path: Path) -> None:
+    files = Authority(tmp_path).sign("front", "router")
+    context = server_context(replace(files, authority=None))
+    async with serve(make_front().app(), context=context, head_s=0.2) as address:
+        for sent in (b"", b"\x16\x03\x01\x02\x00\x01"):
+            streams = await connect(address)
+            streams[1].write(sent)
+            await closed(streams)
 
 
 async def test_connections_are_unbounded_by_default() -> None:
@@ -161,7 +308,7 @@ def test_a_request_that_came_while_the_router_stood_still_is_answered(*, has_ask
         loop = asyncio.get_running_loop()
         here, there = socket.socketpair()
         app = make_front().app()
-        async with serve(app, head_deadline_s=0.3, keep_alive_s=0.3) as address:
+        async with serve(app, head_s=0.3, keep_alive_s=0.3) as address:
             host, port = address.split(":")
             client = socket.create_connection((host, int(port)))
             client.setblocking(False)

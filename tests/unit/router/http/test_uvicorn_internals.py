@@ -18,6 +18,8 @@ _PROTOCOL = "uvicorn.protocols.http.httptools_impl.HttpToolsProtocol"
 NAMES = (
     "uvicorn.Config(ssl_context_factory, http)",
     "uvicorn.Server.capture_signals",
+    "uvicorn.Server.startup(sockets)",
+    "uvicorn.Server.shutdown(sockets)",
     "uvicorn.protocols.http.flow_control.HIGH_WATER_LIMIT",
     f"{_PROTOCOL}.connection_made(transport)",
     f"{_PROTOCOL}.connection_lost(exc)",
@@ -30,9 +32,13 @@ NAMES = (
     f"{_PROTOCOL}.on_message_complete",
     f"{_PROTOCOL}.on_response_complete",
     f"{_PROTOCOL}.send_400_response(msg)",
-    f"{_PROTOCOL}.timeout_keep_alive_handler",
+    f"{_PROTOCOL}.shutdown",
 )
-ATTRIBUTES = ("cycle", "timeout_keep_alive", "timeout_keep_alive_task", "transport")
+ATTRIBUTES = ("cycle", "flow", "headers", "pipeline", "timeout_keep_alive_task", "transport")
+CYCLE_ATTRIBUTES = (
+    *("disconnected", "keep_alive", "message_event", "more_body"),
+    *("response_complete", "response_started"),
+)
 
 
 def test_uvicorn_has_all_names_in_use() -> None:
@@ -48,7 +54,9 @@ async def test_a_connection_has_its_attributes() -> None:
     gone = [name for name in ATTRIBUTES if not hasattr(made, name)]
     assert gone == [], f"uvicorn {version('uvicorn')}: {_PROTOCOL} has none of these: see {USER}"
     cycle = find("uvicorn.protocols.http.httptools_impl.RequestResponseCycle")
-    assert "self.response_complete" in inspect.getsource(cycle.__init__), f"see {USER}"
+    source = inspect.getsource(cycle.__init__)
+    gone = [name for name in CYCLE_ATTRIBUTES if f"self.{name} = " not in source]
+    assert gone == [], f"see {USER}"
 
 
 def test_what_is_overridden_is_listed() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from baton.errors import ChecksumMismatch, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports.nixl.agent import NixlAgent
 from kvtransfer.transports.nixl.reader import SLOT_BYTES, NixlReader, Source, WriterMemory
 from kvtransfer.transports.transfer import Transfer

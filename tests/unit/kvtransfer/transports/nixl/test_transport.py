@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from baton.errors import ChecksumMismatch, HandoffError, WorkerFailed
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.nixl.reader import SLOT_BYTES
 from kvtransfer.transports.nixl.transport import NixlReceiveLink, NixlTransport

@@ -1,0 +1,147 @@
+"""Places for what strangers open: connections of a listener, calls that take no key.
+
+    admitted ─the stranger is to send something→ waiting
+    waiting ─it has come→ working, for as long as its owner allows
+    waiting ─its deadline has passed→ its owner is told, and ends it
+    waiting ─all places are taken, and this one has waited longest→ cut
+    waiting, working ─it has ended→ released
+
+A newcomer takes the place of the one that has waited longest, so those that send nothing keep
+nobody out. Time in which this process stood still does not count. Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from baton.liveness.listening import ListeningClock
+
+_MAX_SWEEP_S = 0.5
+_SWEEPS = 8
+"""The number of sweeps within the shortest deadline."""
+_TURNS = 2
+"""Turns of the event loop in which everything that has come is read at least once."""
+
+
+class Place:
+    """One place, from ``Places.admit`` until its release."""
+
+    __slots__ = ("_client", "_due", "_on_late", "_owner", "_queue", "cut", "since")
+
+    def __init__(self, owner: Places, client: str, cut: Callable[[], None]) -> None:
+        self.cut = cut
+        """Drops what has the place, without an answer. Its owner may replace it."""
+        self.since = 0.0
+        """When it began to wait, by the clock of ``Places``."""
+        self._owner = owner
+        self._client = client
+        self._queue: dict[Place, None] | None = None
+        self._due = 0.0
+        self._on_late = cut
+
+    def wait(self, limit_s: float, on_late: Callable[[], None]) -> None:
+        """Call ``on_late`` after ``limit_s`` seconds, unless it works or is released before."""
+        self.work()
+        self._queue = self._owner.queue_of(limit_s)
+        self._queue[self] = None
+        self.since = self._owner.clock()
+        self._due = self.since + limit_s
+        self._on_late = on_late
+
+    def work(self) -> None:
+        """What was awaited has come."""
+        if self._queue is not None:
+            self._queue.pop(self, None)
+            self._queue = None
+
+    def end_if_late(self, now: float) -> bool:
+        """Tell its owner if its deadline has passed; returns whether it has."""
+        if self._due > now:
+            return False
+        self.work()
+        self._on_late()
+        return True
+
+    def release(self) -> None:
+        """Make room for another; idempotent."""
+        self.work()
+        self._owner.forget(self, self._client)
+
+
+class Places:
+    """A bounded number of places, in all and for each client."""
+
+    def __init__(self, most: int, most_per_client: int, shortest_s: float) -> None:
+        """``most_per_client`` 0 is unlimited. ``shortest_s``: the shortest deadline, in seconds."""
+        self._most = most
+        self._most_per_client = most_per_client
+        self._sweep_s = min(_MAX_SWEEP_S, shortest_s / _SWEEPS)
+        self.clock = ListeningClock(2 * self._sweep_s)
+        self._taken: set[Place] = set()
+        self._by_client: Counter[str] = Counter()
+        self._queues: dict[float, dict[Place, None]] = {}
+        """Places that wait, by the length of their deadline, in order of their beginning."""
+        self._is_sweeping = False
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def admit(self, client: str, cut: Callable[[], None]) -> Place | None:
+        """A place for ``client``; None if there is none.
+
+        ``cut`` drops what has the place, without an answer.
+        """
+        if self._most_per_client and self._by_client[client] >= self._most_per_client:
+            return None
+        if len(self._taken) >= self._most and not self._cut_one():
+            return None
+        place = Place(self, client, cut)
+        self._taken.add(place)
+        self._by_client[client] += 1
+        return place
+
+    def _cut_one(self) -> bool:
+        """Free the place that has waited longest; returns whether there was one."""
+        first = [next(iter(queue)) for queue in self._queues.values() if queue]
+        if not first:
+            return False
+        longest = min(first, key=lambda place: place.since)
+        longest.release()
+        longest.cut()
+        return True
+
+    def queue_of(self, limit_s: float) -> dict[Place, None]:
+        """The places that wait for ``limit_s`` seconds, in order. One is about to be added."""
+        if not self._is_sweeping:
+            self._is_sweeping = True
+            self.clock.tick()
+            self._sweep_later()
+        return self._queues.setdefault(limit_s, {})
+
+    def forget(self, place: Place, client: str) -> None:
+        """Free a place; idempotent."""
+        if place not in self._taken:
+            return
+        self._taken.remove(place)
+        self._by_client[client] -= 1
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+    def _sweep_later(self) -> None:
+        # A timer may run before what came while this process stood still is read.
+        asyncio.get_running_loop().call_later(self._sweep_s, self._sweep, _TURNS)
+
+    def _sweep(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._sweep, turns - 1)
+            return
+        self.clock.tick()
+        now = self.clock()
+        for queue in list(self._queues.values()):
+            while queue and next(iter(queue)).end_if_late(now):
+                pass
+        self._is_sweeping = any(self._queues.values())
+        if self._is_sweeping:
+            self._sweep_later()
