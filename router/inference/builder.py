@@ -80,7 +80,9 @@ class Arrival:
         Raises InvalidRequest.
         """
         given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
-        trace = TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        parent, trace = headers.get("traceparent", ""), NO_TRACE
+        if parent:
+            trace = TraceContext(parent, headers.get("tracestate", ""))
         if not given:
             return cls(request_id, at, max_s, caller, own_deadline, session, trace)
         if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):

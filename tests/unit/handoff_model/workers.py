@@ -17,11 +17,11 @@ from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SchedulerLimits
 from kvtransfer.pairs.pair import Identity, PairLimits
-from kvtransfer.tickets.ticket import Attempt, Purpose, Ticket
+from kvtransfer.tickets import Attempt, Purpose, Ticket
 from kvtransfer.transports.transport import Parts, Transport
 from prefill_worker.role import PrefillRole
 from tests.support.engine.fake_engine import next_token
@@ -190,7 +190,7 @@ class Worker(Process):
             fingerprint=FINGERPRINT,
             context_length=CONTEXT,
             config=SimpleNamespace(eos_ids=()),
-            cache=SimpleNamespace(block_size=BLOCK_SIZE, geometry=lambda: GEOMETRY),
+            cache=SimpleNamespace(block_size=BLOCK_SIZE, geometry=GEOMETRY),
             runner=SimpleNamespace(
                 worker=self, device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
             ),
@@ -351,7 +351,8 @@ class Worker(Process):
             assert calls._stream is None or not calls._stream._waiting, "a call waits for ever"
         if isinstance(self.role, DecodeRole):
             assert not self.receiver._completing, "a commit waits for ever"
-            assert not any(stream._waiting for stream in self.role._streams)
+            waiting = {task.get_name() for task in self.loop.tasks} & {"commit", "reserve"}
+            assert not waiting, f"calls wait for ever: {waiting}"
 
     async def shut_down(self) -> None:
         """End as a worker process does."""
@@ -361,6 +362,7 @@ class Worker(Process):
 
 TIMED_MODULES = (
     "decode_worker.local_prefill",
+    "decode_worker.requests",
     "decode_worker.role",
     "kvtransfer.pairs.outbound",
     "prefill_worker.handoff",
