@@ -33,7 +33,7 @@ from baton.host.background import end_tasks
 from baton.v1 import transfer_pb2
 from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, raw_checksum
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Parts, ReceiveLink, Transport, damaged
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, ReceiveLink, Transport, damaged
 
 log = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ class _Copy:
     """A batch on its way into blocks."""
 
     ticket_id: str
-    batch: Batch
+    batch: AnnouncedBatch
     targets: tuple[int, ...]
     """The ticket's missing blocks."""
     transfer: Transfer
@@ -319,10 +319,10 @@ class _Copy:
             self.expected = ()
 
 
-def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) -> Batch:
+def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) -> AnnouncedBatch:
     source = Parts(tuple(message.sources), message.offset, message.length)
     target = Parts(blocks or (), message.offset, message.length)
-    batch = Batch(message.number, source, target, ())
+    batch = AnnouncedBatch(message.number, source, target, ())
     if not message.checksums:
         return batch
     raw = _raw(message.checksums, message.ticket_id, message.targets, batch)
@@ -330,7 +330,7 @@ def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) 
 
 
 def _raw(
-    sealed: Sequence[int], ticket_id: str, targets: Sequence[int], batch: Batch
+    sealed: Sequence[int], ticket_id: str, targets: Sequence[int], batch: AnnouncedBatch
 ) -> tuple[int, ...]:
     return tuple(
         raw_checksum(checksum, ticket_id, target, batch.source.offset)

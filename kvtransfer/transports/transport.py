@@ -65,7 +65,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class AnnouncedBatch:
     """Parts as the receiver is told of them."""
 
     number: int
@@ -104,7 +104,7 @@ class SendLink(Protocol):
 class ReceiveLink(Protocol):
     """A receiver's end."""
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+    def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """Begin to bring a batch into its target blocks. Never blocks. In the order of numbers.
 
         What is not ``wanted`` is dropped when it comes: its transfer is cancelled from the start.
@@ -218,7 +218,7 @@ def _sharding(transport: Transport) -> ShardingTransport:
 
 def place(
     memory: BlockMemory,
-    batch: Batch,
+    batch: AnnouncedBatch,
     source: memoryview,
     starts: Sequence[int],
     first: int = 0,

@@ -39,7 +39,7 @@ from kvtransfer.pairs.pair import segment_checksum
 from kvtransfer.transports.grpc_transport import GrpcTransport
 from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.shm_transport import ShmCopier
-from kvtransfer.transports.transport import Batch, Packed, Parts
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts
 from router.core.request import OutputDelta
 from router.workers.worker_link import PrefillStream
 from tests.support.integration.faults import outcomes
@@ -194,7 +194,7 @@ async def test_a_block_that_changes_on_its_way_fails_the_handoff(
         pack, copy = ReadSendLink.pack, ShmCopier.copy
         copied = threading.Event()
 
-        def watched(copier: ShmCopier, batch: Batch) -> tuple[int, ...]:
+        def watched(copier: ShmCopier, batch: AnnouncedBatch) -> tuple[int, ...]:
             found = copy(copier, batch)
             copied.set()
             return found

@@ -135,7 +135,9 @@ class PrefillFlow:
             try:
                 matcher = None
                 if spec.sampling.grammar is not None:
-                    matcher = await self._context.grammars.ready(spec.sampling.grammar, deadline)
+                    matcher = await self._context.grammars.ready(
+                        spec.sampling.grammar, spec.cache_salt, deadline
+                    )
                 sequence = self._context.make_sequence(
                     spec, arrived=arrived, deadline=deadline, prefill_only=self._prefill_only
                 )
