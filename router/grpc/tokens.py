@@ -32,10 +32,11 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         self, request: tokens_pb2.TokenizeRequest, context: Context
     ) -> tokens_pb2.TokenizeResponse:
         """Text or messages to token ids."""
-        self._access.caller(metadata_of(context))
-        check_size(request, self._config)
-        self._tokens.check_model(request.model)
-        ids = await self._ids(request)
+        caller = self._access.caller(metadata_of(context))
+        async with self._access.visiting(caller):
+            check_size(request, self._config)
+            self._tokens.check_model(request.model)
+            ids = await self._ids(request)
         return tokens_pb2.TokenizeResponse(
             token_ids=ids,
             spellings=self._tokens.spellings(ids) if request.spell else None,
@@ -47,10 +48,11 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         self, request: tokens_pb2.DetokenizeRequest, context: Context
     ) -> tokens_pb2.DetokenizeResponse:
         """Token ids to text."""
-        self._access.caller(metadata_of(context))
-        check_size(request, self._config)
-        self._tokens.check_model(request.model)
-        text = await self._tokens.text(tuple(request.token_ids), "token_ids")
+        caller = self._access.caller(metadata_of(context))
+        async with self._access.visiting(caller):
+            check_size(request, self._config)
+            self._tokens.check_model(request.model)
+            text = await self._tokens.text(tuple(request.token_ids), "token_ids")
         return tokens_pb2.DetokenizeResponse(text=text)
 
     @guarded

@@ -84,7 +84,7 @@ class Endpoint:
         max_s = service.config.request_deadline_s
         try:
             with service.counting_refusals():
-                caller = service.access.caller(request.headers)
+                caller: Caller = request.scope["state"]["caller"]
                 body = await read_object(request, service.config.max_body_bytes, max_s)
                 name = self._name()
                 arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
