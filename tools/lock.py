@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterable, Mapping
 from html.parser import HTMLParser
@@ -147,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
