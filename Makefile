@@ -82,6 +82,7 @@ $(VENV)/.installed: $(PINS) | $(BIN)/python
 $(VENV)/.installed-dev: $(PINS) | $(BIN)/python
 	@echo "installing Baton and what its tests need into $(VENV)"
 	@$(call pip-install,--requirement requirements/dev.lock)
+	@$(BIN)/python -m tests.support.programs
 	@touch $(VENV)/.installed $@
 
 up: install
