@@ -98,7 +98,7 @@ class Config(BaseSettings):
     """Address of the gRPC listener, host:port; port 0 takes a free port."""
     admin_http: str = ""
     """Address that alone serves metrics, console and operators' endpoints, host:port; empty serves
-    them at ``http``."""
+    them at ``http``. With an address, gRPC has no operators' calls."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names by which clients may call the HTTP listeners; ``*`` is any. Loopback listeners
     always allow IP addresses, ``localhost`` and names without a dot, and with an empty list nothing
@@ -210,6 +210,10 @@ class Config(BaseSettings):
     """How roles and pool sizes follow the traffic."""
     cluster_id: str = ""
     """Name of the cluster, and prefix of its Redis keys; empty takes a random name."""
+    cluster_secret: str = Field(default="", pattern="^([!-~]{32,})?$", repr=False)
+    """Secret that launchers, routers and workers of a cluster share: without certificates they show
+    it to each other, and it is part of the names of cached blocks. Empty draws one at the start;
+    with a ``redis_url`` it is kept there."""
     log_level: LogLevel = "info"
     """Lowest severity that is logged."""
     log_format: LogFormat = "text"

@@ -20,6 +20,7 @@ from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
 from baton.host.background import end_tasks
 from baton.request import Geometry
+from baton.rpc.worker_plane import WorkerPlane
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.memory.host_memory import HostMemory
@@ -109,9 +110,16 @@ async def transfer_end(
             geometry=identity.geometry,
             ranks=ranks,
         )
-        own = tls.of("worker")
+        plane = WorkerPlane.of(tls.of("worker"), config.cluster_secret)
         exchange = Exchange(
-            identity, transports, receiver, limits, threads, address=address, ranks=ranks, tls=own
+            identity,
+            transports,
+            receiver,
+            limits,
+            threads,
+            address=address,
+            ranks=ranks,
+            plane=plane,
         )
         beat = asyncio.create_task(_beat(exchange, advanced.heartbeat_s), name="heartbeat")
         try:

@@ -57,6 +57,12 @@ _BY_PREFIX: dict[str, Scope] = {
     **dict.fromkeys(_METRICS, "metrics"),
     **dict.fromkeys(_INFERENCE, "inference"),
 }
+_PROXY_HEADERS = (
+    *("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"),
+    *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-port"),
+    *("x-forwarded-server", "x-original-forwarded-for", "x-envoy-external-address"),
+)
+"""What proxies add to the requests of others."""
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _INFERENCE_SERVICES = frozenset(
     {
@@ -104,20 +110,29 @@ class Access:
             return True
         return not self._config.require_key and not self._config.admin_http
 
-    def check(self, headers: Mapping[str, str], scope: Scope) -> None:
+    def key_name(self, headers: Mapping[str, str]) -> str:
+        """The public name of the caller's key; empty if it shows none that is known."""
+        try:
+            return self.caller(headers).principal.key_id
+        except Unauthenticated:
+            return ""
+
+    def check(self, headers: Mapping[str, str], scope: Scope) -> Caller:
         """Check that the caller's key allows ``scope``. Raises Unauthenticated, Forbidden.
 
         If no key is required, all callers have the scopes ``inference`` and ``metrics``. All
-        callers have ``admin`` if there are no keys and all listeners are on loopback.
+        callers of this machine have ``admin`` if there are no keys and all listeners are on
+        loopback. A call that came through a proxy may be of another machine, and is refused.
         """
         caller = self.caller(headers)
         if caller.key is not None and caller.key.allows(scope):
-            return
+            return caller
         if scope == "admin":
             if self._all_are_operators:
-                return
+                _check_direct(headers)
+                return caller
         elif not self._config.require_key:
-            return
+            return caller
         if not authorization_of(headers):
             raise Unauthenticated(f"an API key that allows {scope} is required")
         raise Forbidden(f"this API key does not allow {scope}")
@@ -155,6 +170,19 @@ class Access:
         except (RateLimitExceeded, RequestTooLarge) as error:
             count_refusal(self._metrics, error)
             raise
+
+
+def _check_direct(headers: Mapping[str, str]) -> None:
+    """Raises Forbidden if a proxy has passed the request on."""
+    added = next((name for name in _PROXY_HEADERS if name in headers), None)
+    if added is not None:
+        raise Forbidden(
+            f"this call came through a proxy (it has the header {added}), and without API keys"
+            " operators' calls are for users of this machine alone: make an operator's key with"
+            " `baton keys create NAME --scope admin --file keys.json` and start with --keys-file"
+            " keys.json, or call the router itself; the proxy should pass on paths of inference"
+            " alone"
+        )
 
 
 def is_loopback(host: str) -> bool:

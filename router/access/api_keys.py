@@ -14,14 +14,14 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config.access import KeyConfig
 from baton.config.choices import DEFAULT_TENANT
 from baton.config.keys_file import read_keys
-from baton.errors import ConfigError, Unauthenticated
+from baton.errors import ConfigError, InvalidRequest, Unauthenticated
 from baton.request import Principal
 from baton.telemetry.metrics import RouterMetrics
 
@@ -31,6 +31,7 @@ KEY_FILE_POLL_S = 1.0
 """Interval of polling the file: a revoked key works for this long at most."""
 _Mark = tuple[int, int, int, int]
 _BEARER, _BASIC = "bearer ", "basic "
+_CREDENTIALS = frozenset({"authorization", "x-api-key"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,22 @@ def authorization_of(headers: Mapping[str, str]) -> str:
     if not given and (key := headers.get("x-api-key", "")):
         return f"Bearer {key}"
     return given
+
+
+def check_one_credential(headers: Iterable[tuple[str, str]]) -> None:
+    """Raises InvalidRequest if headers, with names in lower case, have more than one credential.
+
+    What stands before or behind the router could take another one than it does.
+    """
+    given = [(name, value) for name, value in headers if value and name in _CREDENTIALS]
+    if len(given) < 2:
+        return
+    names = {name for name, _ in given}
+    shown = {_shown(value) if name == "authorization" else value for name, value in given}
+    if len(names) < len(given) or len(shown) > 1:
+        raise InvalidRequest(
+            "the request has more than one credential: send one Authorization or x-api-key header"
+        )
 
 
 def _shown(authorization: str) -> str:

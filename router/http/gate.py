@@ -38,6 +38,8 @@ from baton.errors import (
 )
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import OPEN, Access, is_for_operators, is_loopback, scope_of_path
+from router.access.api_keys import check_one_credential
+from router.access.audit import Refusals
 from router.core.accounting import count_refusal
 from router.http.client import ClientGone
 from router.http.errors import error_response, internal_error
@@ -53,6 +55,7 @@ _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})
 _PROMPT = 'Basic realm="Baton: any name, and an API key as the password", charset="UTF-8"'
 _SHOWN_NAME = 100
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _ID_NAME = REQUEST_ID_HEADER.encode()
 _NO_HANDLERS: Mapping[str, Handler] = MappingProxyType({})
 
@@ -73,6 +76,7 @@ class HttpGate:
         """``direct``: handlers of POST, by path. Refusals there are counted as requests."""
         self._app = app
         self._access = access
+        self._refusals = Refusals(access)
         self._metrics = metrics
         self._part = part
         self._direct = direct
@@ -90,6 +94,7 @@ class HttpGate:
         handler = self._direct.get(path) if method == "POST" else None
         given = headers.get(REQUEST_ID_HEADER, "")
         request_id = given if is_request_id(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
         started = ended = False
 
         async def send_with_id(message: Message) -> None:
@@ -107,6 +112,13 @@ class HttpGate:
         except BatonError as error:
             if handler is not None:
                 count_refusal(self._metrics, error)
+            self._refusals.add(
+                error,
+                headers,
+                action=f"{method} {path}",
+                client=(scope.get("client") or ("",))[0],
+                request_id=request_id,
+            )
             await _refusal(error, path, headers)(scope, receive, send_with_id)
             return
         try:
@@ -142,6 +154,11 @@ class HttpGate:
             raise NotFound("there is no such path on this listener")
         needed = scope_of_path(path)
         if needed is not None:
+            check_one_credential(
+                (name.decode(), value.decode("latin-1"))
+                for name, value in headers.raw
+                if name in _CREDENTIALS
+            )
             self._access.check(headers, needed)
 
     def _check_host(self, given: str) -> None:

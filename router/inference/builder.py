@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
-from baton.config.choices import DEFAULT_TENANT
 from baton.config.cluster import Config
 from baton.errors import (
     DeadlineExceeded,
@@ -21,6 +20,7 @@ from baton.errors import (
 )
 from baton.grammars.grammar_gate import GrammarGate
 from baton.request import NO_TRACE, TraceContext
+from baton.security.cluster_secret import cache_salt
 from router.access.api_keys import Caller
 from router.core.request import Dispatcher, GenerationRequest
 from router.core.served_model import ServedModel
@@ -131,6 +131,7 @@ class RequestBuilder:
         """For APIs that count a prompt's tokens without running it."""
         self._clock = clock
         self._grammars = grammars
+        self._cluster_secret = config.cluster_secret
         self._background_s = config.request_deadline_s
         """Counts from the moment that a background request gets its turn."""
 
@@ -310,7 +311,7 @@ class RequestBuilder:
             deadline_s=self._background_s if arrival.background else left,
             background=arrival.background,
             session=arrival.session,
-            cache_salt=_cache_salt(caller),
+            cache_salt=cache_salt(self._cluster_secret, caller.principal.tenant),
             priority=caller.priority if priority is None else priority,
             own_deadline=arrival.own_deadline,
             model=self._model.id,
@@ -337,9 +338,3 @@ def check_priority(priority: int | None) -> None:
     """Raises InvalidRequest."""
     if priority is not None and not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest("priority must be a 32-bit integer", param="priority")
-
-
-def _cache_salt(caller: Caller) -> bytes:
-    """Tenants share no prefix cache: a hit would tell one what another has asked."""
-    tenant = caller.principal.tenant
-    return b"" if tenant == DEFAULT_TENANT else b"tenant:" + tenant.encode()

@@ -25,7 +25,6 @@ from baton.errors import (
 )
 from baton.request import SequenceSpec
 from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import error_from_code
 from baton.sampling_params import SamplingParams
 from baton.v1 import (
@@ -45,7 +44,13 @@ from router.core.request import OutputDelta
 from router.workers.worker_link import PrefillStream
 from tests.support.integration.faults import outcomes
 from tests.support.integration.handoff import local_answer, prompt_of
-from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, valkey
+from tests.support.mini_cluster import (
+    DEADLINE_S,
+    MiniCluster,
+    mini_cluster,
+    valkey,
+    worker_channel,
+)
 from tests.support.proxy import flip_one_byte, proxy
 from tests.support.standing_engine import standing_engine
 from worker.exchange.handoff_calls import HandoffCalls
@@ -86,7 +91,7 @@ def spec_of(request_id: str, length: int) -> SequenceSpec:
 async def channel_to(cluster: MiniCluster, slot: str):  # type: ignore[no-untyped-def]
     record = cluster.workers[slot].record
     assert record is not None
-    channel = open_channel(record.address)
+    channel = worker_channel(record.address)
     try:
         yield channel
     finally:

@@ -33,7 +33,7 @@ SHOWN = {"authorization": "Bearer a-key"}
 
 def key(**limits: int) -> KeyConfig:
     digest = hashlib.sha256(b"a-key").hexdigest()
-    return KeyConfig(name="k", sha256=digest, **limits)
+    return KeyConfig(name="k", tenant="default", sha256=digest, **limits)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ async def test_requests_per_minute_are_one_limit_for_all_routers(
     assert error.facts["x-ratelimit-remaining-requests"] == "0"
     assert error.facts["x-ratelimit-reset-requests"].endswith("s")
     # Another key has a limit of its own, and so has another cluster.
-    await enter(limits, KeyConfig(name="other", requests_per_minute=1))
+    await enter(limits, KeyConfig(name="other", tenant="default", requests_per_minute=1))
     await enter(RateLimits(client, secrets.token_hex(4), metrics()), limited)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import grpc.aio
 import redis
 from prometheus_client import CollectorRegistry
 
@@ -27,6 +28,7 @@ from baton.config.advanced import AdvancedConfig
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.request import FinishReason, Principal
+from baton.rpc.worker_plane import WorkerPlane
 from baton.sampling_params import SamplingParams
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
@@ -51,6 +53,11 @@ blocks, which take seconds to make."""
 
 
 _TRIES = 5
+
+
+def worker_channel(address: str) -> grpc.aio.Channel:
+    """A channel to a worker of a ``MiniCluster``, by which a test calls it as a router does."""
+    return WorkerPlane.of(None, Config.model_fields["cluster_secret"].default).channel(address)
 
 
 def free_port() -> int:

@@ -29,6 +29,7 @@ from baton.telemetry.metrics import RouterMetrics
 from deploy.launcher.cluster_workers import forget_cluster
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import STORE_USERS, StoreUser, store_url, url_with_user
+from deploy.store.shared_secret import SharedSecret
 from deploy.store.valkey import EmbeddedValkey
 from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 from router.access.rate_limits import RateLimits
@@ -74,6 +75,8 @@ async def work_as_a_cluster(url_of: Callable[[StoreUser], str]) -> None:
         assert "w:1" in await Registry(supervisor, ID).leases()
         assert set(await TrafficStore(supervisor, ID).read()) == {"router-1"}
         await TrafficStore(supervisor, ID).remove(["nobody"])
+        secret = await SharedSecret(url_of("supervisor"), ID).read()
+        assert await SharedSecret(url_of("router"), ID).read() == secret
 
 
 async def _work(client: redis.asyncio.Redis) -> None:
@@ -99,7 +102,9 @@ async def _route(client: redis.asyncio.Redis) -> None:
     await TrafficStore(client, ID).write("router-1", RouterTraffic(1, TrafficCounts()))
     await PoolSizes(client, ID).write("decode", 3)
     limits = RateLimits(client, ID, RouterMetrics(CollectorRegistry()))
-    key = KeyConfig(name="k", requests_per_minute=9, tokens_per_minute=999, concurrency=3)
+    key = KeyConfig(
+        name="k", tenant="default", requests_per_minute=9, tokens_per_minute=999, concurrency=3
+    )
     charge = await limits.enter(key, 10, 30.0)
     assert charge is not None, "Redis has refused it"
     assert charge.allowances
@@ -118,7 +123,16 @@ async def test_every_role_can_do_all_that_it_does(store: redis.asyncio.Redis) ->
     denied = [one for one in log if one["object"] not in ("client|setinfo", "AUTH")]
     assert [(one["username"], one["object"]) for one in denied] == []
     kinds = await _kinds(store)
-    assert kinds >= {"registry", "worker", "index", "limit", "traffic", "pool-sizes", "supervision"}
+    assert kinds >= {
+        "registry",
+        "worker",
+        "index",
+        "limit",
+        "traffic",
+        "pool-sizes",
+        "supervision",
+        "secret",
+    }
 
 
 async def test_a_cluster_s_keys_are_dropped_by_the_supervisor_s_user(
@@ -128,7 +142,20 @@ async def test_a_cluster_s_keys_are_dropped_by_the_supervisor_s_user(
         await Registry(worker, ID).remove("w:1")
     await forget_cluster(valkey.url_of("supervisor"), ID)
     left = await _kinds(store)
-    assert left <= {"limit"}
+    # Routers that run on know the secret, which the cluster's next launcher must have, too.
+    assert left <= {"limit", "secret"}
+
+
+async def test_workers_cannot_read_the_cluster_s_secret(
+    valkey: EmbeddedValkey, store: redis.asyncio.Redis
+) -> None:
+    """Whose user reads the prefix index could compute the names of prompts with it."""
+    key = f"baton:{{{ID}}}:secret"
+    assert await store.exists(key)
+    async with redis_client(valkey.url_of("worker")) as worker:
+        for read in (worker.get(key), worker.eval("return redis.call('GET', KEYS[1])", 1, key)):
+            with pytest.raises(redis.ResponseError):
+                await read
 
 
 COMMANDS = (

@@ -179,9 +179,9 @@ def test_the_configuration_knows_whose_a_key_is() -> None:
     with pytest.raises(ValueError, match="names must differ"):
         Config(tenants=(TenantConfig(name="a"), TenantConfig(name="a")))
     with pytest.raises(ValueError, match="the same sha256"):
-        Config(keys=(KeyConfig(name="a"), KeyConfig(name="b")))
+        Config(keys=(KeyConfig(name="a", tenant="default"), KeyConfig(name="b", tenant="default")))
     with pytest.raises(ValueError, match="contradicts require_key"):
-        Config(keys=(KeyConfig(name="a"),), require_key=True)
+        Config(keys=(KeyConfig(name="a", tenant="default"),), require_key=True)
     assert Config(tenants=(TenantConfig(name="a", weight=2),)).tenant_weights == {
         "default": 1.0,
         "a": 2.0,

@@ -44,6 +44,15 @@ async def test_a_stranger_is_refused_before_its_message(method: str) -> None:
         assert (await ended(call))[0] is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_a_call_has_one_credential() -> None:
+    async with serve(make_front(**KEYS)) as channel:
+        for second in (("authorization", "Bearer other"), ("x-api-key", "other")):
+            call = raw(channel).unary_stream(GENERATE)(b"", metadata=(*ASKS, second))
+            code, details = await ended(call)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "more than one credential" in details
+
+
 @pytest.mark.parametrize("method", METHODS[:2])
 async def test_a_message_has_a_deadline(method: str) -> None:
     async with serve(make_front(**KEYS, request_deadline_s=0.2)) as channel:
