@@ -11,17 +11,15 @@ PINS := pyproject.toml requirements.lock Makefile
 # Flags for `baton serve`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
-# Whole clusters, and what is killed on time, run one after another; the rest three at a time: on two
-# cores, since much of it waits more than it computes. One thread each, then: three times torch's
-# threads on two cores spend their time waiting for one another.
+# Whole clusters run one after another; the rest three at a time: on two cores, since much of it waits
+# more than it computes. One thread each, then: three times torch's threads on two cores spend their
+# time waiting for one another.
 TESTS ?=
-SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration tests/fuzz
-IN_TURN = tests/e2e tests/chaos
+IN_TURN = tests/e2e tests/chaos/test_chaos.py
+SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration tests/fuzz \
+  $(filter-out $(IN_TURN),$(wildcard tests/chaos/test_*.py))
 # The slowest are shown, so that they stay in view.
 QUICK = -m "not long" --durations=15
-# What failed beside others runs once more alone, in sight, and must pass: machines that are busy
-# with other things as well keep somebody's deadline from being met now and then.
-AGAIN = --last-failed --last-failed-no-failures none
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -76,20 +74,19 @@ up: install
 
 test: install-dev
 ifeq ($(strip $(TESTS)),)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 3 --dist worksteal $(SIDE_BY_SIDE) \
-	  || { [ $$? -eq 1 ] && $(BIN)/python -m pytest $(QUICK) $(AGAIN) $(SIDE_BY_SIDE); }
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 3 --dist worksteal $(SIDE_BY_SIDE)
 	@$(BIN)/python -m pytest $(QUICK) $(IN_TURN)
 else
 	@$(BIN)/python -m pytest $(QUICK) $(TESTS)
 endif
 
-# In shards of about ten minutes: all, or SHARD=2 alone, or that of COMMIT=... as CI does. Without
-# COMMIT the results go into docs/long-tests.md.
+# In shards of about ten minutes: all, or SHARD=2 or TESTS=... alone, or that of COMMIT=... as CI does.
+# Without COMMIT the results go into docs/long-tests.md.
 SHARD ?=
 COMMIT ?=
 test-long: install-dev
 	@$(BIN)/python -m tools.long_tests $(if $(COMMIT),--commit $(COMMIT),--report docs/long-tests.md) \
-	  $(if $(SHARD),--shard $(SHARD))
+	  $(if $(SHARD),--shard $(SHARD)) $(TESTS)
 
 # Clients that nobody here wrote, each in an environment of its own, against a cluster that runs:
 # make up, then in another terminal make test-clients

@@ -230,7 +230,7 @@ async def _exchange(
     limits = PairLimits(
         window_bytes=config.advanced.transfer_window_mib * MIB, silence_s=config.advanced.lease_s
     )
-    identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
+    identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry)
     plane = _plane(config)
     ranks = RankLinks(runtime.ranks, limits, SILENT_RANK_S, plane) if runtime.ranks else None
     if ranks is not None:
@@ -241,7 +241,7 @@ async def _exchange(
         block_bytes=memory.block_bytes,
         lease_s=config.advanced.lease_s,
         worker=settings.slot,
-        geometry=engine.cache.geometry(),
+        geometry=engine.cache.geometry,
         ranks=ranks,
         clock=runtime.clock,
     )
@@ -271,7 +271,7 @@ def _record(
         metrics_address=f"{settings.host}:{runtime.metrics_server.port}",
         model=settings.model_name,
         fingerprint=engine.fingerprint,
-        geometry=engine.cache.geometry(),
+        geometry=engine.cache.geometry,
         context_length=engine.context_length,
         total_blocks=engine.pool.total,
         max_sequences=pool.max_sequences,

@@ -160,7 +160,9 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         preemptions=message.preemptions,
         hand_back=message.hand_back,
         embeds=message.embeds,
-        trace=TraceContext(message.trace.traceparent, message.trace.tracestate),
+        trace=TraceContext(message.trace.traceparent, message.trace.tracestate)
+        if message.HasField("trace")
+        else NO_TRACE,
     )
 
 

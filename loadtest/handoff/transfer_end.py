@@ -23,8 +23,7 @@ from baton.request import Geometry
 from baton.rpc.worker_plane import WorkerPlane
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.pairs.pair import Identity, PairLimits
 from loadtest.common.child_processes import LOOPBACK

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -61,11 +62,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Stream the answer; the last message has the finish reason and the usage."""
         received_at = time.monotonic()
-        async with grpc_boundary(context):
+        async with grpc_boundary(context), AsyncExitStack() as stack:
             with self._service.counting_refusals():
-                name = _name(request)
                 metadata = metadata_of(context)
                 caller = self._access.caller(metadata)
+                caller = await stack.enter_async_context(self._access.visiting(caller))
+                name = _name(request)
                 own = f"gen-{secrets.token_hex(16)}"
                 arrival = arrival_of(context, metadata, caller, own, received_at, self._config)
                 built = await self._build(request, arrival)

@@ -1,4 +1,4 @@
-"""How tokens are to be drawn, as the gRPC front's messages say it."""
+"""How tokens are to be drawn, as the gRPC API's messages say it."""
 
 from __future__ import annotations
 

@@ -33,13 +33,17 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         self, request: tokens_pb2.TokenizeRequest, context: Context
     ) -> tokens_pb2.TokenizeResponse:
         """Text or messages to token ids."""
-        tenant = self._access.caller(metadata_of(context)).principal.tenant
-        check_size(request, self._config)
-        self._tokens.check_model(request.model)
-        ids = await self._ids(request, tenant)
-        spellings: list[str] = []
-        if request.spell:
-            spellings = await off_loop(len(ids), lambda: [self._tokens.spelling(n) for n in ids])
+        caller = self._access.caller(metadata_of(context))
+        tenant = caller.principal.tenant
+        async with self._access.visiting(caller):
+            check_size(request, self._config)
+            self._tokens.check_model(request.model)
+            ids = await self._ids(request, tenant)
+            spellings: list[str] = []
+            if request.spell:
+                spellings = await off_loop(
+                    len(ids), lambda: [self._tokens.spelling(number) for number in ids]
+                )
         return tokens_pb2.TokenizeResponse(
             token_ids=ids,
             spellings=spellings,
@@ -51,10 +55,12 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         self, request: tokens_pb2.DetokenizeRequest, context: Context
     ) -> tokens_pb2.DetokenizeResponse:
         """Token ids to text."""
-        tenant = self._access.caller(metadata_of(context)).principal.tenant
-        check_size(request, self._config)
-        self._tokens.check_model(request.model)
-        text = await self._tokens.text(request.token_ids, "token_ids", tenant)
+        caller = self._access.caller(metadata_of(context))
+        async with self._access.visiting(caller):
+            check_size(request, self._config)
+            self._tokens.check_model(request.model)
+            tenant = caller.principal.tenant
+            text = await self._tokens.text(request.token_ids, "token_ids", tenant)
         return tokens_pb2.DetokenizeResponse(text=text)
 
     @guarded

@@ -1,4 +1,4 @@
-"""Tools in the messages of the gRPC front."""
+"""Tools in the messages of the gRPC API."""
 
 from __future__ import annotations
 

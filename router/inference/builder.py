@@ -70,7 +70,7 @@ class Arrival:
     trace: TraceContext = NO_TRACE
     """What the client says of its trace."""
     background: bool = False
-    """A line of a batch: it waits for slack, and API keys' limits do not apply."""
+    """A line of a batch: it waits for slack."""
 
     @property
     def tenant(self) -> str:
@@ -94,7 +94,9 @@ class Arrival:
         Raises InvalidRequest.
         """
         given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
-        trace = TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        parent, trace = headers.get("traceparent", ""), NO_TRACE
+        if parent:
+            trace = TraceContext(parent, headers.get("tracestate", ""))
         if not given:
             return cls(request_id, at, max_s, caller, own_deadline, session, trace)
         if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
@@ -265,7 +267,8 @@ class RequestBuilder:
             return
         left = arrival.deadline_s - (self._clock() - arrival.at)
         try:
-            await self._grammars.ready(sampling.grammar, time.monotonic() + left)
+            salt = cache_salt(self._cluster_secret, arrival.caller.principal.tenant)
+            await self._grammars.ready(sampling.grammar, salt, time.monotonic() + left)
         except InvalidGrammar as error:
             param = sampling.grammar_param
             raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None

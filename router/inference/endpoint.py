@@ -80,7 +80,7 @@ class Endpoint:
         max_s = service.config.request_deadline_s
         try:
             with service.counting_refusals():
-                caller = service.access.caller(request.headers)
+                caller: Caller = request.scope["state"]["caller"]
                 name = self._name()
                 async with service.bodies.object(request, caller.principal.tenant) as body:
                     arrival = Arrival.of(name, received_at, request.headers, max_s, caller)

@@ -111,10 +111,7 @@ class InferenceService:
         raised. When the caller is cancelled, every prompt is aborted at the workers before this
         returns.
         """
-        if arrival.background:
-            await self._run_all(arrival, requests, sink, at_once)
-            return
-        async with self.access.entered(arrival.caller, requests, choices) as headers:
+        async with self.access.charged(arrival.caller, requests, choices) as headers:
             if on_admitted is not None:
                 await on_admitted(headers)
             await self._run_all(arrival, requests, sink, at_once)

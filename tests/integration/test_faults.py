@@ -34,12 +34,12 @@ from baton.v1 import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
-from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.pairs.pair import segment_checksum
 from kvtransfer.transports.grpc_transport import GrpcTransport
 from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.shm_transport import ShmCopier
-from kvtransfer.transports.transport import Batch, Packed, Parts
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts
 from router.core.request import OutputDelta
 from router.workers.worker_link import PrefillStream
 from tests.support.integration.faults import outcomes
@@ -76,7 +76,7 @@ def reserve_request(
     context = context_of(cluster, "decode-0")
     return decode_pb2.ReserveRequest(
         fingerprint=context.engine.fingerprint,
-        geometry=convert.geometry_to_proto(context.engine.cache.geometry()),
+        geometry=convert.geometry_to_proto(context.engine.cache.geometry),
         incarnation=context.incarnation,
         writer=writer,
         sequence=convert.sequence_to_proto(spec),
@@ -148,7 +148,7 @@ async def open_pair(cluster: MiniCluster, channel: grpc.aio.Channel) -> Pair:
     pair: Pair = transfer_pb2_grpc.TransferServiceStub(channel).Transfer(timeout=60)
     hello = transfer_pb2.OpenPair(
         fingerprint=receiver.engine.fingerprint,
-        geometry=convert.geometry_to_proto(receiver.engine.cache.geometry()),
+        geometry=convert.geometry_to_proto(receiver.engine.cache.geometry),
         writer="a-test",
         receiver=receiver.incarnation,
         offers=[
@@ -194,7 +194,7 @@ async def test_a_block_that_changes_on_its_way_fails_the_handoff(
         pack, copy = ReadSendLink.pack, ShmCopier.copy
         copied = threading.Event()
 
-        def watched(copier: ShmCopier, batch: Batch) -> tuple[int, ...]:
+        def watched(copier: ShmCopier, batch: AnnouncedBatch) -> tuple[int, ...]:
             found = copy(copier, batch)
             copied.set()
             return found

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.step.step import CoreShare
+from engine.cpu.library import CoreShare
 from worker.cores.core_sharing import BREAK_S, PATIENCE_S, pause_after, threads_for
 
 NICENESS = 10

@@ -28,7 +28,7 @@ from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.pairs.push_fan import fail
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.tickets import Ticket
 from worker.exchange.sender import RankedPeer
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from baton.v1 import rank_pb2, rank_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from kvtransfer.pairs.inbound import Inbound
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.pairs.push_fan import PushFan
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.tickets import Ticket
 from kvtransfer.transports.transport import Transport
 from worker.exchange.rank_receiver import RankReceiver
 from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender

@@ -26,7 +26,7 @@ from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2
 from engine.scheduling.sequence import Sequence, SequenceUpdate
-from kvtransfer.tickets.ticket import Attempt
+from kvtransfer.tickets import Attempt
 from worker.prefill.fetch import Fetcher, PrefixSource, source_of
 from worker.prefill.fetch_estimates import FetchEstimates
 from worker.prefill.service import Send
@@ -135,7 +135,9 @@ class PrefillFlow:
             try:
                 matcher = None
                 if spec.sampling.grammar is not None:
-                    matcher = await self._context.grammars.ready(spec.sampling.grammar, deadline)
+                    matcher = await self._context.grammars.ready(
+                        spec.sampling.grammar, spec.cache_salt, deadline
+                    )
                 sequence = self._context.make_sequence(
                     spec, arrived=arrived, deadline=deadline, prefill_only=self._prefill_only
                 )

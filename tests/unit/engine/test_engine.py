@@ -57,7 +57,7 @@ def test_the_pool_is_counted_in_blocks_of_the_kv_type(
     assert engine.cache.block_bytes == block_bytes
     assert engine.pool.total == (1 << 20) // block_bytes
     expected = {"auto": "bfloat16"}.get(kv_dtype, kv_dtype)
-    assert engine.cache.geometry().kv_dtype == expected
+    assert engine.cache.geometry.kv_dtype == expected
     warm_up(engine)
 
 
@@ -97,14 +97,14 @@ def test_the_fingerprint_holds_the_lossiest_kv_type_of_those_that_share(
     """Then a worker that is more precise shares its KV, and finds its blocks by the same hashes."""
     lossy = build_engine(replace(base, kv_dtype="int8"))
     precise = build_engine(replace(base, lossiest_kv_dtype="int8"))
-    assert precise.cache.geometry().kv_dtype == "bfloat16"
+    assert precise.cache.geometry.kv_dtype == "bfloat16"
     assert precise.fingerprint == lossy.fingerprint != build_engine(base).fingerprint
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 def test_a_plain_cache_may_be_narrower_than_the_model(base: EngineSettings, kv_dtype: str) -> None:
     engine = build_engine(replace(base, dtype="float32", kv_dtype=kv_dtype))
-    assert engine.cache.geometry().kv_dtype == kv_dtype
+    assert engine.cache.geometry.kv_dtype == kv_dtype
     plain = answers(build_engine(replace(base, dtype="float32")))
     same = sum(one[0] == other[0] for one, other in zip(answers(engine), plain, strict=True))
     assert same >= len(plain) - 1

@@ -21,11 +21,10 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.pairs import inbound as inbound_module
 from kvtransfer.pairs.inbound import Inbound
-from kvtransfer.pairs.pair import Identity, PairLimits
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.pairs.pair import Identity, PairLimits, segment_checksum
+from kvtransfer.tickets import Ticket
 from kvtransfer.transports.transport import Parts, Peer
 from tests.support.kvtransfer.fake_transport import FakeReceiveLink, FakeTransport
 

@@ -25,9 +25,8 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.pairs.outbound import Outbound, Push
-from kvtransfer.pairs.pair import Identity, PairLimits
+from kvtransfer.pairs.pair import Identity, PairLimits, segment_checksum
 from kvtransfer.transports.transport import Parts, Peer
 from tests.support.kvtransfer.fake_transport import FakeSendLink, FakeTransport
 

@@ -17,7 +17,7 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.memory import shared_pool
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.pairs.negotiation import Fit
 from kvtransfer.pairs.outbound import Outbound
 from kvtransfer.pairs.pair import Identity, PairLimits, check_peer

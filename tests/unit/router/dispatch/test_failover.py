@@ -948,10 +948,9 @@ async def test_a_prefill_stream_that_broke_with_all_others_blames_no_worker(
     stream = world.links["p0"].prefills
     stream.breaks += 1
     stream.fail(GONE)
-    await asyncio.sleep(0.01)
+    await world.until(lambda: bool(running.moves))
     world.cut_off = False
-    await world.settle()
-    assert world.at(running) == [(1, "p0", "d0")]
+    await world.until(lambda: world.at(running) == [(1, "p0", "d0")])
     assert world.links["p0"].failed_at is None
     world.close(running)
 

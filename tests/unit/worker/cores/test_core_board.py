@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.cpu.library import CoreShare
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.step.step import CoreShare
 from worker.core.engine_thread import EngineThread
 from worker.cores import core_board
 from worker.cores.core_board import CoreBoard

@@ -1,4 +1,4 @@
-"""kvtransfer/memory/host_memory.py."""
+"""kvtransfer/memory/memory.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from baton.errors import HandoffError
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import BlockMemory, SharedFile
+from kvtransfer.memory.memory import BlockMemory, HostMemory, SharedFile
 from kvtransfer.memory.shared_pool import allocate, inode_of, open_shared
 
 BLOCKS, BLOCK_BYTES = 5, 192

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import HandoffError, TicketEnded
-from kvtransfer.tickets.ticket import Ticket, TicketState
-from kvtransfer.tickets.ticket_book import MAX_TOMBSTONES, TOMBSTONE_S, TicketBook
+from kvtransfer.tickets import MAX_TOMBSTONES, TOMBSTONE_S, Ticket, TicketBook, TicketState
 
 BLOCK_BYTES = 192
 HALF = BLOCK_BYTES // 2

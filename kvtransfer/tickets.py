@@ -1,4 +1,4 @@
-"""A ticket: a worker's promise of blocks to one writer.
+"""Tickets: a worker's promises of blocks to writers.
 
     RESERVED ─first bytes→ RECEIVING ─commit→ COMMITTED (the sequence owns the blocks)
     RESERVED, RECEIVING ─abort, expiry, failure→ RELEASED ─last copy ended→ its blocks are free
@@ -11,13 +11,17 @@ Every rank of a receiver keeps a ticket of its own, for what it is to get of eac
 writer; on rank 0 lies the one that counts. It is complete once the other ranks have told that
 theirs are, and quarantined until they have told that nothing is copied there any more.
 
+``TicketBook`` has all tickets of a rank, and the tombstones of early aborts. ``TicketReceiver`` is
+the part of receiving that all ranks share: only a ticket's own writer brings bytes and renews it.
+
 Plain Python: data and ``now`` in, data out. Owned by the event loop of its rank.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from baton.errors import HandoffError, TicketEnded
 from kvtransfer.layout.shard_layout import ShardLayout
@@ -269,3 +273,112 @@ def _strike(blocks: dict[int, _Runs], target: int, start: int, end: int) -> None
         blocks[target] = left
     else:
         del blocks[target]
+
+
+TOMBSTONE_S = 60.0
+"""An abort that overtakes its reserve is remembered this long: longer than any retry of a call."""
+MAX_TOMBSTONES = 10_000
+
+
+class TicketBook:
+    """Keeps tickets until they end."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[str, Ticket] = {}
+        self._of_attempt: dict[Attempt, str] = {}
+        self._tombstones: OrderedDict[Attempt, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(list(self._tickets.values()))
+
+    def add(self, ticket: Ticket) -> None:
+        """Raises TicketEnded if its attempt was aborted before."""
+        self.check_alive(ticket.attempt)
+        self._tickets[ticket.ticket_id] = ticket
+        self._of_attempt[ticket.attempt] = ticket.ticket_id
+
+    def check_alive(self, attempt: Attempt) -> None:
+        """Raises TicketEnded for an attempt with a tombstone."""
+        if attempt in self._tombstones:
+            raise TicketEnded(f"request {attempt[0]} was aborted before its blocks were reserved")
+
+    def get(self, ticket_id: str) -> Ticket:
+        """Raises TicketEnded for an unknown one: it has ended, or never was."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None:
+            raise TicketEnded(f"ticket {ticket_id} is unknown here")
+        return ticket
+
+    def find_id(self, ticket_id: str) -> Ticket | None:
+        """A ticket, if it has not ended."""
+        return self._tickets.get(ticket_id)
+
+    def find(self, attempt: Attempt) -> Ticket | None:
+        """The ticket of an attempt, if it has one."""
+        ticket_id = self._of_attempt.get(attempt)
+        return None if ticket_id is None else self._tickets.get(ticket_id)
+
+    def bury(self, attempt: Attempt, now: float) -> None:
+        """Remember that an attempt is over, so that a late reserve is refused."""
+        self._tombstones[attempt] = now + TOMBSTONE_S
+        self._tombstones.move_to_end(attempt)
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Forget a ticket that has ended and whose blocks are no longer quarantined."""
+        self._tickets.pop(ticket.ticket_id, None)
+        self._of_attempt.pop(ticket.attempt, None)
+
+    def expired(self, now: float) -> list[Ticket]:
+        """Open tickets whose lease is over."""
+        return [ticket for ticket in self._tickets.values() if ticket.has_expired(now)]
+
+    def sweep(self, now: float) -> None:
+        """Drop tombstones that have served their time."""
+        while self._tombstones and next(iter(self._tombstones.values())) <= now:
+            self._tombstones.popitem(last=False)
+
+
+class TicketReceiver:
+    """The shared part of ``kvtransfer.pairs.inbound.TicketKeeper``."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock`` is that of leases, in seconds; see ``baton.liveness.listening``."""
+        self.clock = clock
+        self.book = TicketBook()
+        self._transports: dict[str, str] = {}
+        """By what the bytes of a ticket came last."""
+
+    def begin_copy(
+        self,
+        ticket_id: str,
+        writer: str,
+        transport: str,
+        targets: Sequence[int],
+        offset: int,
+        length: int,
+        now: float,
+        rank: int = 0,
+    ) -> tuple[int, ...] | None:
+        """See ``Ticket.begin_copy``. TicketEnded too for a ticket of another writer."""
+        ticket = self.book.get(ticket_id)
+        if ticket.writer != writer:
+            raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")
+        blocks = ticket.begin_copy(targets, offset, length, now, rank)
+        self._transports[ticket_id] = transport
+        return blocks
+
+    def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
+        """A writer's heartbeat. Returns the tickets that it must no longer write to."""
+        ended = []
+        for ticket_id in ticket_ids:
+            ticket = self.book.find_id(ticket_id)
+            if ticket is not None and ticket.is_open and ticket.writer == writer:
+                ticket.renew(now)
+            else:
+                ended.append(ticket_id)
+        return ended

@@ -1,7 +1,7 @@
-"""What a step's tokens are drawn from and scored by: the rows of its logits, and what each is for.
+"""A step of a model: what it is asked, whatever computes it, and what its outputs are for.
 
-A row of logits may serve several draws, where choices begin, and a row may be there to score a
-token of the prompt alone.
+A model is torch, the CPU's C++ or the GPU's kernels. A row of logits may serve several draws, where
+choices begin, and a row may be there to score a token of the prompt alone.
 """
 
 from __future__ import annotations
@@ -9,13 +9,69 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 import torch
 
 from baton.logprobs import TokenLogprobs
 from engine.sampling.logprobs import Scored, Scorer
 from engine.sampling.sampling import SampleRow
-from engine.scheduling.plan import PlanRow
+from engine.scheduling.plan import PlanRow, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The tokens of one step, all sequences after one another."""
+
+    rows: tuple[PlanRow, ...]
+    token_ids: list[int]
+    """[tokens]: of every row its ``count`` tokens."""
+    outputs: list[int]
+    """Which of the tokens' logits are wanted."""
+    greedy: bool
+    """Whether their likeliest tokens are all that is wanted."""
+    hidden_layers: tuple[int, ...] = ()
+    """Of which layers what goes into them is wanted, of every token, for a drafter: 0 is the first
+    layer, whose input are the embeddings; the number of layers stands for what comes out of the
+    last one, before the last norm."""
+    features: torch.Tensor | None = None
+    """fp32 [tokens, hidden_size]: what an EAGLE head takes beside the tokens."""
+    states: torch.Tensor | None = None
+    """fp32 [tokens, layers, hidden_size], in place of ``features``: what went into the target's
+    layers, which the head makes them of."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Of the first two one: ``best`` for a greedy step, else ``logits``."""
+
+    best: list[int] | None
+    """The likeliest token of each output; of equals the lowest."""
+    logits: torch.Tensor | None
+    """fp32 [outputs, vocab_size]; it may be overwritten by the next step."""
+    hidden: torch.Tensor | None = None
+    """fp32 [tokens, hidden_layers, hidden_size], in the order of ``StepInput.hidden_layers``; None
+    where none are wanted. It may be overwritten by the next step."""
+
+
+class StepModel(Protocol):
+    """A decoder over a KV cache. Called by the engine thread alone."""
+
+    @property
+    def layers_done(self) -> int:
+        """Layers that have stored the KV of all tokens of the step that runs; any thread may ask.
+
+        0 where that is not known before the step's end.
+        """
+
+    def clear_progress(self) -> None:
+        """Before a step: none of its layers is done."""
+
+    def run(self, step: StepInput) -> StepOutput:
+        """Compute the tokens, and store their KV."""
+
+    def use_threads(self, threads: int) -> None:
+        """Take this many threads of the CPU from the next step on."""
 
 
 @dataclass(slots=True)
@@ -93,31 +149,28 @@ class StepWork:
         return [best[row] for row in self.draw_rows]
 
 
-@dataclass(frozen=True, slots=True)
-class StepFound:
-    """What a step brought: as ``StepResult`` has it, and has its fields' names."""
-
-    token_ids: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
-    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    embeddings: tuple[tuple[float, ...] | None, ...] = ()
-
-
-def found_of(
+def result_of(
+    step: int,
     rows: Sequence[PlanRow],
     work: StepWork,
     tokens: tuple[tuple[int, ...], ...],
     logits: torch.Tensor | None,
     scorer: Scorer,
-) -> StepFound:
-    """What was found for each row, with the scores that are wanted; ``tokens`` are each row's."""
+) -> StepResult:
+    """What was found for each row, with the scores that are wanted; ``tokens`` are each row's.
+
+    The seconds of the step are still to come.
+    """
     if logits is None:
-        return StepFound(tokens)
+        return StepResult(step, tokens)
     scores = iter(scorer(logits, work.scored)) if work.scored else iter(())
-    return StepFound(
+    return StepResult(
+        step,
         tokens,
-        _token_logprobs(rows, work, tokens, logits, scorer),
-        tuple(tuple(islice(scores, row.scored)) for row in rows) if work.scored else (),
+        logprobs=_token_logprobs(rows, work, tokens, logits, scorer),
+        prompt_logprobs=tuple(tuple(islice(scores, row.scored)) for row in rows)
+        if work.scored
+        else (),
     )
 
 
