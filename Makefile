@@ -67,6 +67,7 @@ $(VENV)/.installed: $(PINS) | $(BIN)/python
 $(VENV)/.installed-dev: $(PINS) | $(BIN)/python
 	@echo "installing Baton and what its tests need into $(VENV)"
 	@$(BIN)/python -m pip install --constraint requirements.lock --editable '.[dev]'
+	@$(BIN)/python -m tests.support.programs
 	@touch $(VENV)/.installed $@
 
 up: install
