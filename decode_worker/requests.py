@@ -113,7 +113,7 @@ class DecodeRequests:
         if offer.spec.sampling.grammar is not None:
             # Where too many others wait to be compiled, its commit begins it.
             with contextlib.suppress(Overloaded):
-                self.context.grammars.begin(offer.spec.sampling.grammar)
+                self.context.grammars.begin(offer.spec.sampling.grammar, offer.spec.cache_salt)
         if not self.has_work_of(offer.spec.router_id, but=ticket.ticket_id):
             # From now on its stream has keepalives more often.
             self.sequences.outbox(offer.spec.router_id).hurry()
@@ -145,7 +145,9 @@ class DecodeRequests:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
             # Compiling has no bound of its own: the caller's deadline bounds it.
             with self.receiver.blocks.holding(ticket_id, writer):
-                matcher = await self.context.grammars.ready(spec.sampling.grammar, deadline)
+                matcher = await self.context.grammars.ready(
+                    spec.sampling.grammar, spec.cache_salt, deadline
+                )
         return self.commit(ticket_id, writer, firsts, matcher)
 
     def commit(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from baton.config.access import KeyConfig
 from baton.config.choices import Scope
@@ -22,9 +23,10 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
+from baton.request import Principal
 from baton.telemetry.metrics import RouterMetrics
 from router.access.api_keys import ApiKeys, Caller, authorization_of
-from router.access.rate_limits import Charge, RateLimits
+from router.access.rate_limits import RateLimits
 from router.core.accounting import count_refusal
 from router.core.request import Choice, GenerationRequest
 
@@ -100,6 +102,18 @@ class Access:
         """
         return self._keys.caller(authorization_of(headers))
 
+    def owner_of(self, principal: Principal) -> Caller | None:
+        """The caller that began work under a principal, as its key is now.
+
+        None if the key was revoked, has expired, or no longer allows the tenant's inference.
+        """
+        if not principal.key_id:
+            return Caller(principal)
+        key = self._keys.named(principal.key_id)
+        if key is None or key.tenant != principal.tenant or not key.allows("inference"):
+            return None
+        return Caller(principal, key)
+
     def may_see_workers(self, caller: Caller) -> bool:
         """Whether answers name their workers to a caller, as the metrics do.
 
@@ -137,39 +151,64 @@ class Access:
             raise Unauthenticated(f"an API key that allows {scope} is required")
         raise Forbidden(f"this API key does not allow {scope}")
 
+    async def arrive(self, caller: Caller, *, background: bool = False) -> Caller:
+        """Count a request against its key's limits. Returns a caller that must ``leave``.
+
+        ``background``: it may take any time. Raises RateLimitExceeded; it then need not leave.
+        """
+        if caller.key is None or self._limits is None:
+            return caller
+        deadline_s = None if background else self._config.request_deadline_s
+        return replace(caller, visit=await self._limits.arrive(caller.key, deadline_s))
+
+    def leave(self, caller: Caller) -> None:
+        """A request has ended, however it did."""
+        if caller.visit is not None and self._limits is not None:
+            self._limits.leave(caller.visit)
+
     @asynccontextmanager
-    async def entered(
+    async def visiting(self, caller: Caller, *, background: bool = False) -> AsyncIterator[Caller]:
+        """Count a request against its key's limits, from its arrival to the end of the block.
+
+        Raises as ``arrive`` does.
+        """
+        there = await self.arrive(caller, background=background)
+        try:
+            yield there
+        finally:
+            self.leave(there)
+
+    @asynccontextmanager
+    async def charged(
         self, caller: Caller, requests: Sequence[GenerationRequest], choices: Sequence[Choice]
     ) -> AsyncIterator[Mapping[str, str]]:
-        """Count the prompts of one request against its key's limits until they are answered.
+        """Charge the prompts of a request that has arrived, until they are answered.
 
         Yields headers with what is left of the limits. At the end ``choices`` hold the number of
-        tokens generated. Raises RateLimitExceeded and RequestTooLarge, which it counts as refusals.
+        tokens generated. What was turned away before it began costs no tokens. Raises
+        RateLimitExceeded and RequestTooLarge, which it counts as refusals.
         """
-        charge = await self._charge(caller, requests)
-        if charge is None or self._limits is None:
+        visit, limits = caller.visit, self._limits
+        if visit is None or limits is None:
             yield {}
             return
-        refund = False
+        prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        most = [one.sampling.max_tokens for one in requests for _ in range(one.choices)]
         try:
-            yield charge.headers()
-        except (Overloaded, Unavailable):
-            refund = not any(choice.begun for choice in choices)
-            raise
-        finally:
-            generated = sum(choice.completion_tokens for choice in choices)
-            self._limits.leave(charge, generated, refund=refund)
-
-    async def _charge(self, caller: Caller, requests: Sequence[GenerationRequest]) -> Charge | None:
-        if caller.key is None or self._limits is None:
-            return None
-        first = requests[0]
-        tokens = sum(len(request.prompt_ids) for request in requests)
-        try:
-            return await self._limits.enter(caller.key, tokens, first.deadline_s)
+            await limits.charge(visit, prompt_tokens, most)
         except (RateLimitExceeded, RequestTooLarge) as error:
             count_refusal(self._metrics, error)
             raise
+        refused = False
+        try:
+            yield visit.headers()
+        except (Overloaded, Unavailable):
+            refused = not any(choice.begun for choice in choices)
+            raise
+        finally:
+            if not refused:
+                generated = [choice.completion_tokens for choice in choices]
+                limits.answered(visit, prompt_tokens, generated)
 
 
 def _check_direct(headers: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ from baton.valkey_binary import valkey_binary
 from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole
 from router.core.accounting import RequestStats
-from router.core.request import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta, ScoredToken
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.text.tokenizer import Tokenizer
 from worker.follower import FollowerWorker
@@ -255,15 +255,17 @@ async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
     """All deltas of an answer as one."""
     text, cached = "", 0
     tokens: list[int] = []
+    scored: list[ScoredToken] = []
     finish: FinishReason | None = None
     async for delta in deltas:
         assert finish is None, "a delta came after the finish reason"
         text += delta.text
         tokens.extend(delta.token_ids)
+        scored.extend(delta.scored)
         cached += delta.cached_prompt_tokens
         finish = delta.finish_reason
     assert finish is not None, "the answer ended without a finish reason"
-    return OutputDelta(text, tuple(tokens), finish, cached)
+    return OutputDelta(text, tuple(tokens), finish, cached, scored=tuple(scored))
 
 
 def config_of(fields: Mapping[str, object]) -> Config:

@@ -35,7 +35,7 @@ from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 from router.access.rate_limits import RateLimits
 from tests.support.certificates import Authority
 from tests.support.integration.redis import record_of
-from tests.support.tls_redis import PASSWORDS, needs_redis, tls_redis, urls_of
+from tests.support.tls_redis import PASSWORDS, tls_redis, urls_of
 
 ID = "c1"
 HASHES = [bytes([n]) * 16 for n in range(40)]
@@ -108,12 +108,16 @@ async def _route(client: redis.asyncio.Redis) -> None:
     key = KeyConfig(
         name="k", tenant="default", requests_per_minute=9, tokens_per_minute=999, concurrency=3
     )
-    charge = await limits.enter(key, 10, 30.0)
-    assert charge is not None, "Redis has refused it"
-    assert charge.allowances
-    limits.leave(charge, 5, refund=False)
-    await limits.close()
-    assert await limits.enter(key, 10, 30.0) is not None
+    for unsure in (False, True):
+        visit = await limits.arrive(key, 30.0)
+        assert visit is not None
+        await limits.charge(visit, 10, [5])
+        assert not visit.unsure, "Redis has refused it"
+        assert visit.allowances
+        visit.unsure = unsure
+        limits.leave(visit)
+        await limits.close()
+    assert not limits._reports, "Redis has refused it"
 
 
 async def _kinds(store: redis.asyncio.Redis) -> set[str]:
@@ -285,7 +289,6 @@ def config_of(authority: Authority, port: int) -> Config:
     return Config(**urls_of(port), tls=tls)  # type: ignore[arg-type]
 
 
-@needs_redis
 async def test_roles_work_over_tls_with_their_certificates(
     tls_port: int, authority: Authority
 ) -> None:
@@ -293,7 +296,6 @@ async def test_roles_work_over_tls_with_their_certificates(
     await work_as_a_cluster(lambda user: store_url(config, user))
 
 
-@needs_redis
 async def test_without_a_certificate_of_the_cluster_nobody_gets_in(
     tls_port: int, authority: Authority, tmp_path: Path
 ) -> None:
@@ -328,7 +330,6 @@ def test_a_password_may_have_any_letters() -> None:
     assert url == "redis://router:a%2Fb%40c%3Ad%3F@h:6379/0"
 
 
-@needs_redis
 async def test_renewed_certificates_are_shown_when_it_connects_again(tmp_path: Path) -> None:
     """What a client showed at first lets it in no more, as after its end."""
     authority, other = Authority(tmp_path), Authority(tmp_path, "other")

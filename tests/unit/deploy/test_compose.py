@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from deploy.launcher.preflight import check_exposure
 from deploy.processes.ports import free_port
 from deploy.ray.ray_cluster import OBJECT_STORE_BYTES
 from tests.support.deploy.baton_commands import parse, unknown_variables
+from tests.support.programs import promtool
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "compose"
 PROFILES = {"cpu": ("prefill", "decode"), "gpu": ("prefill-gpu", "decode-gpu")}
@@ -325,14 +325,11 @@ def test_prometheus_asks_all_parts_once() -> None:
 
 
 def test_prometheus_takes_its_file(tmp_path: Path) -> None:
-    found = shutil.which("promtool")
-    if found is None:
-        pytest.skip("promtool is not installed: apt-get install prometheus")
     settings = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     settings["rule_files"] = []
     file = tmp_path / "prometheus.yml"
     file.write_text(yaml.safe_dump(settings))
-    command = [found, "check", "config", str(file)]
+    command = [promtool(), "check", "config", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

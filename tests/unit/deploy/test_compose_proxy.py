@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -22,6 +21,7 @@ from grpc_health.v1.health import HealthServicer  # type: ignore[import-untyped]
 
 from deploy.processes.ports import free_port
 from router.access.access import _BY_PREFIX, _INFERENCE_SERVICES, _OPEN_SERVICES
+from tests.support.programs import nginx
 
 FILE = Path(__file__).parents[3] / "deploy" / "compose" / "nginx.conf"
 _DEADLINE_S = 20.0
@@ -89,9 +89,6 @@ def behind(handler: type[_Stream]) -> Iterator[tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    program = shutil.which("nginx")
-    if program is None:
-        pytest.skip("nginx is not installed: apt-get install nginx")
     folder = tmp_path_factory.mktemp("nginx")
     go_on, gone = threading.Event(), threading.Event()
     handler = type("Handler", (_Stream,), {"go_on": go_on, "gone": gone})
@@ -99,7 +96,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         proxy = Proxy(free_port(), free_port(), go_on, gone)
         file = folder / "nginx.conf"
         file.write_text(_here(proxy, http_port, grpc_port, folder))
-        command = [program, "-p", str(folder), "-c", str(file), "-g", "daemon off;"]
+        command = [nginx(), "-p", str(folder), "-c", str(file), "-g", "daemon off;"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
             try:
                 _listening(server, proxy.http)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.request import SequenceSpec
+from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.build import build_engine
 from engine.checkpoint.model_config import load_model_config
@@ -147,6 +147,16 @@ def test_a_bounded_context_changes_no_token(base: EngineSettings) -> None:
 def test_an_answer_ends_where_the_bounded_context_does(base: EngineSettings) -> None:
     engine = build_engine(replace(base, max_model_len=33))
     assert [len(found) for found in answers(engine)] == [3] * 4
+
+
+def test_a_stop_token_before_min_tokens_ends_nothing(base: EngineSettings) -> None:
+    """Where nothing but stop tokens may be drawn they are drawn, and the answer goes on."""
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=9, min_tokens=4, allowed_token_ids=(7,), stop_token_ids=(7,)
+    )
+    (output,) = generate(build_engine(base), [SequenceSpec("r", 0, "", (1, 2), 2, sampling)])
+    assert output.token_ids == (7,) * 5
+    assert output.finish_reason is FinishReason.STOP
 
 
 def test_a_pool_must_hold_a_sequence_of_the_length_that_was_asked_for(

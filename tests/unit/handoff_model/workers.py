@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from baton.config.advanced import AdvancedConfig
 from baton.hashing import block_hashes, hash_key
 from baton.liveness.listening import ListeningClock
 from baton.request import Geometry
+from baton.rpc.worker_plane import WorkerPlane
 from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
@@ -104,13 +106,14 @@ class SimulatedEngineThread:
         return (tokens[-1],)
 
 
-class SimulatedExchange(Exchange):
+@dataclass(frozen=True, kw_only=True)
+class SimulatedPlane(WorkerPlane):
     """Its channels lead through the simulated network."""
 
     network: Network
     process: Process
 
-    def _connect(self, address: str) -> Any:
+    def channel(self, address: str) -> Any:
         return Channel(self.network, self.process, address)
 
 
@@ -235,7 +238,7 @@ class Worker(Process):
         core.subscribe(self.role)
         core.start()
 
-    def _make_exchange(self, names: tuple[str, ...]) -> SimulatedExchange:
+    def _make_exchange(self, names: tuple[str, ...]) -> Exchange:
         watch = Watch(self._is_given_back, self.complain, self._beginning, self._writing)
         kinds = {"shm": PullTransport, "grpc": PushTransport}
         made: list[Transport] = [
@@ -246,9 +249,8 @@ class Worker(Process):
             for name in names
         ]
         identity = Identity(self.name, FINGERPRINT, GEOMETRY)
-        exchange = SimulatedExchange(identity, made, self.receiver, LIMITS, cast(Any, None))
-        exchange.network, exchange.process = self.network, self
-        return exchange
+        plane = SimulatedPlane(network=self.network, process=self)
+        return Exchange(identity, made, self.receiver, LIMITS, cast(Any, None), plane=plane)
 
     async def _heartbeat(self) -> None:
         while True:

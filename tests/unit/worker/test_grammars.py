@@ -54,7 +54,7 @@ class World(ManualWorker):
         self.slow.may_go.set()
         gate = self.context.grammars
         async with asyncio.timeout(WAIT_S):
-            while gate._compiling:
+            while not gate.idle:
                 await asyncio.sleep(0.001)
         await settle()
 

@@ -118,6 +118,23 @@ async def test_every_path_takes_its_key() -> None:
         await client.aclose()
 
 
+@pytest.mark.parametrize(
+    ("scope", "paths"),
+    [
+        ("inference", "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/models"),
+        ("inference", "/v1/embeddings /v1/files /v1/batches/batch-1/cancel /tokenize /detokenize"),
+        ("metrics", "/metrics /console/events"),
+        ("admin", "/v1/workers /v1/workers/decode-0/drain /v1/pools/decode /v1/cache /v1/cluster"),
+        (None, "/health /live /console /console/static/console.js"),
+    ],
+)
+def test_the_scopes_of_the_paths(scope: str | None, paths: str) -> None:
+    """Written out: what the table of paths says is not asked of the table."""
+    assert {path: scope_of_path(path) for path in paths.split()} == dict.fromkeys(
+        paths.split(), scope
+    )
+
+
 async def test_what_is_not_listed_takes_an_admins_key() -> None:
     assert scope_of_path("/new") == "admin"
     assert scope_of_path("/v1/completionsx") == "admin"
