@@ -57,7 +57,7 @@ from router.responses.protocol import ResponsesRequest
 _DESCRIPTION = """Large language models, served with prefill and decode apart.
 
 The OpenAI API as far as it goes; fields marked as extensions are common to other servers.
-Unknown fields are ignored; known ones that are not served are refused by name.
+Fields that are not known, or not served, are refused by name.
 """
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
@@ -103,7 +103,7 @@ class Apis:
         """By the path at which a batch's line may ask them."""
         return {
             CHAT: self.openai.chat,
-            COMPLETIONS: self.openai.plain,
+            COMPLETIONS: self.openai.completion,
             RESPONSES: self.responses.endpoint,
             EMBEDDINGS: self.embeddings.endpoint,
         }

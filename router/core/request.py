@@ -70,9 +70,9 @@ class GenerationRequest:
 
     @property
     def awaits_prompt(self) -> bool:
-        """Whether something is to be told of the prompt itself: a prompt's first token has no log
+        """Whether something is to be told of the prompt itself.
 
-        probability.
+        The first token of a prompt has no log probability.
         """
         return self.embeds or (self.scores_prompt and len(self.prompt_ids) > 1)
 
@@ -93,7 +93,7 @@ class OutputDelta:
     """Which of the request's answers it is about."""
     scored: tuple[ScoredToken, ...] = ()
     """Where log probabilities are wanted: the tokens whose text was shown since the last delta."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     """Where they are wanted, in a request's first delta: of each token of the prompt but the
     first."""
     stop_string: str = ""

@@ -316,6 +316,38 @@ async def test_an_answer_that_comes_too_late_counts_once(
     assert 40 <= tokens.remaining <= 45
 
 
+@pytest.mark.parametrize("pause_ms", [20, 200, 1000])
+async def test_a_pause_of_any_length_leaks_no_place_and_loses_no_charge(
+    client: redis.asyncio.Redis,
+    limits: RateLimits,
+    cluster_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    pause_ms: int,
+) -> None:
+    """It is longer than the deadlines of requests and of calls, whose connections are then cut."""
+    limited = key(requests_per_minute=1000, tokens_per_minute=100_000, concurrency=500)
+    before = [await enter(limits, limited, 100) for _ in range(100)]
+    for name, value in (("ANSWER_S", 0.02), ("AWAY_S", 0.05)):
+        monkeypatch.setattr(rate_limits, name, value)
+    monkeypatch.setattr(limit_scripts, "CALL_S", 0.1)
+    await client.client_pause(pause_ms)
+    during = [await limits.arrive(limited, 300.0) for _ in range(100)]
+    for visit in (*before, *during):
+        assert visit is not None
+        limits.answered(visit, 100, [200])
+        limits.leave(visit)
+    monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        while limits._queue._carrying or limits._reports:
+            await asyncio.sleep(0.01)
+    assert await running(client, cluster_id) == 0
+    monkeypatch.setattr(limits, "_away_until", 0.0)
+    requests, tokens = (await enter(limits, limited, 0)).allowances
+    # 201 requests and 60,000 tokens, less what has come back in a few seconds.
+    assert 799 <= requests.remaining <= 799 + 140
+    assert 40_000 <= tokens.remaining <= 40_000 + 20_000
+
+
 async def test_a_request_that_redis_hears_of_after_its_end_holds_no_place(
     client: redis.asyncio.Redis, limits: RateLimits, cluster_id: str
 ) -> None:
