@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from baton.errors import InvalidRequest, RequestTooLarge
 from baton.liveness.listening import listening
+from router.access.api_keys import Caller
 from router.http.errors import from_validation
 
 T = TypeVar("T")
@@ -21,6 +22,12 @@ Body = TypeVar("Body", bound=BaseModel)
 
 class ClientGone(Exception):
     """The client has disconnected; there is no one to answer."""
+
+
+def caller_of(request: Request) -> Caller:
+    """The caller of a request that the gate has let in, and counted if its key has limits."""
+    caller: Caller = request.scope["state"]["caller"]
+    return caller
 
 
 async def read_object(request: Request, limit: int, deadline_s: float) -> dict[str, Any]:

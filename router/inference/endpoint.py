@@ -20,7 +20,7 @@ from baton.errors import BatonError
 from baton.host.background import off_loop
 from router.access.api_keys import Caller
 from router.core.request import Choice, GenerationRequest, OutputDelta, choices_for
-from router.http.client import read_object, unless_disconnected
+from router.http.client import caller_of, read_object, unless_disconnected
 from router.http.sse import EventStream, error_event
 from router.inference.builder import Arrival
 from router.inference.service import BACKGROUND_WAIT_S, InferenceService
@@ -84,7 +84,7 @@ class Endpoint:
         max_s = service.config.request_deadline_s
         try:
             with service.counting_refusals():
-                caller: Caller = request.scope["state"]["caller"]
+                caller = caller_of(request)
                 body = await read_object(request, service.config.max_body_bytes, max_s)
                 name = self._name()
                 arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
