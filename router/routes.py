@@ -57,7 +57,7 @@ from router.responses.protocol import ResponsesRequest
 _DESCRIPTION = """Large language models, served with prefill and decode apart.
 
 The OpenAI API as far as it goes; fields marked as extensions are common to other servers.
-Unknown fields are ignored; known ones that are not served are refused by name.
+Fields that are not known, or not served, are refused by name.
 """
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"

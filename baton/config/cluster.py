@@ -189,7 +189,7 @@ class Config(BaseSettings):
     require_key: bool = False
     """Refuse requests without a known API key, except ``/health`` and ``/live``. With a
     ``keys_file`` a key is required unless this is false."""
-    max_body_bytes: int = Field(default=8 * MIB, ge=1024)
+    max_body_bytes: int = Field(default=4 * MIB, ge=1024)
     """Maximum size of an HTTP request body, in bytes. Uploads have ``max_file_bytes`` instead."""
     data_dir: str = ""
     """Folder of uploaded files and batches, which outlive the cluster; empty takes a folder for the

@@ -146,7 +146,8 @@ class ModelRunner:
             self.forget(sequence_id)
         for new in plan.new:
             self._learn(new)
-        self._copy(plan.copies)
+        if plan.copies:
+            self._copy(plan.copies)
 
     def _learn(self, new: NewSequence) -> None:
         known = self._known[new.sequence_id] = KnownSequence.of(new)

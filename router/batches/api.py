@@ -28,7 +28,7 @@ from router.batches.protocol import (
     FileObject,
 )
 from router.batches.upload import receive_upload
-from router.http.client import caller_of, read_object, validate
+from router.http.client import SMALL_BYTES, caller_of, read_object, validate
 from router.http.openapi import body, json_body, made_of_its_id
 
 _FILES, _FILE, _CONTENT = "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"
@@ -136,7 +136,7 @@ class BatchesApi:
         """Begin a batch."""
         principal = caller_of(request).principal
         config = self._config
-        raw = await read_object(request, config.max_body_bytes, config.request_deadline_s)
+        raw = await read_object(request, SMALL_BYTES, config.request_deadline_s)
         asked = validate(CreateBatchRequest, raw)
         expiry = asked.output_expires_after
         batch = await self._desk.create_batch(

@@ -72,7 +72,7 @@ class RunningRequest:
         """Whether it is known how much of the prompt was found in a cache."""
         self.moves: set[asyncio.Task[None]] = set()
         """Choices that are being placed again."""
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._embedding: tuple[float, ...] = ()
         self._error: BatonError | None = None
         self._changed = asyncio.Event()

@@ -119,12 +119,13 @@ def _bounded(
     """The handler of one message, with a deadline for it and an error for one that is none."""
     streams = handler.response_streaming
     method: Any = handler.unary_stream if streams else handler.unary_unary
+    parse: Any = handler.request_deserializer
 
     async def serve(_: AsyncIterator[Any], context: Context) -> None:
         async with grpc_boundary(context):
             try:
                 async with listening(message_s):
-                    message = await message_of(context)
+                    message = await message_of(context, parse)
             except TimeoutError:
                 raise message_is_late() from None
         if not streams:
@@ -136,5 +137,5 @@ def _bounded(
             await method(message, context)
 
     return grpc.stream_stream_rpc_method_handler(
-        serve, handler.request_deserializer, handler.response_serializer
+        serve, response_serializer=handler.response_serializer
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,14 @@ from router.access.api_keys import Caller
 from router.core.request import Dispatcher, GenerationRequest
 from router.core.served_model import ServedModel
 from router.inference.prompt import Ending, Prompt, PromptEncoder, Turn
-from router.inference.sampling_input import SamplingInput, final_sampling
+from router.inference.sampling_input import (
+    MAX_LINE_SCORES,
+    MAX_SCORES,
+    SamplingInput,
+    check_scores,
+    final_sampling,
+    scored_tokens,
+)
 from router.text.tokenizer import Tokenizer
 from router.tool_calls.formats import format_for
 from router.tool_calls.grammar import calls_grammar, free_grammar
@@ -36,6 +44,8 @@ MAX_PROMPTS = 128
 """Prompts in one request."""
 MAX_EMBEDDED = 2048
 """Inputs of one request for embeddings, as at OpenAI."""
+_BUILT_AT_ONCE = 64
+"""Requests that are built without yielding to the event loop."""
 _SHOWN_ID_CHARACTERS = 128
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
@@ -61,6 +71,10 @@ class Arrival:
     """What the client says of its trace."""
     background: bool = False
     """A line of a batch: it waits for slack."""
+
+    @property
+    def tenant(self) -> str:
+        return self.caller.principal.tenant
 
     @classmethod
     def of(
@@ -156,12 +170,12 @@ class RequestBuilder:
             sampling = self._bound_to(tools, sampling)
         await self._check_grammar(arrival, sampling)
         ids = await self.encoder.chat_ids(
-            turns, tools, sampling, ending=ending, variables=variables
+            arrival.tenant, turns, tools, sampling, ending=ending, variables=variables
         )
         shown: tuple[int, ...] = ()
         if tools is not None:
             shown = tuple(self._tokenizer.special_ids(self.tool_format.texts).values())
-        return self._request(
+        request = self._request(
             arrival,
             arrival.request_id,
             ids,
@@ -173,6 +187,8 @@ class RequestBuilder:
             shown_ids=shown,
             chat=True,
         )
+        _check_scores(arrival, [request])
+        return request
 
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
         """Calls that must be are bound by a grammar, and those of strict functions."""
@@ -214,21 +230,26 @@ class RequestBuilder:
         if len(prompts) > max_prompts:
             raise InvalidRequest(f"at most {max_prompts} {param}s are possible", param=param)
         await self._check_grammar(arrival, sampling)
-        rows = await self.encoder.prompt_ids(prompts, sampling, param)
-        return [
-            self._request(
-                arrival,
-                f"{arrival.request_id}-{place}",
-                ids,
-                sampling,
-                default_max_tokens,
-                param,
-                priority,
-                choices=choices,
-                embeds=embeds,
+        rows = await self.encoder.prompt_ids(arrival.tenant, prompts, sampling, param)
+        requests: list[GenerationRequest] = []
+        for place, ids in enumerate(rows):
+            requests.append(
+                self._request(
+                    arrival,
+                    f"{arrival.request_id}-{place}",
+                    ids,
+                    sampling,
+                    default_max_tokens,
+                    param,
+                    priority,
+                    choices=choices,
+                    embeds=embeds,
+                )
             )
-            for place, ids in enumerate(rows)
-        ]
+            if place % _BUILT_AT_ONCE == _BUILT_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        _check_scores(arrival, requests)
+        return requests
 
     async def embeddings(
         self, arrival: Arrival, inputs: Sequence[Prompt]
@@ -272,6 +293,9 @@ class RequestBuilder:
             raise InvalidRequest(f"{param} must not be empty", param=param)
         caller = arrival.caller
         left = arrival.deadline_s - (self._clock() - arrival.at)
+        scored = scored_tokens(sampling, choices, _max_scores(arrival))
+        if scored is not None and (default_max_tokens is None or scored < default_max_tokens):
+            default_max_tokens = scored
         if left <= 0:
             raise DeadlineExceeded("the request's time was up before it began")
         return GenerationRequest(
@@ -302,6 +326,15 @@ class RequestBuilder:
             chat=chat,
             embeds=embeds,
         )
+
+
+def _max_scores(arrival: Arrival) -> int:
+    return MAX_LINE_SCORES if arrival.background else MAX_SCORES
+
+
+def _check_scores(arrival: Arrival, requests: Sequence[GenerationRequest]) -> None:
+    asked = [(len(one.prompt_ids), one.sampling, one.choices) for one in requests]
+    check_scores(asked, _max_scores(arrival))
 
 
 def check_priority(priority: int | None) -> None:

@@ -43,11 +43,8 @@ class PrefixSource:
     """On how many ranks they lie; 0: on as many as here."""
 
 
-def source_of(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
-    """The worker that holds more of a request's prompt, if the router names one."""
-    if not request.HasField("source"):
-        return None
-    source = request.source
+def source_of(source: prefill_pb2.PrefixSource) -> PrefixSource:
+    """The worker that holds more of a request's prompt, as the router names it."""
     holder = Peer(source.incarnation, source.address)
     return PrefixSource(holder, source.blocks, source.tensor_parallel)
 

@@ -144,7 +144,8 @@ class PrefillFlow:
                 sequence.follow(matcher)
                 await sink.reserve(sequence)
                 updates.check()
-                blocks = await self._cached_blocks(sequence, source_of(request), updates, deadline)
+                source = source_of(request.source) if request.HasField("source") else None
+                blocks = await self._cached_blocks(sequence, source, updates, deadline)
                 # The sequence has no siblings any more once they have begun with it.
                 choices = (sequence, *sequence.siblings)
                 firsts = await sink.compute(sequence, blocks)
