@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 MAX_TOP_LOGPROBS = 20
 """Tokens that a client may ask for beside the one at each position."""
@@ -17,5 +20,42 @@ class TokenLogprobs:
 
     logprob: float
     """Of the token that stands there."""
-    top: tuple[tuple[int, float], ...] = ()
+    top: Sequence[tuple[int, float]] = ()
     """The likeliest token ids and theirs, likeliest first; of equal ones the lower id first."""
+
+
+_PAIR = struct.Struct("<If")
+
+
+class PackedTop(Sequence[tuple[int, float]]):
+    """Token ids and their log probabilities in 8 bytes each: as tuples they have 116."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes) -> None:
+        """``packed``: pairs of uint32 and fp32, little-endian."""
+        self.packed = packed
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, float]]) -> PackedTop:
+        """``pairs`` of token ids and log probabilities."""
+        return cls(b"".join([_PAIR.pack(token_id, logprob) for token_id, logprob in pairs]))
+
+    def __len__(self) -> int:
+        return len(self.packed) // _PAIR.size
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return _PAIR.iter_unpack(self.packed)
+
+    @overload
+    def __getitem__(self, place: int) -> tuple[int, float]: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[tuple[int, float], ...]: ...
+    def __getitem__(self, place: int | slice) -> tuple[int, float] | tuple[tuple[int, float], ...]:
+        return tuple(self)[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.logprobs import TokenLogprobs
@@ -102,7 +103,7 @@ class TokenOutput:
     """Which of the request's answers."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of ``token_ids``, or none."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     """One for each token of the prompt but the first; with the first token of an answer whose
     request wants them."""
     handed_back: bool = False

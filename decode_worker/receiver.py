@@ -1,21 +1,30 @@
 """The receiving end of handoffs: judges offers, reserves blocks, commits sequences.
 
-The states are those of ``kvtransfer.tickets.ticket``. Owned by the event loop; ``now`` is
-passed in.
+The states of a ticket are those of ``kvtransfer.tickets``. A reserve that finds no room waits:
+
+    waiting ─at the head of the queue, and there is room→ served
+    waiting ─its caller leaves, its attempt ends, the worker takes nothing more→ gone
+
+Sequences that have lost their blocks before come first. Only the head of the queue is checked. So a
+queue of any length costs no more than one entry, and small prompts cannot always overtake a large
+one. Owned by the event loop; ``now`` is passed in.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from baton.errors import BatonError, ContextLengthExceeded, HandoffError, TicketEnded
+from baton.errors import BatonError, ContextLengthExceeded, HandoffError, NoRoom, TicketEnded
 from baton.hashing import block_hashes, hash_key, last_hashes
 from baton.request import Geometry, SequenceSpec
 from decode_worker.room import Room
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 from kvtransfer.pairs.pair import Identity, check_peer
-from kvtransfer.tickets.ticket import Attempt, Ticket
+from kvtransfer.tickets import Attempt, Ticket
 from worker.exchange.block_receiver import BlockReceiver
 
 
@@ -37,33 +46,13 @@ class Offer:
     """Hashes of the full hash blocks of its tokens, once they were needed."""
     min_blocks: int = 0
     """How many must be available before another look at the cache is worthwhile."""
+    spare: list[int] = field(default_factory=list)
+    """Blocks for what its siblings write first, one each, once it has a ticket."""
 
     @property
     def attempt(self) -> Attempt:
         """The request's id, and the number of this attempt."""
         return self.spec.request_id, self.spec.attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """A committed ticket: the sequence's blocks in order."""
-
-    spec: SequenceSpec
-    hashes: list[bytes]
-    """Of the full hash blocks of its tokens."""
-    blocks: list[int]
-    bytes: int
-    spare: list[int]
-    """For what its siblings write first: one block each."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Promised:
-    """What a ticket is for."""
-
-    spec: SequenceSpec
-    hashes: list[bytes]
-    spare: list[int]
 
 
 class HandoffReceiver:
@@ -81,10 +70,9 @@ class HandoffReceiver:
         self.blocks = blocks
         self._scheduler = scheduler
         self._pool: BlockPool = scheduler.pool
-        self._fingerprint = fingerprint
-        self._geometry = geometry
-        self._incarnation = incarnation
-        self._promised: dict[str, _Promised] = {}
+        self._identity = Identity(incarnation, fingerprint, geometry)
+        self._promised: dict[str, Offer] = {}
+        """By ticket."""
         self._spare = 0
         """Blocks, and as many places, promised to siblings."""
         self._room = Room(scheduler)
@@ -111,10 +99,9 @@ class HandoffReceiver:
         limits = self._scheduler.limits
         self.check_count(max(offer.min_blocks, spec.choices - 1), spec, now)
         if offer.hashes is None:
-            key = hash_key(self._fingerprint, spec.cache_salt)
+            key = hash_key(self._identity.fingerprint, spec.cache_salt)
             offer.hashes = block_hashes(spec.token_ids, limits.hash_block, key)
-        hashes = offer.hashes
-        pinned = self._pool.match(last_hashes(hashes, limits.hashes_per_block))
+        pinned = self._pool.match(last_hashes(offer.hashes, limits.hashes_per_block))
         wanted = self._blocks(spec) - len(pinned)
         offer.min_blocks = wanted + self._pool.evictable(pinned)
         self.check_room(wanted, pinned, spec, now)
@@ -127,9 +114,9 @@ class HandoffReceiver:
             geometry=offer.geometry,
         )
         # Nobody but this worker ever writes to these: they need no quarantine.
-        spare = self._pool.allocate(spec.choices - 1)
-        self._promised[ticket.ticket_id] = _Promised(spec, hashes, spare)
-        self._spare += len(spare)
+        offer.spare = self._pool.allocate(spec.choices - 1)
+        self._promised[ticket.ticket_id] = offer
+        self._spare += len(offer.spare)
         return ticket
 
     def check_offer(self, offer: Offer) -> None:
@@ -137,10 +124,8 @@ class HandoffReceiver:
 
         Raises HandoffError, ContextLengthExceeded, and TicketEnded after an abort.
         """
-        own = Identity(self._incarnation, self._fingerprint, self._geometry)
-        check_peer(
-            own, Identity(offer.writer, offer.fingerprint, offer.geometry), offer.incarnation
-        )
+        writer = Identity(offer.writer, offer.fingerprint, offer.geometry)
+        check_peer(self._identity, writer, offer.incarnation)
         spec = offer.spec
         # The first token comes along; what is left must be more than nothing, or it never ends.
         if len(spec.token_ids) + 1 >= self._scheduler.limits.context_length:
@@ -178,19 +163,19 @@ class HandoffReceiver:
     def promises(self, router_id: str, but: str = "") -> bool:
         """Whether a ticket is open for a sequence of this router, beside the ticket ``but``."""
         return any(
-            promised.spec.router_id == router_id and ticket_id != but
-            for ticket_id, promised in self._promised.items()
+            offer.spec.router_id == router_id and ticket_id != but
+            for ticket_id, offer in self._promised.items()
         )
 
-    def commit(self, ticket_id: str, writer: str, now: float) -> Receipt:
-        """The sequence may run. Raises HandoffError where something is missing."""
+    def commit(self, ticket_id: str, writer: str, now: float) -> tuple[Offer, Ticket]:
+        """The sequence may run. Its blocks are those that the ticket has pinned, then the others.
+
+        Raises HandoffError where something is missing.
+        """
         ticket = self.blocks.commit(ticket_id, writer, now)
-        promised = self._promised.pop(ticket_id)
-        self._spare -= len(promised.spare)
-        blocks = ticket.pinned + ticket.missing
-        return Receipt(
-            promised.spec, promised.hashes, blocks, ticket.expected_bytes, promised.spare
-        )
+        offer = self._promised.pop(ticket_id)
+        self._spare -= len(offer.spare)
+        return offer, ticket
 
     def _released(self, ticket: Ticket, error: BatonError) -> None:
         """A ticket has ended before its commit."""
@@ -198,3 +183,94 @@ class HandoffReceiver:
         if promised is not None:
             self._spare -= len(promised.spare)
             self._pool.release(promised.spare)
+
+
+MAX_WAITING = 256
+"""Reserves in the queue; each keeps a prompt in memory."""
+FULL_RETRY_S = 1.0
+"""Seconds after which a writer that finds the queue full may ask again."""
+
+
+_Waiting = tuple[Offer, asyncio.Future[Ticket]]
+"""An offer, and its answer. Done: the caller has left, or it was answered out of its turn."""
+
+
+class ReserveQueue:
+    """Offers that are answered at once where there is room, else in their turn."""
+
+    def __init__(self, reserve: Callable[[Offer], Ticket], max_waiting: int = MAX_WAITING) -> None:
+        """``reserve`` promises blocks; it raises NoRoom where there is none."""
+        self._reserve = reserve
+        self._max_waiting = max_waiting
+        self._preempted: deque[_Waiting] = deque()
+        self._others: deque[_Waiting] = deque()
+        self._serves_soon = False
+        self.answered = 0
+        """Reserves that were answered in their turn; read only."""
+
+    def __len__(self) -> int:
+        """The number of waiting reserves."""
+        return len(self._preempted) + len(self._others)
+
+    def add(self, offer: Offer) -> asyncio.Future[Ticket]:
+        """Promise blocks as soon as there is room, and it is the offer's turn.
+
+        A caller that cancels the future waits no more. Raises what ``reserve`` raises where the
+        offer need not wait, and NoRoom where the queue is full.
+        """
+        if len(self) >= self._max_waiting:
+            raise NoRoom(f"{self._max_waiting} others wait for room here", retry_after=FULL_RETRY_S)
+        answer: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        queue = self._preempted if offer.spec.preemptions else self._others
+        queue.append((offer, answer))
+        answer.add_done_callback(lambda _: self._keep(lambda waiting: waiting[1] is not answer))
+        self.serve()
+        if answer.done():
+            answer.result()
+        return answer
+
+    def serve(self) -> None:
+        """Answer as many as there is room for."""
+        self._serves_soon = False
+        while queue := self._preempted or self._others:
+            offer, answer = queue[0]
+            if not answer.done():
+                try:
+                    answer.set_result(self._reserve(offer))
+                except NoRoom:
+                    return
+                except Exception as error:
+                    answer.set_exception(error)
+                self.answered += 1
+            queue.popleft()
+
+    def serve_soon(self) -> None:
+        """Serve waiting reserves: blocks or places may have come back."""
+        if len(self) and not self._serves_soon:
+            self._serves_soon = True
+            asyncio.get_running_loop().call_soon(self.serve)
+
+    def check_again(self) -> None:
+        """Serve even where counts show no room: blocks that others read come back unnoticed."""
+        queue = self._preempted or self._others
+        if queue:
+            queue[0][0].min_blocks = 0
+            self.serve_soon()
+
+    def end(self, attempt: Attempt, error: BatonError) -> None:
+        """Answer the reserve of an attempt that is over with an error, if it waits."""
+        self._refuse(error, lambda offer: offer.attempt == attempt)
+
+    def close(self, error: BatonError) -> None:
+        """Answer all with an error: the worker takes nothing more."""
+        self._refuse(error, lambda offer: True)
+
+    def _refuse(self, error: BatonError, concerns: Callable[[Offer], bool]) -> None:
+        for offer, answer in (*self._preempted, *self._others):
+            if concerns(offer) and not answer.done():
+                answer.set_exception(error)
+        self._keep(lambda waiting: not concerns(waiting[0]))
+
+    def _keep(self, is_kept: Callable[[_Waiting], bool]) -> None:
+        self._preempted = deque(filter(is_kept, self._preempted))
+        self._others = deque(filter(is_kept, self._others))

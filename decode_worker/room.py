@@ -9,7 +9,7 @@ from __future__ import annotations
 from baton.errors import HandoffError, NoRoom
 from baton.request import SequenceSpec
 from engine.scheduling.scheduler import Scheduler
-from kvtransfer.tickets.ticket import Attempt
+from kvtransfer.tickets import Attempt
 
 RETRY_AFTER_S = 0.05
 """How soon a writer that found no room may ask again: about one decode step."""

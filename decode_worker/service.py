@@ -1,106 +1,52 @@
 """DecodeService: handoffs in, tokens out to the routers.
 
-Owned by the worker's event loop.
+A writer has one stream for its calls:
+
+    open ─the writer leaves, the worker stops→ ended
+
+A commit waits for bytes and for its grammar. A reserve waits for room and for the other ranks of
+this worker. Other calls go on meanwhile. What waits when the stream ends is given up: it has done
+nothing yet. Owned by the worker's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from baton.errors import DeadlineExceeded, HandoffError
+from baton.host.background import end_tasks
 from baton.request import TokenOutput
 from baton.rpc import convert
 from baton.rpc.grpc_channel import by_size
-from baton.rpc.grpc_errors import grpc_boundary, guarded
+from baton.rpc.grpc_errors import as_baton_error, grpc_boundary, guarded
 from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
-from decode_worker.handoff_stream import Context as HandoffsContext
-
-if TYPE_CHECKING:
-    from decode_worker.role import DecodeRole
+from decode_worker.receiver import Offer
+from decode_worker.requests import DecodeRequests, stopping
+from kvtransfer.tickets import Ticket
 
 Context = grpc.aio.ServicerContext[object, object]
-
-
-class Outbox:
-    """Outputs on their way to one router: a message a step, with all sequences of the router.
-
-    A stream that opens takes the place of the one before it. A router that reads slowly finds
-    several steps in one message; what waits for it is bounded by its sequences' ``max_tokens``.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._outputs: list[TokenOutput] = []
-        self._filled = asyncio.Event()
-        self._reader = 0
-        self._is_read = False
-        self._unread_since = now
-
-    def put(self, output: TokenOutput) -> None:
-        """Add an output to the next message."""
-        self._outputs.append(output)
-
-    def flush(self) -> None:
-        """A step is over: what was put may go."""
-        if self._outputs:
-            self._filled.set()
-
-    def hurry(self) -> None:
-        """The next message is to go at once, whatever it has."""
-        self._filled.set()
-
-    def open(self) -> int:
-        """A stream begins to read. Returns its number."""
-        self._reader += 1
-        self._is_read = True
-        # The stream before it, if it still waits, finds that its time is over.
-        self._filled.set()
-        return self._reader
-
-    def is_current(self, reader: int) -> bool:
-        """Whether this stream is the one that is to read."""
-        return reader == self._reader
-
-    def close(self, reader: int, now: float) -> None:
-        """A stream has ended."""
-        if self.is_current(reader):
-            self._is_read = False
-            self._unread_since = now
-
-    def unread_for(self, now: float) -> float:
-        """Seconds since a stream was open; 0 while one is."""
-        return 0.0 if self._is_read else now - self._unread_since
-
-    async def wait(self, timeout_s: float) -> None:
-        """Until there is something to take, or ``timeout_s`` are over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._filled.wait()
-
-    def take(self) -> list[TokenOutput]:
-        """What has gathered."""
-        self._filled.clear()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+Request = decode_pb2.HandoffsRequest
+Response = decode_pb2.HandoffsResponse
+HandoffsContext = grpc.aio.ServicerContext[Request, Response]
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """Turns messages into calls of the role."""
+    """Turns messages into what is done for requests."""
 
-    def __init__(self, role: DecodeRole) -> None:
-        self._role = role
+    def __init__(self, requests: DecodeRequests) -> None:
+        self._requests = requests
 
     async def Handoffs(  # type: ignore[override]  # noqa: N802 - gRPC's name
         self,
-        request_iterator: AsyncIterator[decode_pb2.HandoffsRequest],
+        request_iterator: AsyncIterator[Request],
         context: HandoffsContext,
     ) -> None:
         """See decode.proto."""
         async with grpc_boundary(context):  # type: ignore[arg-type]
-            await self._role.answer_handoffs(request_iterator, context)
+            await HandoffStream(self._requests, context).run(request_iterator)
 
     @guarded
     async def Abort(  # noqa: N802
@@ -108,21 +54,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> decode_pb2.AbortResponse:
         """See decode.proto."""
         choice = request.choice if request.HasField("choice") else None
-        self._role.abort((request.request_id, request.attempt), choice)
+        self._requests.abort((request.request_id, request.attempt), choice)
         return decode_pb2.AbortResponse()
 
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
         """See decode.proto. Without tokens an empty message says that the worker lives."""
-        role = self._role
-        outbox = role.sequences.outbox(request.router_id)
+        requests = self._requests
+        outbox = requests.sequences.outbox(request.router_id)
         reader = outbox.open()
         try:
             yield self._message()
-            while not role.closing:
-                busy = role.has_work_of(request.router_id)
-                await outbox.wait(role.keepalive.next_s(busy=busy))
+            while not requests.closing.is_set():
+                busy = requests.has_work_of(request.router_id)
+                await outbox.wait(requests.keepalive.next_s(busy=busy))
                 if not outbox.is_current(reader):
                     return
                 for message in self._messages(outbox.take()):
@@ -130,7 +76,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             for message in self._messages(outbox.take()):
                 yield message
         finally:
-            outbox.close(reader, role.clock())
+            outbox.close(reader, requests.clock())
 
     def _messages(self, outputs: list[TokenOutput]) -> Iterator[decode_pb2.StreamTokensResponse]:
         """At least one message: it shows that the worker lives."""
@@ -142,5 +88,140 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def _message(
         self, outputs: Sequence[worker_pb2.TokenOutput] = ()
     ) -> decode_pb2.StreamTokensResponse:
-        load = convert.load_to_proto(self._role.context.core.load())
+        load = convert.load_to_proto(self._requests.context.core.load())
         return decode_pb2.StreamTokensResponse(outputs=outputs, load=load)
+
+
+class HandoffStream:
+    """The calls of one writer, answered in any order."""
+
+    def __init__(self, requests: DecodeRequests, context: HandoffsContext) -> None:
+        self._requests = requests
+        self._context = context
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        """One answer is written at a time."""
+
+    async def run(self, calls: AsyncIterator[Request]) -> None:
+        """Answer calls until the writer leaves. Raises Unavailable where the worker stops."""
+        if self._requests.closing.is_set():
+            raise stopping()
+        reading = asyncio.create_task(self._read(calls), name="handoffs-read")
+        closing = asyncio.create_task(self._requests.closing.wait(), name="handoffs-close")
+        try:
+            await asyncio.wait([reading, closing], return_when=asyncio.FIRST_COMPLETED)
+            if self._requests.closing.is_set():
+                raise stopping()
+            reading.result()
+        finally:
+            await end_tasks([reading, closing, *self._waiting])
+
+    async def _read(self, calls: AsyncIterator[Request]) -> None:
+        async for request in calls:
+            if request.HasField("commit") and self._requests.must_wait(request.commit.ticket_id):
+                commit = asyncio.create_task(self._commit_in_time(request), name="commit")
+                self._waiting.add(commit)
+                commit.add_done_callback(self._waiting.discard)
+                continue
+            if request.HasField("reserve"):
+                # The reserve is queued at once: the next message on the stream may be its abort.
+                await self._reserve(request)
+            else:
+                await self._write(self._answer(request))
+
+    async def _reserve(self, request: Request) -> None:
+        response = Response(call=request.call)
+        try:
+            asked = self._ask(request.reserve)
+        except Exception as failure:
+            _refuse(response, failure)
+            await self._write(response)
+            return
+        opened = self._requests.receiver.blocks.opened
+        if asked.done() and opened(asked.result().ticket_id) is None:
+            self._promise(asked.result(), response.reserve)
+            await self._write(response)
+            return
+        answer = asyncio.create_task(self._reserve_in_time(request, asked), name="reserve")
+        self._waiting.add(answer)
+        answer.add_done_callback(self._waiting.discard)
+
+    async def _reserve_in_time(self, request: Request, asked: asyncio.Future[Ticket]) -> None:
+        """Answer once there is room, and all ranks of this worker let the writer in."""
+        response = Response(call=request.call)
+        try:
+            async with asyncio.timeout(request.timeout_ms / 1000):
+                ticket = await asked
+                opened = self._requests.receiver.blocks.opened(ticket.ticket_id)
+                if opened is not None:
+                    # Another call may wait for the same ticket.
+                    await asyncio.shield(opened)
+            self._promise(ticket, response.reserve)
+        except TimeoutError:
+            _refuse(response, DeadlineExceeded("there was no room in time"))
+        except Exception as failure:
+            _refuse(response, failure)
+        await self._write(response)
+
+    async def _write(self, response: Response) -> None:
+        async with self._turn:
+            await self._context.write(response)
+
+    def _answer(self, request: Request) -> Response:
+        response = Response(call=request.call)
+        try:
+            match request.WhichOneof("call_kind"):
+                case "commit":
+                    commit = request.commit
+                    firsts = convert.first_tokens_from_proto(commit)
+                    response.commit.bytes = self._requests.commit(
+                        commit.ticket_id, commit.writer, firsts
+                    )
+                case "abort":
+                    self._requests.abort_handoff((request.abort.request_id, request.abort.attempt))
+                    response.abort.SetInParent()
+                case _:
+                    raise HandoffError("this decode worker does not know that call")
+        except Exception as failure:
+            _refuse(response, failure)
+        return response
+
+    async def _commit_in_time(self, request: Request) -> None:
+        response, commit = Response(call=request.call), request.commit
+        try:
+            async with asyncio.timeout(request.timeout_ms / 1000):
+                firsts = convert.first_tokens_from_proto(commit)
+                response.commit.bytes = await self._requests.commit_when_complete(
+                    commit.ticket_id, commit.writer, firsts
+                )
+        except TimeoutError:
+            _refuse(response, DeadlineExceeded("the blocks or the grammar were not ready in time"))
+        except Exception as failure:
+            _refuse(response, failure)
+        await self._write(response)
+
+    def _ask(self, request: decode_pb2.ReserveRequest) -> asyncio.Future[Ticket]:
+        return self._requests.request_reserve(
+            Offer(
+                fingerprint=request.fingerprint,
+                geometry=convert.geometry_from_proto(request.geometry),
+                incarnation=request.incarnation,
+                writer=request.writer,
+                spec=convert.sequence_from_proto(request.sequence),
+            )
+        )
+
+    def _promise(self, ticket: Ticket, answer: decode_pb2.ReserveResponse) -> None:
+        answer.ticket_id = ticket.ticket_id
+        answer.pinned_blocks = len(ticket.pinned)
+        answer.missing_blocks = len(ticket.missing)
+        answer.lease_ms = int(ticket.lease_s * 1000)
+        answer.without_drafter = not self._requests.context.engine.runner.takes_prompt()
+
+
+def _refuse(response: Response, failure: Exception) -> None:
+    error = as_baton_error(failure)
+    response.error.code = error.code or ""
+    response.error.message = error.message
+    if error.retry_after is not None:
+        response.error.retry_after_ms = int(error.retry_after * 1000)

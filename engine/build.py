@@ -31,15 +31,15 @@ from engine.pool_size import pool_blocks
 from engine.quantization.packed_cache import PackedCache
 from engine.roofline import Storage
 from engine.sampling.sampling import sample
+from engine.sampling.step import StepModel
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SchedulerLimits
 from engine.speculation.heads.loading import HEADS, EagleHead, MedusaHeads, load_heads
 from engine.speculation.model.draft_model import DraftModel, check_vocabulary
 from engine.speculation.model.speculation import ModelSpeculation
 from engine.speculation.model_drafter import FilledSlots, ModelDrafter, Sampler
 from engine.speculation.speculation import MAX_DRAFT_TOKENS, StepSpeculation, make_speculation
-from engine.step.step import StepModel
 
 _CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
 """512 tokens up to a context of 1024, and fewer behind that, so that a step stays short."""

@@ -53,7 +53,7 @@ def compile_grammar(engine: Engine, sequence: Sequence) -> None:
     """
     grammar = sequence.spec.sampling.grammar
     if grammar is not None:
-        sequence.follow(engine.grammars.matcher(grammar))
+        sequence.follow(engine.grammars.matcher(grammar, sequence.spec.cache_salt))
 
 
 def _output(sequence: Sequence, logprobs: list[TokenLogprobs]) -> OfflineOutput:

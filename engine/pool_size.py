@@ -13,7 +13,7 @@ from engine.kv.kv_cache import block_bytes
 from engine.kv.kv_quantization import kv_dtype
 from engine.load import LoadedModel
 from engine.parallel.shard import config_of, shard_of
-from engine.scheduling.limits import SCORED_TOKENS
+from engine.scheduling.sequence import SCORED_TOKENS
 
 if TYPE_CHECKING:
     from engine.gpu.fused_weights import GpuWeights

@@ -22,7 +22,7 @@ from baton.request import FirstToken, SequenceSpec
 from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
 from baton.v1 import decode_pb2
-from kvtransfer.pairs.negotiation import Fit, check_geometry
+from kvtransfer.pairs.negotiation import Fit
 from kvtransfer.pairs.outbound import Outbound
 from kvtransfer.pairs.push_fan import BlockPush
 from kvtransfer.pairs.push_schedule import Part, PutPlan
@@ -98,7 +98,7 @@ class Handoff:
         self._calls = self._context.exchange.handoff_calls(self._pair)
         self._use.enter_context(self._pair.used())
         cache = self._context.engine.cache
-        if check_geometry(cache.geometry(), self._pair.geometry) is Fit.CONVERTIBLE:
+        if self._pair.fit is Fit.CONVERTIBLE:
             self._converted = ConvertedBlocks(cache, self._pair.geometry, self._staging)
             self._use.callback(self._converted.close)
         while True:
@@ -128,7 +128,7 @@ class Handoff:
         request = decode_pb2.HandoffsRequest()
         reserve = request.reserve
         reserve.fingerprint = self._context.engine.fingerprint
-        reserve.geometry.CopyFrom(convert.geometry_to_proto(self._context.engine.cache.geometry()))
+        reserve.geometry.CopyFrom(convert.geometry_to_proto(self._context.engine.cache.geometry))
         reserve.incarnation = self.peer.incarnation
         reserve.writer = self._context.incarnation
         convert.write_sequence(reserve.sequence, self._spec)
@@ -171,7 +171,7 @@ class Handoff:
         """
         puts = self._puts
         wire_s = self._wire_s(blocks - self.pinned_blocks - puts.whole)
-        geometry = self._context.engine.cache.geometry()
+        geometry = self._context.engine.cache.geometry
         if wire_s * (layers - puts.layers) / geometry.layers >= MIN_SLICE_S:
             self._send(block_table, puts.layers_done(blocks - self.pinned_blocks, layers))
 
@@ -217,7 +217,7 @@ class Handoff:
 
         Afterwards nobody reads the blocks any more: they may be given back.
         """
-        if self._push is not None:
+        if self._push is not None and not self._push.done.done():
             self._push.cancel()
         if not self._committed:
             fail_span(self._span, None)

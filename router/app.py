@@ -76,16 +76,13 @@ def make_application(
         ),
     )
     server = make_public_server(access, config)
-    add_grpc_services(
-        server,
-        service,
-        apis.tokens,
-        dispatcher,
-        more=(
-            OperatorServicer(cache, access),
-            WorkerOperatorServicer(control, scaling, access, config),
-        ),
+    servicers = (
+        OperatorServicer(cache, access),
+        WorkerOperatorServicer(control, scaling, access, config),
     )
+    # With a listener of their own, operators' calls are on no other one.
+    more_services = () if config.admin_http else servicers
+    add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
     return Application(apps, server, batches, console)
 
 

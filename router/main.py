@@ -118,7 +118,7 @@ async def serve(settings: RouterSettings) -> None:
     await shutdown.until(dispatcher.settled(), OTHERS_S if config.routers > 1 else ALONE_S)
     listen(grpc_server, config.grpc, config.tls.fronts)
     await grpc_server.start()
-    _keep_collections_short()
+    keep_collections_short()
     await application.batches.start()
     serving = servers.start()
     told = asyncio.create_task(shutdown.told.wait())
@@ -176,7 +176,7 @@ async def _let_end(
     await end_tasks([closing])
 
 
-def _keep_collections_short() -> None:
+def keep_collections_short() -> None:
     """What was loaded stays: looking through it for garbage would stop every answer for 0.1 s.
 
     A request leaves few cycles behind, so that they may gather for longer than by default.

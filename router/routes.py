@@ -18,7 +18,6 @@ from starlette.routing import Mount, Route
 
 from baton.client.headers import ROUTER_HEADER
 from baton.config.cluster import Config
-from baton.security.tls import LiveContext, client_context
 from baton.telemetry.metrics import RouterMetrics
 from baton.version import baton_version
 from router.admin.cluster_metrics import cluster_page
@@ -27,6 +26,7 @@ from router.embeddings.api import EmbeddingsApi
 from router.embeddings.protocol import EmbeddingsRequest, EmbeddingsResponse
 from router.http.errors import add_error_handlers
 from router.http.gate import gated
+from router.http.metrics_pages import MetricsPages
 from router.http.openapi import ERRORS, describe, json_body, streamed
 from router.inference.endpoint import Endpoint
 from router.inference.service import InferenceService
@@ -57,7 +57,7 @@ from router.responses.protocol import ResponsesRequest
 _DESCRIPTION = """Large language models, served with prefill and decode apart.
 
 The OpenAI API as far as it goes; fields marked as extensions are common to other servers.
-Unknown fields are ignored; known ones that are not served are refused by name.
+Fields that are not known, or not served, are refused by name.
 """
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
@@ -237,8 +237,7 @@ def _add_operations(
     supervisor: SupervisorPage | None,
     config: Config,
 ) -> None:
-    own = config.tls.of("router")
-    inside = None if own is None else LiveContext(client_context(own), own)
+    inside = MetricsPages(config.tls.of("router"))
 
     async def health() -> Response:
         """Whether requests can be served: 200 with `ok` or `degraded`, otherwise 503."""
@@ -270,7 +269,7 @@ def _add_operations(
         """Where the pages of workers and supervisor are, for Prometheus' HTTP service discovery."""
         told = None if supervisor is None else await supervisor()
         pages = {"worker": dispatcher.metrics_addresses(), "supervisor": [told] if told else []}
-        scheme = {} if inside is None else {"__scheme__": "https"}
+        scheme = {} if inside.scheme == "http" else {"__scheme__": inside.scheme}
         return [
             {"targets": found, "labels": {"part": part, **scheme}}
             for part, found in pages.items()

@@ -1,8 +1,9 @@
 """Runs long tests in shards, and writes down what came of them.
 
 ``python -m tools.long_tests`` runs all shards, ``--shard N`` one, ``--commit HASH`` the one of a
-commit: a few commits later all have run. ``--report FILE`` puts the results into a page, from which
-the next run knows how long each file takes.
+commit: a few commits later all have run. Files that are named run alone. ``--report FILE`` puts the
+results into a page, from which the next run knows how long each file takes. Commits choose among
+the files that the page has: one that has never run is nothing that a commit can have broken.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ _WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 _INTRODUCTION = """# Long tests
 
 `make test-long` runs the tests that take minutes, in shards of about ten minutes, and writes this
-page. `make test-long SHARD=2` runs one shard, and `make test-long COMMIT=HASH` that of a commit. A
-file's row is from the last time that `make test-long` ran its shard.
+page. `make test-long SHARD=2` runs one shard, `make test-long TESTS=FILE` one file. CI runs one
+shard of these files after `make test`, chosen by the commit's hash. A file's row is from the last
+time that `make test-long` ran it.
 """
 
 
@@ -202,6 +204,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--commit", help="run the shard of this commit's hash")
     which.add_argument("--shard", type=int, help="run this shard, from 1")
+    which.add_argument("files", nargs="*", default=[], help="run the long tests of these files")
     parser.add_argument("--minutes", type=float, default=SHARD_MINUTES, help="of a shard, at most")
     parser.add_argument("--list", action="store_true", help="show the shards, and run nothing")
     parser.add_argument("--report", type=Path, help="the page that gets the results")
@@ -209,7 +212,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
     page = asked.report or PAGE
     known = read_page(page.read_text()) if page.exists() else {}
-    files = long_files(root)
+    files = asked.files or long_files(root)
+    if asked.commit:
+        files = [file for file in files if file in known] or files
     seconds = {file: known[file].seconds if file in known else _UNKNOWN_S for file in files}
     groups = shards(seconds, 60 * asked.minutes)
     chosen = range(len(groups))
@@ -220,7 +225,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
             parser.error(f"--shard {asked.shard}: there are {len(groups)}")
         chosen = range(asked.shard - 1, asked.shard)
 
-    rows = {file: row for file, row in known.items() if file in seconds}
+    rows = {file: row for file, row in known.items() if asked.files or file in seconds}
     has_failed = False
     for number in chosen:
         group = groups[number]

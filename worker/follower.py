@@ -20,6 +20,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
+from baton.rpc.worker_plane import WorkerPlane
 from engine.build import build_follower
 from engine.engine import device_of
 from engine.parallel.ranks import FORM_S, Follower
@@ -138,6 +139,8 @@ def _ending_at_once(name: str, device: torch.device, on_lost: OnLost) -> Iterato
 async def _started(
     make: MakeTransports, transfers: Executor, settings: WorkerSettings
 ) -> RankServer:
-    server = RankServer(make, transfers, settings.host, settings.config.tls.of("worker"))
+    config = settings.config
+    plane = WorkerPlane.of(config.tls.of("worker"), config.cluster_secret)
+    server = RankServer(make, transfers, settings.host, plane)
     await server.start()
     return server

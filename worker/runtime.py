@@ -23,7 +23,7 @@ from engine.roofline import Ceilings
 from kvtransfer.memory.memory import BlockMemory
 from worker.core.engine_core import EngineCore
 from worker.core.gauges import UtilizationMeter, WorkerGauges
-from worker.core.prefill_budget import PrefillBudget
+from worker.core.step_planner import PrefillBudget
 from worker.cores.core_board import CoreBoard
 from worker.costs.step_costs import StepCosts
 from worker.device.device import DeviceWatch, use_device

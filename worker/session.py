@@ -20,8 +20,9 @@ import grpc.aio
 import redis.asyncio
 
 from baton.config.choices import MIB
-from baton.rpc.grpc_channel import listen, make_server
-from baton.security.peer_roles import PeerRoles
+from baton.config.cluster import Config
+from baton.rpc.grpc_channel import listen
+from baton.rpc.worker_plane import WorkerPlane
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import DRAINING, WorkerRecord
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
@@ -91,9 +92,9 @@ class WorkerSession:
         """
         incarnation = f"{settings.slot}:{secrets.token_hex(6)}"
         core, tiers = runtime.core, runtime.tiers
-        tls = settings.config.tls.of("worker")
-        server = make_server(gates=() if tls is None else (PeerRoles(),))
-        address = f"{settings.host}:{listen(server, f'{settings.host}:0', tls)}"
+        plane = _plane(settings.config)
+        server = plane.server()
+        address = f"{settings.host}:{listen(server, f'{settings.host}:0', plane.tls)}"
         context = WorkerContext(
             settings=settings,
             engine=core.engine,
@@ -207,6 +208,10 @@ class WorkerSession:
         return idle and counts.used == counts.quarantined == 0
 
 
+def _plane(config: Config) -> WorkerPlane:
+    return WorkerPlane.of(config.tls.of("worker"), config.cluster_secret)
+
+
 def _add_services(server: grpc.aio.Server, context: WorkerContext, process: Drainable) -> None:
     """Add what every role has."""
     control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(process), server)
@@ -225,9 +230,9 @@ async def _exchange(
     limits = PairLimits(
         window_bytes=config.advanced.transfer_window_mib * MIB, silence_s=config.advanced.lease_s
     )
-    identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry())
-    tls = config.tls.of("worker")
-    ranks = RankLinks(runtime.ranks, limits, SILENT_RANK_S, tls) if runtime.ranks else None
+    identity = Identity(incarnation, engine.fingerprint, engine.cache.geometry)
+    plane = _plane(config)
+    ranks = RankLinks(runtime.ranks, limits, SILENT_RANK_S, plane) if runtime.ranks else None
     if ranks is not None:
         await ranks.open(identity)
     receiver = BlockReceiver(
@@ -236,7 +241,7 @@ async def _exchange(
         block_bytes=memory.block_bytes,
         lease_s=config.advanced.lease_s,
         worker=settings.slot,
-        geometry=engine.cache.geometry(),
+        geometry=engine.cache.geometry,
         ranks=ranks,
         clock=runtime.clock,
     )
@@ -249,7 +254,7 @@ async def _exchange(
         runtime.transfers,
         address=address,
         ranks=ranks,
-        tls=tls,
+        plane=plane,
         recall=None if runtime.tiers is None else runtime.tiers.loader.recall,
     )
 
@@ -266,7 +271,7 @@ def _record(
         metrics_address=f"{settings.host}:{runtime.metrics_server.port}",
         model=settings.model_name,
         fingerprint=engine.fingerprint,
-        geometry=engine.cache.geometry(),
+        geometry=engine.cache.geometry,
         context_length=engine.context_length,
         total_blocks=engine.pool.total,
         max_sequences=pool.max_sequences,

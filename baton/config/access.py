@@ -29,8 +29,9 @@ class KeyConfig(Section):
     sha256: str = Field(default="", pattern="^([0-9a-f]{64})?$")
     """SHA-256 of the key in hexadecimal digits. One entry may leave it empty: it holds for requests
     without a known key."""
-    tenant: str = DEFAULT_TENANT
-    """Name of the key's tenant."""
+    tenant: str
+    """Name of the key's tenant, ``default`` or another one. Keys of one tenant share cached
+    prompts, files and batches."""
     priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
     """Priority of requests that set none. Among requests of one tenant, lower values are served
     first."""
@@ -54,7 +55,7 @@ class KeyConfig(Section):
         if not re.fullmatch(NAME_PATTERN, tenant):
             raise ValueError(
                 f"a tenant's name is 1 to 64 letters, digits, dots, dashes and underscores, not"
-                f" {tenant!r}; leave it out for the tenant {DEFAULT_TENANT}"
+                f" {tenant!r}: write {DEFAULT_TENANT!r} for the tenant that all other requests have"
             )
         return tenant
 

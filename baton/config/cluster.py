@@ -98,7 +98,7 @@ class Config(BaseSettings):
     """Address of the gRPC listener, host:port; port 0 takes a free port."""
     admin_http: str = ""
     """Address that alone serves metrics, console and operators' endpoints, host:port; empty serves
-    them at ``http``."""
+    them at ``http``. With an address, gRPC has no operators' calls."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names by which clients may call the HTTP listeners; ``*`` is any. Loopback listeners
     always allow IP addresses, ``localhost`` and names without a dot, and with an empty list nothing
@@ -189,16 +189,18 @@ class Config(BaseSettings):
     require_key: bool = False
     """Refuse requests without a known API key, except ``/health`` and ``/live``. With a
     ``keys_file`` a key is required unless this is false."""
-    max_body_bytes: int = Field(default=8 * MIB, ge=1024)
+    max_body_bytes: int = Field(default=4 * MIB, ge=1024)
     """Maximum size of an HTTP request body, in bytes. Uploads have ``max_file_bytes`` instead."""
     data_dir: str = ""
     """Folder of uploaded files and batches, which outlive the cluster; empty takes a folder for the
     HTTP address in ``$XDG_DATA_HOME/baton``, or in ``~/.local/share/baton``."""
     max_file_bytes: int = Field(default=200 * MIB, ge=1024)
     """Maximum size of an uploaded file, in bytes."""
-    max_total_file_bytes: int = Field(default=1024 * MIB, ge=1024)
-    """Maximum total size of uploaded files and batch results, in bytes; further uploads are
-    refused."""
+    max_tenant_file_bytes: int = Field(default=1024 * MIB, ge=1024)
+    """Maximum total size of the uploaded files and batch results of one tenant, in bytes. Further
+    uploads are refused, and a batch whose results find no room fails."""
+    max_total_file_bytes: int = Field(default=4096 * MIB, ge=1024)
+    """The same of all tenants together, in bytes."""
     max_batch_in_flight: int = Field(default=64, ge=1, le=4096)
     """Maximum number of batch requests that one router process runs at once. It runs fewer while
     other traffic needs the workers."""
@@ -210,6 +212,10 @@ class Config(BaseSettings):
     """How roles and pool sizes follow the traffic."""
     cluster_id: str = ""
     """Name of the cluster, and prefix of its Redis keys; empty takes a random name."""
+    cluster_secret: str = Field(default="", pattern="^([!-~]{32,})?$", repr=False)
+    """Secret that launchers, routers and workers of a cluster share: without certificates they show
+    it to each other, and it is part of the names of cached blocks. Empty draws one at the start;
+    with a ``redis_url`` it is kept there."""
     log_level: LogLevel = "info"
     """Lowest severity that is logged."""
     log_format: LogFormat = "text"

@@ -21,13 +21,18 @@ _LONGEST = 80
 """Maximum length of a value that a message repeats, in characters."""
 _TABLES = {"pools": "pool", "classes": "class", "tenants": "tenant", "keys": "key"}
 """By list of tables: the name of one entry."""
-_SECRET = re.compile("sha256|url|^(keys|gcs_store|otlp_endpoint)$")
+_SECRET = re.compile("sha256|secret|url|^(keys|gcs_store|otlp_endpoint)$")
 """Fields whose values, and whatever is in them, are not repeated: a password or a token in a URL,
 or a key in place of its hash."""
 _PATTERNS = {
     r"^[A-Za-z0-9._-]{1,64}$": "1 to 64 letters, digits, dots, dashes and underscores",
     "^([0-9a-f]{64})?$": "64 hexadecimal digits in lower case, or empty",
+    "^([!-~]{32,})?$": "at least 32 letters, digits and signs (`openssl rand -hex 32` makes some)",
 }
+_MISSING: Mapping[str, str] = MappingProxyType(
+    {"tenant": 'write "default", or another name: keys of one tenant share files and caches'}
+)
+"""By the name of a field that must be given: what to write."""
 _DATE = "a date and time with a time zone, such as 2027-01-31T12:00:00Z"
 _Phrase = str | Callable[[Mapping[str, Any]], str]
 _MUST_BE: Mapping[str, _Phrase] = MappingProxyType(
@@ -133,7 +138,8 @@ def _sentence(subject: str, fault: ErrorDetails, model: type[BaseModel]) -> str:
         close = get_close_matches(name, known, 1)
         return f"unknown field `{name}`" + (f"; did you mean `{close[0]}`?" if close else "")
     if fault["type"] == "missing":
-        return f"{subject} is missing"
+        what = _MISSING.get(str(fault["loc"][-1]))
+        return f"{subject} is missing" + (f": {what}" if what else "")
     if fault["type"] == "value_error":
         message = fault["msg"].removeprefix("Value error, ")
         return f"{subject}: {message}" if subject else message

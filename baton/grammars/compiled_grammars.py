@@ -1,16 +1,30 @@
-"""The grammars that a process has compiled: the latest are kept, bounded in number and in bytes."""
+"""The grammars that a process has compiled: the latest are kept, bounded in number and in bytes.
+
+As with the KV cache, another salt has another cache: a tenant cannot tell by the time that it waits
+what another tenant has asked. Room is taken from the salt that holds the most of it.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, TokenMatcher, reason_in
 
 Compile = Callable[[Grammar], TokenMatcher]
 """Raises InvalidGrammar."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one salt holds, the longest unused first."""
+
+    kept: OrderedDict[Grammar, TokenMatcher] = field(default_factory=OrderedDict)
+    size: int = 0
+    """Bytes of the grammars' texts."""
 
 
 class CompiledGrammars:
@@ -21,64 +35,83 @@ class CompiledGrammars:
         load: Callable[[], Compile],
         vocab_size: int,
         *,
-        most: int = 64,
+        max_grammars: int = 64,
         max_bytes: int = 2 << 20,
     ) -> None:
-        """``load`` is called for the first grammar. Masks are of ``vocab_size`` tokens. Kept are
+        """``load`` is called for the first grammar. Masks are of ``vocab_size`` tokens.
 
-        ``most`` grammars, whose texts have ``max_bytes`` in all; and always the latest.
+        Keeps up to ``max_grammars`` grammars, whose texts have up to ``max_bytes`` in all, and
+        always the latest one.
         """
         self.vocab_size = vocab_size
         self._load = load
-        self._most = most
+        self._max_grammars = max_grammars
         self._max_bytes = max_bytes
         self._compile: Compile | None = None
-        self._kept: OrderedDict[Grammar, TokenMatcher] = OrderedDict()
-        self._bytes = 0
+        self._shares: OrderedDict[bytes, _Share] = OrderedDict()
+        """By salt, the longest unused first."""
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
 
-    def __contains__(self, grammar: Grammar) -> bool:
-        """Whether it is kept."""
-        return self._find(grammar) is not None
-
-    def kept(self, grammar: Grammar) -> TokenMatcher | None:
-        """A new matcher at the start of a text; None where the grammar is not kept."""
-        found = self._find(grammar)
+    def kept(self, grammar: Grammar, cache_salt: bytes = b"") -> TokenMatcher | None:
+        """A new matcher at the start of a text; None if the grammar is not kept."""
+        found = self._find(grammar, cache_salt)
         return None if found is None else found.deep_copy()
 
-    def matcher(self, grammar: Grammar) -> TokenMatcher:
+    def matcher(self, grammar: Grammar, cache_salt: bytes = b"") -> TokenMatcher:
         """A new matcher, at the start of a text. Compiles a grammar that is not kept.
 
         Raises InvalidGrammar.
         """
-        found = self._find(grammar)
+        found = self._find(grammar, cache_salt)
         if found is None:
             with self._compiling:
                 # Another thread may have compiled it while this one waited.
-                found = self._find(grammar) or self._compiled(grammar)
+                found = self._find(grammar, cache_salt) or self._compiled(grammar, cache_salt)
         return found.deep_copy()
 
-    def _find(self, grammar: Grammar) -> TokenMatcher | None:
+    def _find(self, grammar: Grammar, cache_salt: bytes) -> TokenMatcher | None:
         with self._lock:
-            found = self._kept.get(grammar)
-            if found is not None:
-                self._kept.move_to_end(grammar)
+            share = self._shares.get(cache_salt)
+            found = None if share is None else share.kept.get(grammar)
+            if share is not None and found is not None:
+                self._shares.move_to_end(cache_salt)
+                share.kept.move_to_end(grammar)
             return found
 
-    def _compiled(self, grammar: Grammar) -> TokenMatcher:
+    def _compiled(self, grammar: Grammar, cache_salt: bytes) -> TokenMatcher:
         if self._compile is None:
             self._compile = self._load()
         matcher = self._compile(grammar)
         with self._lock:
-            self._kept[grammar] = matcher
-            self._bytes += len(grammar.text)
-            while len(self._kept) > 1 and (
-                len(self._kept) > self._most or self._bytes > self._max_bytes
-            ):
-                oldest, _ = self._kept.popitem(last=False)
-                self._bytes -= len(oldest.text)
+            while not self._fits(grammar):
+                self._drop_oldest()
+            share = self._shares.setdefault(cache_salt, _Share())
+            self._shares.move_to_end(cache_salt)
+            share.kept[grammar] = matcher
+            share.size += len(grammar.text)
         return matcher
+
+    def _fits(self, grammar: Grammar) -> bool:
+        """Whether there is room for another one."""
+        kept = sum(len(share.kept) for share in self._shares.values())
+        size = sum(share.size for share in self._shares.values())
+        return not kept or (
+            kept < self._max_grammars and size + len(grammar.text) <= self._max_bytes
+        )
+
+    def _drop_oldest(self) -> None:
+        """Forget the longest unused grammar of the salt that holds most."""
+        cache_salt, share = max(
+            self._shares.items(),
+            key=lambda item: max(
+                len(item[1].kept) / self._max_grammars, item[1].size / self._max_bytes
+            ),
+        )
+        oldest, _ = share.kept.popitem(last=False)
+        share.size -= len(oldest.text)
+        if not share.kept:
+            del self._shares[cache_salt]
 
 
 def grammars_of(

@@ -1,78 +1,139 @@
-"""Grammars compiled off an event loop, each once however many wait for it."""
+"""Grammars compiled off an event loop, each once however many requests wait for it.
+
+    waiting ─its tenant's turn→ compiling → compiled, or refused
+    waiting ─nothing waits for it any more→ dropped
+
+One grammar compiles at a time. Tenants, told apart by their cache salts, take turns, and each has a
+share of the waiting places, so that the grammars of one delay another by one compilation at a time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
 from baton.grammar import Grammar, TokenMatcher
 from baton.grammars.compiled_grammars import CompiledGrammars
 
+log = logging.getLogger(__name__)
+
 MAX_WAITING = 64
-"""Grammars that wait to be compiled; one at a time is."""
+"""Maximum grammars that wait, in equal shares for the tenants that wait; each may have one."""
+MAX_OF_TENANT = 16
+"""Maximum grammars of one tenant that wait."""
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    grammar: Grammar
+    cache_salt: bytes
+    result: asyncio.Future[TokenMatcher]
+    """Fails with InvalidGrammar."""
+    wanted: int = 0
+    """Requests that wait for it."""
 
 
 class GrammarGate:
-    """Owned by an event loop, as are all who wait at it."""
+    """Owned by an event loop, as is everything that waits at it."""
 
     def __init__(
         self, grammars: CompiledGrammars, observe: Callable[[float], None] = lambda seconds: None
     ) -> None:
-        """``observe`` is told the seconds that each compilation took."""
+        """``observe`` takes the seconds of each compilation."""
         self._grammars = grammars
         self._observe = observe
-        self._compiling: dict[Grammar, asyncio.Task[TokenMatcher | InvalidGrammar]] = {}
-        self._turn = asyncio.Lock()
+        self._queues: OrderedDict[bytes, OrderedDict[Grammar, _Job]] = OrderedDict()
+        """By cache salt, the one whose turn is next first. The job that compiles is in none."""
+        self._compiling: _Job | None = None
+        self._work: asyncio.Task[None] | None = None
 
-    async def ready(self, grammar: Grammar | None, deadline: float) -> TokenMatcher | None:
+    @property
+    def idle(self) -> bool:
+        """Whether no grammar is compiled or waits for it."""
+        return self._work is None or self._work.done()
+
+    async def ready(
+        self, grammar: Grammar | None, cache_salt: bytes, deadline: float
+    ) -> TokenMatcher | None:
         """A new matcher at the start of a text, once the grammar is compiled; None for no grammar.
 
         ``deadline`` is on the monotonic clock. Raises InvalidGrammar, DeadlineExceeded, and
-        Overloaded where too many others wait.
+        Overloaded if too many grammars of the tenant wait.
         """
         if grammar is None:
             return None
-        if (kept := self._grammars.kept(grammar)) is not None:
+        if (kept := self._grammars.kept(grammar, cache_salt)) is not None:
             return kept
-        task = self._begin(grammar)
-        # Not the task itself: another one may wait for it.
-        await asyncio.wait([task], timeout=max(0.0, deadline - time.monotonic()))
-        if not task.done():
+        job = self._job(grammar, cache_salt)
+        job.wanted += 1
+        try:
+            await asyncio.wait([job.result], timeout=max(0.0, deadline - time.monotonic()))
+        finally:
+            job.wanted -= 1
+        if not job.result.done():
             raise DeadlineExceeded("the request's deadline passed before its grammar was compiled")
-        compiled = task.result()
-        if isinstance(compiled, InvalidGrammar):
-            raise InvalidGrammar(compiled.message)
-        # The matcher needs no place among the kept grammars: others may have taken it since.
-        return compiled.deep_copy()
+        try:
+            # The matcher needs no place among the kept grammars: others may have taken it since.
+            return job.result.result().deep_copy()
+        except InvalidGrammar as error:
+            raise InvalidGrammar(error.message) from None
 
-    def begin(self, grammar: Grammar | None) -> None:
-        """Have a grammar compiled before it is waited for. Raises Overloaded."""
-        if grammar is not None and grammar not in self._grammars:
-            self._begin(grammar)
+    def begin(self, grammar: Grammar | None, cache_salt: bytes) -> None:
+        """Have a grammar compiled before a request waits for it. Raises Overloaded."""
+        if grammar is not None and self._grammars.kept(grammar, cache_salt) is None:
+            self._job(grammar, cache_salt).wanted += 1
 
-    def _begin(self, grammar: Grammar) -> asyncio.Task[TokenMatcher | InvalidGrammar]:
-        task = self._compiling.get(grammar)
-        if task is None:
-            if len(self._compiling) >= MAX_WAITING:
-                raise Overloaded("too many new grammars wait to be compiled", retry_after=1.0)
-            task = asyncio.create_task(self._compile(grammar), name="compile a grammar")
-            self._compiling[grammar] = task
-        return task
+    def _job(self, grammar: Grammar, cache_salt: bytes) -> _Job:
+        running = self._compiling
+        if running and (running.grammar, running.cache_salt) == (grammar, cache_salt):
+            return running
+        queue = self._queues.setdefault(cache_salt, OrderedDict())
+        if (known := queue.get(grammar)) is not None:
+            return known
+        share = max(1, min(MAX_OF_TENANT, MAX_WAITING // len(self._queues)))
+        if len(queue) >= share:
+            raise Overloaded(
+                f"{len(queue)} new grammars of this tenant wait to be compiled",
+                retry_after=_RETRY_S,
+            )
+        job = queue[grammar] = _Job(grammar, cache_salt, asyncio.get_running_loop().create_future())
+        if self.idle:
+            self._work = asyncio.create_task(self._compile_all(), name="compile grammars")
+        return job
 
-    async def _compile(self, grammar: Grammar) -> TokenMatcher | InvalidGrammar:
+    async def _compile_all(self) -> None:
+        while self._queues:
+            cache_salt, queue = self._queues.popitem(last=False)
+            _, job = queue.popitem(last=False)
+            if queue:
+                # The other tenants come first.
+                self._queues[cache_salt] = queue
+            if job.wanted:
+                self._compiling = job
+                await self._compile(job)
+                self._compiling = None
+
+    async def _compile(self, job: _Job) -> None:
         try:
             # One thread is enough, and the others are for other work.
-            async with self._turn:
-                matcher, seconds = await asyncio.to_thread(self._timed, grammar)
-        except InvalidGrammar as error:
-            return error
-        finally:
-            del self._compiling[grammar]
+            matcher, seconds = await asyncio.to_thread(self._timed, job)
+        except Exception as error:
+            job.result.set_exception(error)
+            # Nothing may wait for it any more.
+            job.result.exception()
+            if not isinstance(error, InvalidGrammar):
+                log.exception("a grammar could not be compiled")
+            return
+        job.result.set_result(matcher)
         self._observe(seconds)
-        return matcher
 
-    def _timed(self, grammar: Grammar) -> tuple[TokenMatcher, float]:
+    def _timed(self, job: _Job) -> tuple[TokenMatcher, float]:
         began = time.perf_counter()
-        return self._grammars.matcher(grammar), time.perf_counter() - began
+        matcher = self._grammars.matcher(job.grammar, job.cache_salt)
+        return matcher, time.perf_counter() - began

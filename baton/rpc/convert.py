@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 from baton.errors import HandoffError
 from baton.grammar import Grammar, GrammarKind
-from baton.logprobs import TokenLogprobs
+from baton.logprobs import PackedTop, TokenLogprobs
 from baton.request import (
     NO_TRACE,
     FinishReason,
@@ -160,7 +160,9 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         preemptions=message.preemptions,
         hand_back=message.hand_back,
         embeds=message.embeds,
-        trace=TraceContext(message.trace.traceparent, message.trace.tracestate),
+        trace=TraceContext(message.trace.traceparent, message.trace.tracestate)
+        if message.HasField("trace")
+        else NO_TRACE,
     )
 
 
@@ -177,7 +179,39 @@ def logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     if len(message.top_ids) != len(message.top_logprobs):
         raise HandoffError("a worker has sent log probabilities without their tokens")
     top = zip(message.top_ids, message.top_logprobs, strict=True)
-    return TokenLogprobs(message.logprob, tuple(top))
+    return TokenLogprobs(message.logprob, PackedTop.of(top))
+
+
+class PromptScores(Sequence[TokenLogprobs]):
+    """Those of a prompt, read from their message when they are looked at.
+
+    A prompt of 8,000 tokens may have 170,000 log probabilities, which come in one message: to read
+    them all at once would hold the event loop.
+    """
+
+    def __init__(self, messages: Sequence[worker_pb2.TokenLogprobs]) -> None:
+        """Raises HandoffError for tokens and probabilities that are not equally many."""
+        if any(len(one.top_ids) != len(one.top_logprobs) for one in messages):
+            raise HandoffError("a worker has sent log probabilities without their tokens")
+        self._messages = messages
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[TokenLogprobs, ...]: ...
+    def __getitem__(self, place: int | slice) -> TokenLogprobs | tuple[TokenLogprobs, ...]:
+        if isinstance(place, slice):
+            return tuple(map(logprobs_from_proto, self._messages[place]))
+        return logprobs_from_proto(self._messages[place])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
 
 def write_first_tokens(message: decode_pb2.CommitRequest, firsts: Sequence[FirstToken]) -> None:
@@ -244,7 +278,7 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         error_code=message.error_code,
         choice=message.choice,
         logprobs=tuple(map(logprobs_from_proto, scores)) if scores else (),
-        prompt_logprobs=tuple(map(logprobs_from_proto, prompt)) if prompt else (),
+        prompt_logprobs=PromptScores(prompt) if prompt else (),
         handed_back=message.handed_back,
         embedding=tuple(message.embedding) if message.embedding else (),
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from baton.config.cluster import Config
 from baton.errors import BatonError
+from baton.security.cluster_secret import new_secret
 from baton.security.tls import TlsFiles
 from baton.store.redis_client import redis_client
 from deploy.launcher.announcement import announcement
@@ -39,6 +40,7 @@ from deploy.ray.gcs_store import EMBEDDED, GcsStore
 from deploy.ray.joined_ray import JoinedRay
 from deploy.ray.ray_cluster import RayCluster
 from deploy.store.redis_access import STORE_USERS, StoreUser
+from deploy.store.shared_secret import SharedSecret
 from deploy.store.valkey import EmbeddedValkey
 from deploy.supervisor.reconciler import split
 from deploy.supervisor.status_store import StatusStore
@@ -109,6 +111,7 @@ class Launcher:
         self._config = checked.config
         self._redis_urls = dict(checked.redis_urls)
         """Addresses of the store, by the user who connects."""
+        self._shared_secret = SharedSecret.of(self._config, self._redis_urls.get("supervisor", ""))
         self._run = run
         self._mark = ClusterMark(self._config.cluster_id or secrets.token_hex(6), run.path)
         self._signals = signals
@@ -178,7 +181,11 @@ class Launcher:
                 group.create_task(prepare_kernels(self._config, self._progress, self._report))
             await store
             self._model = model = await preparing
-            self._config = model.config
+            secret = model.config.cluster_secret
+            if self._shared_secret is not None:
+                secret = await self._shared_secret.read()
+            told = {"cluster_secret": secret or new_secret()}
+            self._config = model.config.model_copy(update=told)
             routers = await self._start_routers(model)
             # Until they are watched for good, their death is a failure to start.
             alive = [group.create_task(router.fail_on_death()) for router in routers]
@@ -279,6 +286,8 @@ class Launcher:
 
     def _watch(self, group: asyncio.TaskGroup, watch: PartWatch) -> None:
         parts = self._parts
+        if self._shared_secret is not None:
+            group.create_task(self._shared_secret.keep(self._config.cluster_secret))
         group.create_task(watch.ray(parts.ray))
         for router in parts.routers:
             group.create_task(watch.keep(router.name, router))

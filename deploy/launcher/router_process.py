@@ -31,6 +31,7 @@ from deploy.processes.child import Child
 from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import store_url
+from deploy.store.shared_secret import SharedSecret
 from router.workers.model_commit import commit_of
 
 _HEALTHY_S = 60.0
@@ -172,6 +173,8 @@ def serve_router(config: Config) -> None:
     from router.main import RouterSettings, run  # noqa: PLC0415
 
     url = store_url(config, "router")
+    if (shared := SharedSecret.of(config, url)) is not None:
+        config = config.model_copy(update={"cluster_secret": asyncio.run(shared.read())})
     revision = asyncio.run(_revision(config, url))
     model = model_store.resolve(config.model, _tell, config.quantization, revision, weights=False)
     config = config.model_copy(update={"revision": model.commit})

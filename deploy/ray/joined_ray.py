@@ -30,7 +30,12 @@ from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.ray.gcs_process import GcsProbe, runs
 from deploy.ray.gcs_store import GcsStore
-from deploy.ray.ray_cluster import OBJECT_STORE_BYTES, common_environment, disconnect
+from deploy.ray.ray_cluster import (
+    OBJECT_STORE_BYTES,
+    check_ray,
+    common_environment,
+    disconnect,
+)
 from deploy.ray_internals import NodeProcesses, drain_node
 from deploy.workers.ray_worker import namespace
 
@@ -44,10 +49,15 @@ _CONNECT_S = 60.0
 
 
 def check_token() -> None:
-    """Raises ConfigError unless Ray finds the cluster's token, or needs none."""
+    """Raises ConfigError unless this Ray knows tokens and finds the cluster's, or needs none."""
+    check_ray()
     mode = os.environ.get("RAY_AUTH_MODE", "token")
-    if mode != "token":
+    if mode == "disabled":
         return
+    if mode != "token":
+        raise ConfigError(
+            f"RAY_AUTH_MODE={mode}: say token, or disabled where that Ray asks for no token"
+        )
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if not os.environ.get("RAY_AUTH_TOKEN") and not path.is_file():
         raise ConfigError(

@@ -10,12 +10,13 @@ import logging
 import math
 import os
 import secrets
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 from baton.config.cluster import Config
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from deploy import ray_internals
 from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.run_directory import ClusterMark, RunDirectory
@@ -33,6 +34,22 @@ _PLACES = 1024
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
+_TOKENS_SINCE = (2, 52)
+"""The first Ray that asks its callers for a token."""
+
+
+def check_ray() -> None:
+    """Raises ConfigError if the installed Ray is one that ignores ``RAY_AUTH_MODE``.
+
+    Without a token its ports let everybody who reaches them run code here.
+    """
+    found = version("ray")
+    if tuple(map(int, found.split(".")[:2])) < _TOKENS_SINCE:
+        oldest = ".".join(map(str, _TOKENS_SINCE))
+        raise ConfigError(
+            f"Ray {found} knows no tokens: it would let everybody who reaches its ports run code."
+            f" Install Ray {oldest} or newer (pip install 'ray>={oldest}')"
+        )
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
@@ -74,10 +91,11 @@ class RayCluster:
         """Ray's control store if it may be started again; None before the start."""
 
     async def start(self, gcs_store: GcsStore | None = None) -> None:
-        """Start the daemons and connect to them. Raises BatonError.
+        """Start the daemons and connect to them. Raises BatonError, ConfigError for an old Ray.
 
         With a store the death of Ray's control store (GCS) is not that of the cluster.
         """
+        check_ray()
         self._started = True
         try:
             async with asyncio.timeout(_START_S):

@@ -28,9 +28,8 @@ from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.choices import Role
 from baton.config.cluster import Config
 from baton.errors import BatonError, Unavailable, WorkerFailed
-from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import error_from_rpc
-from baton.security.tls import TlsFiles
+from baton.rpc.worker_plane import WorkerPlane
 from baton.store.registry import DRAINING, Registry, WorkerRecord
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
@@ -121,14 +120,14 @@ def workers_of(
 
 
 async def change_role(
-    record: WorkerRecord, role: Role, deadline_s: float, tls: TlsFiles | None = None
+    plane: WorkerPlane, record: WorkerRecord, role: Role, deadline_s: float
 ) -> float:
     """Make a worker play another role. Returns the seconds until it serves again.
 
-    Its requests that run after ``deadline_s`` seconds are placed elsewhere. ``tls`` has the
-    caller's certificate. Raises BatonError.
+    Its requests that run after ``deadline_s`` seconds are placed elsewhere. ``plane``: how the
+    caller calls workers. Raises BatonError.
     """
-    channel = open_channel(record.address, tls, "worker")
+    channel = plane.channel(record.address)
     request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
     try:
         stub = control_pb2_grpc.ControlServiceStub(channel)
@@ -152,7 +151,7 @@ class Autoscaling:
         phases: Phases,
         sizes: PoolSizes,
         metrics: SupervisorMetrics,
-        change: ChangeOneRole = change_role,
+        change: ChangeOneRole,
     ) -> None:
         """``change`` makes a worker play a role within a deadline, and raises BatonError."""
         self._settings = config.autoscaler

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.host.process_end import end_process
+from baton.rpc.worker_plane import WorkerPlane
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
@@ -133,7 +134,7 @@ class SupervisorActor:
                     TrafficStore(client, settings.cluster_id),
                     phases,
                 )
-                change = partial(change_role, tls=tls)
+                change = partial(change_role, WorkerPlane.of(tls, config.cluster_secret))
                 autoscaling = Autoscaling(config, observer, phases, sizes, metrics, change)
             supervisor = Supervisor(
                 workers.pools,

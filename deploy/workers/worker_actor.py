@@ -40,6 +40,7 @@ from baton.errors import BatonError
 from baton.host.process_end import end_process, fail
 from baton.liveness.silence import SilenceWatch
 from baton.telemetry.tracing import end_tracing, start_tracing
+from deploy.processes.foreground import first_leaf
 from deploy.processes.process_identity import Whereabouts
 from deploy.workers.actor_process import RayPlace, end_with, log_to, take_sigterm
 from deploy.workers.actor_settings import ActorSettings
@@ -236,7 +237,7 @@ class WorkerThread:
         except BaseException as error:
             if self._stopping:
                 return
-            reason = _leaf(error)
+            reason = first_leaf(error)
             known = isinstance(reason, BatonError)
             log.log(
                 logging.INFO if known else logging.ERROR,
@@ -284,13 +285,6 @@ class WorkerThread:
         if self._stopping:
             # The loop must not end under it; stop() itself holds the deadline.
             await self._left.wait()
-
-
-def _leaf(error: BaseException) -> BaseException:
-    """The first of the errors that a task group has gathered."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class Watchdog:

@@ -11,14 +11,14 @@ import numpy.typing as npt
 import torch
 
 from engine.cpu import structs
-from engine.cpu.library import cpu_library
+from engine.cpu.library import CoreShare, cpu_library
 from engine.cpu.structs import LAYOUT_VERSION, address, packed_parts
 from engine.kv.kv_cache import KvGroup
 from engine.model.layers import Experts, GatedMlp, Linear
 from engine.model.model import DecoderModel
 from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight, dequantize
-from engine.step.step import CoreShare, StepInput, StepOutput
+from engine.sampling.step import StepInput, StepOutput
 
 _QK_NORMS = {"none": 0, "head": 1, "full": 2}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -64,7 +64,7 @@ def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
 
 
 class CpuDecoder:
-    """Implements ``engine.step.step.StepModel``. ``threads`` may be changed between steps."""
+    """Implements ``engine.sampling.step.StepModel``. ``threads`` may be changed between steps."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class CpuDecoder:
         logits = None if step.greedy else torch.empty(outputs, self._outputs)
         embedded = None
         if self._quantized_embedding is not None:
-            embedded = dequantize(self._quantized_embedding.rows(torch.from_numpy(token_ids)))
+            embedded = dequantize(self._quantized_embedding, torch.from_numpy(token_ids))
         arrays = (token_ids, positions, blocks, slots, first, count, start, table, tables, output)
         self._run(
             self._decoder,

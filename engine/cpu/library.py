@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,3 +34,16 @@ def library_build() -> str:
     """What names the library: its sources, compiler and CPU. Two builds may differ in last bits."""
     library = cpu_library()
     return "" if library is None else Path(library._name).stem
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """How an engine shares its host's cores with others: see board.h."""
+
+    lines: int
+    """Address of the board; it stays mapped as long as the decoder runs."""
+    count: int
+    mine: int
+    cores: int
+    yields: bool
+    """Whether this engine's helpers leave when others are more urgent."""

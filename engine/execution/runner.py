@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from engine.cpu.decoder import CpuDecoder
+from engine.cpu.library import CoreShare
 from engine.cpu.sampler import cpu_logprobs, cpu_sampler
 from engine.execution.grammar_rows import GrammarRows
 from engine.kv.kv_cache import KvCache
@@ -17,11 +18,10 @@ from engine.model.embedding import Embedder
 from engine.parallel.ranks import CopyBlocks
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampling import SampleRow, draw_of, sample
-from engine.sampling.step_work import StepFound, StepWork, found_of
+from engine.sampling.step import StepInput, StepModel, StepWork, result_of
 from engine.scheduling.plan import KnownSequence, NewSequence, PlanRow, StepPlan, StepResult
 from engine.speculation.model_drafter import ComputedRow
-from engine.speculation.speculation import DraftedRow, StepSpeculation, kept_tokens, with_place
-from engine.step.step import CoreShare, StepInput, StepModel
+from engine.speculation.speculation import StepSpeculation, kept_tokens
 
 T = TypeVar("T")
 Ending = Callable[[], StepResult]
@@ -67,7 +67,7 @@ class ModelRunner:
         self._take_news(plan)
         plan, left_out = self._computable(plan)
         rows = self._drafted(plan.rows)
-        found = self._compute(rows)
+        result = self._compute(plan.step, rows)
         if self.device.type == "cuda":
             # A result says that the step's KV is there: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
@@ -75,8 +75,13 @@ class ModelRunner:
         drafted = sum(len(row.draft) for row in rows)
         if self._speculation is not None and plan.decodes_only:
             self._speculation.observe(len(rows), drafted, seconds)
-        failed = self._failed(plan.rows)
-        result = result_of(plan, found, seconds, failed, drafted, accepted_of(rows, found))
+        result = replace(
+            result,
+            seconds=seconds,
+            failed=self._failed(plan.rows),
+            drafted=drafted,
+            accepted=accepted_of(rows, result),
+        )
         return with_left_out(result, left_out)
 
     def start(self, plan: StepPlan) -> Ending:
@@ -141,7 +146,8 @@ class ModelRunner:
             self.forget(sequence_id)
         for new in plan.new:
             self._learn(new)
-        self._copy(plan.copies)
+        if plan.copies:
+            self._copy(plan.copies)
 
     def _learn(self, new: NewSequence) -> None:
         known = self._known[new.sequence_id] = KnownSequence.of(new)
@@ -171,25 +177,26 @@ class ModelRunner:
         found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
         return tuple((place, why) for place, why in found if why)
 
-    def _drafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
+    def _drafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
         """The rows as they are computed: where their sequences are by now, and with drafts."""
         placed = self._undrafted(rows)
         if self._speculation is None:
             return placed
         return self._speculation.extend(placed, self._known)
 
-    def _undrafted(self, rows: Iterable[PlanRow]) -> list[DraftedRow]:
+    def _undrafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
         """The rows where their sequences are by now."""
-        return [DraftedRow(self._placed(row), ()) for row in rows]
+        return [self._placed(row) for row in rows]
 
     def _placed(self, row: PlanRow) -> PlanRow:
         """See ``PlanRow``."""
         known = len(self._known[row.sequence_id].token_ids)
         if row.count > 1 or not row.sample or row.start == known - 1:
             return row
-        return with_place(row, known - 1, 1)
+        return replace(row, start=known - 1, count=1)
 
-    def _compute(self, rows: Sequence[DraftedRow]) -> StepFound:
+    def _compute(self, step: int, rows: Sequence[PlanRow]) -> StepResult:
+        """What the rows of step ``step`` bring; its seconds are still to come."""
         work = self._gather(rows)
         speculation = self._speculation
         drafters = () if speculation is None else speculation.hidden_layers
@@ -206,7 +213,7 @@ class ModelRunner:
             if own is not None and layers != drafters:
                 own = own[:, : len(drafters)].contiguous() if drafters else None
             speculation.computed(self._computed(rows, tokens), own)
-        brought = found_of(plan_rows(rows), work, tokens, found.logits, self._scorer)
+        brought = result_of(step, rows, work, tokens, found.logits, self._scorer)
         if not work.embedded:
             return brought
         assert self._embedder is not None, "a runner that embeds has one"
@@ -222,24 +229,24 @@ class ModelRunner:
         last = self._embedder.layer
         return drafters if last in drafters else (*drafters, last)
 
-    def _step_rows(self, rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+    def _step_rows(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
         """The rows as the model is given them: of all together the same tokens in their order."""
-        return plan_rows(rows)
+        return tuple(rows)
 
-    def _masked(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> list[SampleRow]:
+    def _masked(self, rows: Sequence[PlanRow], draws: list[SampleRow]) -> list[SampleRow]:
         """The draws with their grammars' masks: of all choices of a row the same one."""
-        samples = (drafted for drafted in rows if drafted.row.sample)
-        ids = [d.row.sequence_id for d in samples for _ in range(d.row.choices + len(d.draft))]
+        samples = (row for row in rows if row.sample)
+        ids = [row.sequence_id for row in samples for _ in range(row.choices + len(row.draft))]
         return self._grammars.masked(ids, draws)
 
-    def _gather(self, rows: Sequence[DraftedRow]) -> StepWork:
+    def _gather(self, rows: Sequence[PlanRow]) -> StepWork:
         """What the model is asked, and what each of its outputs is for.
 
         The first draw's tokens of each row are the list that the runner keeps.
         """
         work = StepWork()
-        for place, drafted in enumerate(rows):
-            row, draft = drafted.row, drafted.draft
+        for place, row in enumerate(rows):
+            draft = row.draft
             known = self._known[row.sequence_id]
             work.token_ids += known.token_ids[row.start : row.start + row.count - len(draft)]
             work.token_ids += draft
@@ -253,17 +260,15 @@ class ModelRunner:
                 work.draw(_draws(known, draft))
         return work
 
-    def _kept(
-        self, rows: Sequence[DraftedRow], drawn: Sequence[int]
-    ) -> tuple[tuple[int, ...], ...]:
+    def _kept(self, rows: Sequence[PlanRow], drawn: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each row: of those drawn the ones whose draft was right before them, or the
 
         first ones of its choices. Those of the sequences themselves are appended to them.
         """
         at = 0
         tokens: list[tuple[int, ...]] = []
-        for drafted in rows:
-            row, draft = drafted.row, drafted.draft
+        for row in rows:
+            draft = row.draft
             if not row.sample:
                 tokens.append(())
                 continue
@@ -283,13 +288,13 @@ class ModelRunner:
         return tuple(tokens)
 
     def _computed(
-        self, rows: Sequence[DraftedRow], tokens: tuple[tuple[int, ...], ...]
+        self, rows: Sequence[PlanRow], tokens: tuple[tuple[int, ...], ...]
     ) -> list[ComputedRow]:
         """The rows as a drafter is told of them; ``tokens`` are what each has brought."""
         computed = []
         first = 0
-        for drafted, found in zip(rows, tokens, strict=True):
-            row, count = drafted.row, len(drafted.draft)
+        for row, found in zip(rows, tokens, strict=True):
+            count = len(row.draft)
             kept = len(found) - 1 if count else 0
             known = self._known[row.sequence_id]
             computed.append(ComputedRow(row, known, row.count - count + kept, count, first))
@@ -297,12 +302,7 @@ class ModelRunner:
         return computed
 
 
-def plan_rows(rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
-    """The rows as they are computed."""
-    return tuple(drafted.row for drafted in rows)
-
-
-def accepted_of(rows: Sequence[DraftedRow], found: StepFound) -> int:
+def accepted_of(rows: Sequence[PlanRow], found: StepResult) -> int:
     """How many drafted tokens were right, of all rows."""
     kept = zip(rows, found.token_ids, strict=True)
     return sum(len(tokens) - 1 for row, tokens in kept if row.draft)
@@ -327,28 +327,6 @@ def step_of(
     """What the model is asked."""
     greedy = not work.needs_logits
     return StepInput(rows, work.token_ids, work.outputs, greedy, hidden_layers)
-
-
-def result_of(
-    plan: StepPlan,
-    found: StepFound,
-    seconds: float,
-    failed: tuple[tuple[int, str], ...],
-    drafted: int = 0,
-    accepted: int = 0,
-) -> StepResult:
-    """What the engine core is told of a step."""
-    return StepResult(
-        plan.step,
-        found.token_ids,
-        seconds,
-        failed,
-        drafted,
-        accepted,
-        found.logprobs,
-        found.prompt_logprobs,
-        found.embeddings,
-    )
 
 
 def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:

@@ -34,7 +34,7 @@ from engine.parallel.context_parallel import ContextSteps, StepPart
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.ranks import Leader
 from engine.sampling.grammar_state import Mask, pack
-from engine.step.step import StepInput, StepOutput
+from engine.sampling.step import StepInput, StepOutput
 
 Masks = Callable[[], dict[int, Mask]]
 """Makes the masks of a step's outputs, by their numbers, while a GPU computes the logits."""
@@ -75,7 +75,7 @@ class StartedStep:
 
 
 class GpuStepModel:
-    """Implements ``engine.step.step.StepModel``, and ``start`` beside it."""
+    """Implements ``engine.sampling.step.StepModel``, and ``start`` beside it."""
 
     def __init__(
         self,

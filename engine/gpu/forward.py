@@ -103,7 +103,7 @@ class Forward:
             found = self._rank.embed(self._embedding, known_tokens(token_ids, drawn))
             return found * self._embedding_scale
         if isinstance(self._embedding, QuantizedWeight):
-            found = dequantize(self._embedding.rows(known_tokens(token_ids, drawn)))
+            found = dequantize(self._embedding, known_tokens(token_ids, drawn))
             return found * self._embedding_scale
         return embed(token_ids, drawn, self._embedding, self._embedding_scale)
 

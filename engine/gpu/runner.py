@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,7 +24,6 @@ from engine.execution.runner import (
     Ending,
     ModelRunner,
     accepted_of,
-    result_of,
     step_of,
     with_left_out,
 )
@@ -36,9 +35,8 @@ from engine.model.embedding import Embedder
 from engine.parallel.ranks import CopyBlocks
 from engine.sampling.grammar_state import Mask
 from engine.sampling.sampling import SampleRow
-from engine.sampling.step_work import StepFound, StepWork, by_row
+from engine.sampling.step import StepWork, by_row
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
-from engine.speculation.speculation import DraftedRow
 
 _SELDOM = 16
 """Steps from one look for drafts to the next, where the GPU waits for the host: then looking costs
@@ -152,30 +150,31 @@ class GpuRunner(ModelRunner):
             rows, work = extended, self._gather(extended)
         step = _Step(plan, began, waits or not self._unsettled, drafted)
         if not work.on_device:
-            found = self._compute(rows)
+            found = self._compute(plan.step, rows)
             if self.device.type == "cuda":
                 # A result says that the step's KV is there: transfers read it on another stream.
                 torch.cuda.current_stream(self.device).synchronize()
             return self._waited_for(step, rows, found)
         started = self._started(rows, work, follows)
         if drafted:
-            return self._waited_for(step, rows, StepFound(self._kept(rows, started.token_ids())))
+            found = StepResult(plan.step, self._kept(rows, started.token_ids()))
+            return self._waited_for(step, rows, found)
         failed = self._failed(plan.rows)
         self._late = bool(self._unsettled) and self._unsettled[-1].started.has_ended()
         self._name_tokens(step, started, work.draws)
 
         def ending() -> StepResult:
-            found = StepFound(tuple(by_row(plan.rows, started.token_ids())))
-            return result_of(plan, found, self._ended(step), failed)
+            token_ids = tuple(by_row(plan.rows, started.token_ids()))
+            return StepResult(plan.step, token_ids, self._ended(step), failed)
 
         return ending
 
-    def _started(self, rows: Sequence[DraftedRow], work: StepWork, follows: bool) -> StartedStep:
+    def _started(self, rows: Sequence[PlanRow], work: StepWork, follows: bool) -> StartedStep:
         masks = partial(self._masks, rows, work.draws) if follows else None
         draws = [draw_of(draw) for draw in work.draws]
         return self._gpu.start(step_of(self._step_rows(rows), work), draws, masks)
 
-    def _extended(self, plan: StepPlan, rows: list[DraftedRow], waits: bool) -> list[DraftedRow]:
+    def _extended(self, plan: StepPlan, rows: list[PlanRow], waits: bool) -> list[PlanRow]:
         """The rows with the drafts that pay; where there may be some, all tokens are known then.
 
         ``waits``: whether the step waits for those before it in any case.
@@ -192,11 +191,11 @@ class GpuRunner(ModelRunner):
             self._settle(running=0)
         return self._drafts.extend_overlapping(rows, self._known)
 
-    def _step_rows(self, rows: Sequence[DraftedRow]) -> tuple[PlanRow, ...]:
+    def _step_rows(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
         """A token of a draft is a row of its own."""
         return verification_rows(rows)
 
-    def _masks(self, rows: Sequence[DraftedRow], draws: list[SampleRow]) -> dict[int, Mask]:
+    def _masks(self, rows: Sequence[PlanRow], draws: list[SampleRow]) -> dict[int, Mask]:
         """See ``engine.gpu.decoder.Masks``."""
         masked = enumerate(self._masked(rows, draws))
         return {number: draw.mask for number, draw in masked if draw.mask is not None}
@@ -205,11 +204,13 @@ class GpuRunner(ModelRunner):
         """Capture the decode steps of the usual sizes; see ``GpuStepModel.warm_up``."""
         self._gpu.warm_up()
 
-    def _waited_for(self, step: _Step, rows: Sequence[DraftedRow], found: StepFound) -> Ending:
+    def _waited_for(self, step: _Step, rows: Sequence[PlanRow], found: StepResult) -> Ending:
         """Of a step that has ended."""
         seconds, failed = self._ended(step), self._failed(step.plan.rows)
         accepted = accepted_of(rows, found)
-        result = result_of(step.plan, found, seconds, failed, step.drafted, accepted)
+        result = replace(
+            found, seconds=seconds, failed=failed, drafted=step.drafted, accepted=accepted
+        )
         return lambda: result
 
     def _ended(self, step: _Step) -> float:

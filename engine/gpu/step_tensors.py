@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from engine.gpu.draws import Draw
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 
 _ALIGNMENT = 16
 """Bytes. Triton compiles a kernel anew for a tensor that does not begin at such a multiple."""

@@ -170,6 +170,8 @@ class KvCache(KvGroup):
         """The drafter's part of the blocks, if there is one."""
         if drafter is not None:
             self.drafter = DrafterGroup(self.bytes[:, own:], drafter, block_size, dtype)
+        self.geometry = self._geometry()
+        """Of the whole worker's blocks, of which each of its ranks has a part."""
 
     @property
     def groups(self) -> Mapping[str, KvGroup]:
@@ -183,8 +185,7 @@ class KvCache(KvGroup):
     def block_bytes(self) -> int:
         return self.bytes.shape[1]
 
-    def geometry(self) -> Geometry:
-        """Of the whole worker's blocks, of which each of its ranks has a part."""
+    def _geometry(self) -> Geometry:
         _, layers, _, _, size, dim = self.data.shape
         drafter = None if self.drafter is None else self.drafter.shape
         name = kv_dtype_name(self.data.dtype)

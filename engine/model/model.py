@@ -147,7 +147,7 @@ class DecoderModel:
         if self.rank is not None:
             x = self.rank.embed(self.embedding, token_ids)
         elif isinstance(self.embedding, QuantizedWeight):
-            x = dequantize(self.embedding.rows(token_ids))
+            x = dequantize(self.embedding, token_ids)
         else:
             x = F.embedding(token_ids, self.embedding).float()
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale

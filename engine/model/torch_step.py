@@ -7,7 +7,7 @@ import torch
 from engine.kv.kv_cache import KvGroup
 from engine.model.attention import attention_meta
 from engine.model.model import DecoderModel, StepTokens
-from engine.step.step import StepInput, StepOutput
+from engine.sampling.step import StepInput, StepOutput
 
 
 class LayerInputs:
@@ -30,7 +30,7 @@ class LayerInputs:
 
 
 class TorchStepModel:
-    """The reference implementation of ``engine.step.step.StepModel``."""
+    """The reference implementation of ``engine.sampling.step.StepModel``."""
 
     def __init__(self, model: DecoderModel, cache: KvGroup, device: torch.device) -> None:
         self._model = model

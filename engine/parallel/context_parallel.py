@@ -24,8 +24,8 @@ import torch
 from engine.kv.kv_cache import KvGroup
 from engine.parallel.context_split import ContextShard, is_split, shards_of
 from engine.parallel.rank_group import RankGroup
+from engine.sampling.step import StepInput, StepModel, StepOutput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput, StepModel, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def _part(step: StepInput, own: ContextShard, lead: ContextShard) -> StepPart:
 
 
 class ContextModel:
-    """One rank's ``engine.step.step.StepModel``, of one that computes on this rank alone."""
+    """One rank's ``engine.sampling.step.StepModel``, of one that computes on this rank alone."""
 
     def __init__(self, model: StepModel, steps: ContextSteps) -> None:
         self._model = model

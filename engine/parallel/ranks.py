@@ -34,7 +34,7 @@ from engine.parallel.step_codec import (
     copy_frame,
     warm_up_frame,
 )
-from engine.step.step import StepInput, StepModel, StepOutput
+from engine.sampling.step import StepInput, StepModel, StepOutput
 
 FORM_S = 300.0
 """For the ranks to come: some may start their processes later than others."""
@@ -129,7 +129,7 @@ class FormedGroup:
 
 
 class LeaderModel:
-    """Rank 0's ``engine.step.step.StepModel``: has the others compute what it computes."""
+    """Rank 0's ``engine.sampling.step.StepModel``: has the others compute what it computes."""
 
     def __init__(self, model: StepModel, leader: Leader) -> None:
         self._model = model

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 
 _STEP = struct.Struct("<BBIIII")
 """Kind, greedy, rows, tokens, outputs, layers whose states are wanted."""

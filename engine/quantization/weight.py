@@ -146,24 +146,31 @@ class QuantizedWeight:
 
 def code_values(weight: QuantizedWeight) -> torch.Tensor:
     """The codes' values as fp32 [out, in], without scales, in the stored order of columns."""
-    if weight.kind == "int4":
-        return unpack_nibbles(weight.codes).float()
-    if weight.kind == "fp8":
-        return weight.codes.view(torch.float8_e4m3fn).float()
-    return weight.codes.view(torch.int8).float()
+    return _code_values(weight.codes, weight.kind)
 
 
-def dequantize(weight: QuantizedWeight) -> torch.Tensor:
+def _code_values(codes: torch.Tensor, kind: QuantKind) -> torch.Tensor:
+    if kind == "int4":
+        return unpack_nibbles(codes).float()
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    return codes.view(torch.int8).float()
+
+
+def dequantize(weight: QuantizedWeight, rows: torch.Tensor | None = None) -> torch.Tensor:
     """fp32 [out, in], in the inputs' own order: the reference for every kernel.
 
-    Rows alone can be had by ``dequantize(weight.rows(ids))``, as an embedding does.
+    ``rows``: the numbers of those that are wanted, int64 [n], as an embedding has them; None: all.
     """
-    outputs, inputs = weight.shape
-    values = code_values(weight).view(outputs, -1, weight.group)
-    values = values * weight.scales.float().unsqueeze(-1)
-    if weight.mins is not None:
-        values = values + weight.mins.float().unsqueeze(-1)
-    values = values.view(outputs, inputs)
+    codes, scales, mins = weight.codes, weight.scales, weight.mins
+    if rows is not None:
+        codes, scales = codes[rows], scales[rows]
+        mins = None if mins is None else mins[rows]
+    values = _code_values(codes, weight.kind).view(len(codes), -1, weight.group)
+    values = values * scales.float().unsqueeze(-1)
+    if mins is not None:
+        values = values + mins.float().unsqueeze(-1)
+    values = values.view(len(codes), weight.shape[1])
     if weight.columns is None:
         return values
     ordered = torch.empty_like(values)

@@ -1,4 +1,4 @@
-"""Which KV blocks are in use, by how many, and which may be found again by their hash.
+"""The block pool: which KV blocks are in use, which can be found by hash, which are taken back.
 
 A block is in one of these states:
 
@@ -11,15 +11,20 @@ A block is in one of these states:
     cached ─pin→ used;  cached ─allocate (eviction)→ used
     used ─quarantine→ quarantined ─end_quarantine→ free
 
-Plain Python, owned by the engine core.
+``PrefixCache`` finds blocks for sequences. Where blocks run out, the sequence that costs least
+loses its own (``victim_of``). Plain Python, owned by the engine core.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Protocol
+
+from baton.hashing import last_hashes
+from engine.scheduling.sequence import SchedulerLimits, Sequence
 
 
 class OutOfBlocks(Exception):
@@ -158,7 +163,7 @@ class BlockPool:
                 del self._leading[prefix]
                 self._changed[prefix] = False
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Several[int]) -> None:
         """One user less of each block. The last of a sequence's blocks will be evicted first."""
         for block, count in Counter(reversed(blocks)).items():
             if self._references[block] < count:
@@ -174,7 +179,7 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def register(self, block: int, digest: bytes, leading: Sequence[bytes] = ()) -> int:
+    def register(self, block: int, digest: bytes, leading: Several[bytes] = ()) -> int:
         """Make a used block's contents findable. Returns the block that holds them from now on:
 
         another one, if equal contents were held already; the caller may exchange its own for it.
@@ -241,3 +246,91 @@ class BlockPool:
         assert self._leading_of.keys() <= self._hash_of.keys(), "a block has leading hashes alone"
         shared = Counter(prefix for held in self._leading_of.values() for prefix in held)
         assert shared == self._leading, "leading hashes disagree"
+
+
+class PrefixCache:
+    """Finds, registers and exchanges blocks of a pool for a scheduler's sequences."""
+
+    __slots__ = ("_limits", "_pool")
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+        self._pool = pool
+        self._limits = limits
+
+    def prefix_of(self, sequence: Sequence) -> list[int]:
+        """The blocks of the longest known prefix of a sequence that has none of its own.
+
+        The last token is computed in any case, since its logits are needed, and it is never
+        written into a shared block: at most the blocks before it are taken.
+        """
+        if sequence.scores_prompt:
+            # What is scored is computed: its logits are needed.
+            return []
+        most = (len(sequence.token_ids) - 1) // self._limits.block_size
+        hashes = sequence.full_hashes(self._limits.hash_block)
+        return self._pool.match(last_hashes(hashes, self._limits.hashes_per_block)[:most])
+
+    def deduplicate(self, sequence: Sequence) -> None:
+        """Exchange blocks whose contents were held already. Only for sequences not in flight."""
+        for index in range(sequence.registered):
+            own = sequence.block_table[index]
+            holder = self._make_findable(sequence, index)
+            if holder != own:
+                self._pool.pin([holder])
+                sequence.block_table[index] = holder
+                # The block stays the sequence's until it is released: that may raise.
+                sequence.spare.append(own)
+                self._pool.release([own])
+                sequence.spare.remove(own)
+
+    def register(self, sequence: Sequence) -> None:
+        """Make the blocks that have become full findable. Equal contents stay with their holder."""
+        full = sequence.computed // self._limits.block_size
+        if full <= sequence.registered:
+            return
+        sequence.full_hashes(self._limits.hash_block)
+        for index in range(sequence.registered, full):
+            self._make_findable(sequence, index)
+        sequence.registered = full
+
+    def _make_findable(self, sequence: Sequence, index: int) -> int:
+        """See ``BlockPool.register``."""
+        count = self._limits.hashes_per_block
+        *leading, last = sequence.hashes[index * count : (index + 1) * count]
+        return self._pool.register(sequence.block_table[index], last, leading)
+
+
+PATIENCE = 3
+"""A sequence that has lost its blocks so often comes before all that have not, whatever their
+priorities: so even the lowest one ends."""
+CACHED_SHARE = 0.25
+"""What a token costs whose block can be found again, against one that must be computed: the blocks
+are the first to be used by others, and then they cannot."""
+
+
+def victim_of(candidates: Several[Sequence], pool: BlockPool, block_size: int) -> Sequence:
+    """The one to lose its blocks; there is at least one.
+
+    The lowest priority; of equals who has lost its blocks less often; then who is cheapest to bring
+    back; then the last of ``candidates``, which stand in the order of their arrival. So one of them
+    is not chosen while others are there: it ends, and leaves its blocks to the next.
+    """
+
+    def rank(place: int) -> tuple[bool, int, int, float, int]:
+        one = candidates[place]
+        has_waited = one.preemptions >= PATIENCE
+        level = 0 if has_waited else -one.spec.priority
+        return has_waited, level, one.preemptions, recompute_cost(one, pool, block_size), -place
+
+    return candidates[min(range(len(candidates)), key=rank)]
+
+
+def recompute_cost(sequence: Sequence, pool: BlockPool, block_size: int) -> float:
+    """What it takes to bring a sequence back, in tokens to compute.
+
+    Of its full blocks those that others use stay where they are, and cost nothing.
+    """
+    full = sequence.block_table[: sequence.registered]
+    own = sum(not pool.is_shared(block) for block in full)
+    rest = max(0, sequence.computed - sequence.registered * block_size)
+    return rest + CACHED_SHARE * own * block_size

@@ -1,12 +1,18 @@
-"""The data that engine core and engine exchange: step plans, their results, and known sequences."""
+"""Step plans: how one step is built, what the engine is told of it, and what it brings.
+
+A step of a scheduler is built row by row, becomes a plan, and is in flight until its result is
+applied. Plain Python.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from baton.grammar import TokenMatcher
 from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
+from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,9 @@ class PlanRow:
     scored: int = 0
     """Of how many of these tokens, from the first, the next one's log probability is wanted: the
     next one is known already, a token of the prompt."""
+    draft: tuple[int, ...] = ()
+    """Drafted tokens behind its own, of which ``count`` has them in it. The engine adds them: a
+    plan has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,7 @@ class StepResult:
     token_ids: tuple[tuple[int, ...], ...]
     """Of a row that samples one token, and one more for each token of its draft that was right; of
     a row with ``choices`` the first token of each."""
-    seconds: float
+    seconds: float = 0.0
     failed: tuple[tuple[int, str], ...] = ()
     """Rows whose sequences cannot go on, by their place in the plan, and why."""
     drafted: int = 0
@@ -128,3 +137,114 @@ class KnownSequence:
             new.choice,
             embeds=new.embeds,
         )
+
+
+class ScheduledStep:
+    """One step of a scheduler.
+
+        planned: ``add``, ``make_plan``, ``mark_planned`` → in flight: ``land`` → over
+
+    The sequences of a step in flight land one after another. Each is counted once, even where the
+    scheduler fails to apply the result of one of them: ``Scheduler.fail`` goes on behind that one.
+    """
+
+    __slots__ = ("_bounds", "_highest", "_landed", "_limits", "copied", "rows", "stayed")
+
+    def __init__(self, limits: SchedulerLimits, bounds: SequenceBounds) -> None:
+        self._limits = limits
+        self._bounds = bounds
+        self.rows: list[tuple[Sequence, PlanRow]] = []
+        """The sequences with their rows, in the order of the plan."""
+        self.copied: list[int] = []
+        """Blocks that the plan copies from. They are pinned until the step is over."""
+        self.stayed: list[Sequence] = []
+        """Sequences that had not left when they landed, and the siblings that they began."""
+        self._highest: list[int] = []
+        self._landed = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.count for _, row in self.rows)
+
+    def add(self, sequence: Sequence, most: int) -> int:
+        """A row of at most that many tokens; returns how many it has."""
+        start = sequence.scheduled
+        count = min(sequence.target - start, most, self._limits.max_tokens(start))
+        scored = 0
+        if sequence.scores_prompt and start < sequence.prompt_length - 1:
+            left = self._limits.scored_tokens - sum(row.scored for _, row in self.rows)
+            count = max(1, min(count, left))
+            scored = min(count, sequence.prompt_length - 1 - start)
+        sample = start + count == sequence.target
+        table, limit = tuple(sequence.block_table), self._bounds.row_limit(sequence)
+        choices = 1 + len(sequence.siblings) if sample else 1
+        if scored or choices > 1:
+            limit = 0
+        row = PlanRow(sequence.sequence_id, start, count, table, sample, limit, choices, scored)
+        self.rows.append((sequence, row))
+        return count
+
+    def drop_preempted(self) -> None:
+        """Leave out those that have lost their blocks since they were added."""
+        self.rows = [(sequence, row) for sequence, row in self.rows if not sequence.preempted]
+
+    def make_plan(self, step: int, dropped: tuple[int, ...]) -> StepPlan:
+        """The plan. Changes no sequence: see ``mark_planned``."""
+        new, copies, highest = [], [], []
+        for sequence, row in self.rows:
+            if sequence.copy_of is not None:
+                own = row.block_table[row.start // self._limits.block_size]
+                copies.append((sequence.copy_of, own))
+            if not sequence.known_to_engine:
+                new.append(_introduced(sequence))
+            after = self._bounds.known_at_most(sequence) + 1
+            drafted = min(row.limit, after + self._limits.draft_tokens)
+            highest.append(max(after, drafted))
+        self._highest = highest
+        self.copied = [source for source, _ in copies]
+        rows = tuple(row for _, row in self.rows)
+        return StepPlan(step, tuple(new), dropped, rows, tuple(copies))
+
+    def mark_planned(self) -> None:
+        """Count all of its sequences as scheduled. Nothing in here raises: all of them or none."""
+        for (sequence, row), highest in zip(self.rows, self._highest, strict=True):
+            sequence.copy_of = None
+            sequence.known_to_engine = True
+            if row.sample:
+                sequence.highest = highest
+            sequence.scheduled += row.count
+            sequence.pending += row.sample
+            sequence.in_flight += 1
+
+    def land(self, left: Container[Sequence]) -> int | None:
+        """Land the next sequence and return its place; None: all have landed.
+
+        ``left`` has the sequences that have left the scheduler.
+        """
+        place = self._landed
+        if place == len(self.rows):
+            return None
+        sequence, row = self.rows[place]
+        self._landed += 1
+        sequence.in_flight -= 1
+        sequence.pending -= row.sample
+        if sequence not in left:
+            self.stayed.append(sequence)
+        return place
+
+
+def _introduced(sequence: Sequence) -> NewSequence:
+    return NewSequence(
+        sequence.sequence_id,
+        tuple(sequence.token_ids),
+        sequence.prompt_length,
+        sequence.spec.sampling,
+        sequence.stop_ids,
+        sequence.choice,
+        sequence.takes_prompt,
+        sequence.spec.embeds,
+        sequence.matcher,
+    )

@@ -26,13 +26,9 @@ from collections.abc import Callable, Iterable
 
 from baton.errors import InvalidRequest
 from baton.request import FinishReason
-from engine.scheduling.block_pool import BlockPool, OutOfBlocks
-from engine.scheduling.limits import SchedulerLimits, SequenceBounds
-from engine.scheduling.plan import PlanRow, StepPlan, StepResult
-from engine.scheduling.preemption import victim_of
-from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.sequence import Sequence, SequenceUpdate
-from engine.scheduling.step_builder import PlanInFlight, StepBuilder
+from engine.scheduling.block_pool import BlockPool, OutOfBlocks, PrefixCache, victim_of
+from engine.scheduling.plan import PlanRow, ScheduledStep, StepPlan, StepResult
+from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds, SequenceUpdate
 
 ReturnsHere = Callable[[Sequence], bool]
 """Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
@@ -59,7 +55,7 @@ class Scheduler:
         self._expired: list[Sequence] = []
         self._dropped: list[int] = []
         self._step = 0
-        self._plans: dict[int, PlanInFlight] = {}
+        self._plans: dict[int, ScheduledStep] = {}
 
     # What callers ask
 
@@ -195,7 +191,7 @@ class Scheduler:
         chunks = budget if max_prompt_tokens is None else max_prompt_tokens
         self._release_all_idle()
         preemptions = self.preemptions
-        rows = StepBuilder(self.limits, self._bounds)
+        rows = ScheduledStep(self.limits, self._bounds)
         decoding = [s for s in self.running if s.target - s.scheduled == 1]
         computing = [s for s in self.running if s.target - s.scheduled > 1]
         for sequence in (*decoding, *computing):
@@ -219,14 +215,13 @@ class Scheduler:
             self._admit(rows, chunks)
         return self._send(rows) if rows else None
 
-    def _send(self, rows: StepBuilder) -> StepPlan:
+    def _send(self, rows: ScheduledStep) -> StepPlan:
         """The plan, in flight from now on."""
         plan = rows.make_plan(self._step + 1, tuple(self._dropped))
-        flight = PlanInFlight(rows.rows, [source for source, _ in plan.copies])
         rows.mark_planned()
         self._step += 1
         self._dropped = []
-        self._plans[self._step] = flight
+        self._plans[self._step] = rows
         return plan
 
     def _grow(self, sequence: Sequence, returns_here: ReturnsHere | None) -> bool:
@@ -300,7 +295,7 @@ class Scheduler:
                 return True
         return False
 
-    def _admit(self, rows: StepBuilder, chunks: int) -> None:
+    def _admit(self, rows: ScheduledStep, chunks: int) -> None:
         """Let those in line join; ``chunks`` prompt tokens may be computed besides ``rows``."""
         budget = self.limits.chunk_tokens - rows.tokens
         while budget and len(self.running) < self.limits.max_sequences:
@@ -383,7 +378,7 @@ class Scheduler:
         del self._plans[plan.step]
         return updates
 
-    def _unpin(self, flight: PlanInFlight) -> None:
+    def _unpin(self, flight: ScheduledStep) -> None:
         self.pool.release(flight.copied)
         flight.copied = []
 

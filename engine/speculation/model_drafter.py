@@ -18,10 +18,11 @@ from typing import Protocol
 import torch
 
 from engine.cpu.decoder import CpuDecoder
+from engine.cpu.library import CoreShare
 from engine.kv.kv_cache import DrafterGroup
 from engine.sampling.sampling import SampleRow
+from engine.sampling.step import StepModel
 from engine.scheduling.plan import KnownSequence, PlanRow
-from engine.step.step import CoreShare, StepModel
 
 
 @dataclass(frozen=True, slots=True)

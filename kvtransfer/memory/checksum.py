@@ -13,7 +13,6 @@ reduction of independent terms, so that a GPU computes it as fast as it reads me
 
 from __future__ import annotations
 
-import zlib
 from functools import lru_cache
 
 import numpy as np
@@ -21,9 +20,6 @@ import numpy.typing as npt
 
 KEY_SEED = 0x6B767472
 LENGTH_FACTOR = 0x9E3779B97F4A7C15
-# Odd, so that every bit of what they multiply counts; digits of pi after the point.
-_TICKET_FACTOR, _BLOCK_FACTOR = 0x243F6A8885A308D3, 0x13198A2E03707345
-_OFFSET_FACTOR = 0xA4093822299F31D1
 _MASK64 = (1 << 64) - 1
 
 
@@ -41,22 +37,6 @@ def _keys(pairs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     index = np.arange(2 * pairs, dtype=np.uint32)
     keys = mix32(index ^ np.uint32(KEY_SEED))
     return np.ascontiguousarray(keys[0::2]), np.ascontiguousarray(keys[1::2])
-
-
-def segment_checksum(digest: int, ticket_id: str, block_index: int, offset: int) -> int:
-    """Bind a segment's ``checksum`` to its place, so that it cannot pass for another's."""
-    place = _ticket_place(ticket_id) + (block_index + 1) * _BLOCK_FACTOR + offset * _OFFSET_FACTOR
-    return (digest + place) & _MASK64
-
-
-@lru_cache(maxsize=1024)
-def _ticket_place(ticket_id: str) -> int:
-    return zlib.crc32(ticket_id.encode()) * _TICKET_FACTOR
-
-
-def raw_checksum(sealed: int, ticket_id: str, block_index: int, offset: int) -> int:
-    """The ``checksum`` that ``segment_checksum`` was made of, for the same place."""
-    return (sealed - segment_checksum(0, ticket_id, block_index, offset)) & _MASK64
 
 
 def checksum(data: bytes | memoryview) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -74,113 +73,107 @@ def copy(to: Bytes, source: Bytes, *, soon_read: bool = False) -> int:
     return int(library.kv_copy(_address(target), _address(origin), target.size, not soon_read))
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Several parts of equal length in one piece of memory."""
+def checksum_many(
+    source: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], length: int
+) -> tuple[int, ...]:
+    """``checksum`` of each part of ``source``: ``length`` bytes from each of ``starts``.
 
-    data: npt.NDArray[np.uint8]
-    """All of it, [bytes]."""
-    starts: npt.NDArray[np.int64]
-    """Where each part begins, [parts]."""
-    length: int
-    """Bytes of each part."""
-
-    def part(self, index: int) -> npt.NDArray[np.uint8]:
-        """One of them."""
-        start = int(self.starts[index])
-        return self.data[start : start + self.length]
-
-    def check(self) -> None:
-        """Raises ValueError where a part lies outside."""
-        if self.starts.size and not (
-            self.starts.min() >= 0 and self.starts.max() + self.length <= self.data.size
-        ):
-            raise ValueError(f"parts of {self.length} bytes lie outside {self.data.size} bytes")
-
-
-def checksum_many(source: Run) -> tuple[int, ...]:
-    """``checksum`` of each part. In one go: a call costs more than a small part."""
-    source.check()
+    In one go: a call costs more than a small part. Raises ValueError where a part lies outside.
+    """
+    _check(source, starts, length)
     library = copy_library()
     if library is None:
-        return tuple(checksum(source.part(index)) for index in range(source.starts.size))
-    return _copy_many(library, None, source, soon_read=False)
+        return tuple(checksum(source[start : start + length]) for start in starts)
+    return _copy_many(library, None, starts + _address(source), length, soon_read=False)
 
 
-def copy_many(to: Run, source: Run, *, soon_read: bool = False) -> tuple[int, ...]:
-    """``copy`` of each part to the one at its place. In one go."""
-    to.check()
-    source.check()
-    if (to.length, to.starts.size) != (source.length, source.starts.size):
+def copy_many(
+    to: npt.NDArray[np.uint8],
+    places: npt.NDArray[np.int64],
+    source: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    length: int,
+    *,
+    soon_read: bool = False,
+) -> tuple[int, ...]:
+    """``copy`` of each part of ``source``, as ``checksum_many`` has it, to its place in ``to``.
+
+    Raises ValueError where a part lies outside, or ``to`` is read-only.
+    """
+    _check(to, places, length)
+    _check(source, starts, length)
+    if places.size != starts.size:
         raise ValueError("the parts of source and target are not alike")
-    if not to.data.flags.writeable:
+    if not to.flags.writeable:
         raise ValueError("the target is read-only")
     library = copy_library()
     if library is None:
-        count = range(to.starts.size)
-        return tuple(copy(to.part(index), source.part(index)) for index in count)
-    return _copy_many(library, to, source, soon_read=soon_read)
+        return tuple(
+            copy(to[place : place + length], source[start : start + length], soon_read=soon_read)
+            for place, start in zip(places, starts, strict=True)
+        )
+    return _copy_many(
+        library, places + _address(to), starts + _address(source), length, soon_read=soon_read
+    )
 
 
-def copy_out(outs: Sequence[Bytes], source: Run) -> tuple[int, ...]:
-    """``copy`` of each part to the one of ``outs`` at its place; they are soon read. In one go.
+def copy_out(
+    outs: Sequence[Bytes],
+    source: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    length: int,
+    at: npt.NDArray[np.int64] | None = None,
+) -> tuple[int, ...]:
+    """``copy`` of each part of ``source`` into ``outs``, in their order; they are soon read.
 
-    Raises ValueError where they are not as many and as long, or read-only.
+    Each of ``outs`` is one part; with ``at`` it has a part at each of these places. Raises
+    ValueError where they are not as many, do not fit, or where one of ``outs`` is read-only.
     """
-    source.check()
+    _check(source, starts, length)
     targets = [_bytes_of(out) for out in outs]
-    if len(targets) != source.starts.size or any(
-        target.size != source.length or not target.flags.writeable for target in targets
+    pieces = np.zeros(1, dtype=np.int64) if at is None else at
+    if (
+        len(targets) * pieces.size != starts.size
+        or not all(
+            target.flags.writeable and pieces.min() >= 0 and pieces.max() + length <= target.size
+            for target in targets
+        )
+        or (at is None and any(target.size != length for target in targets))
     ):
         raise ValueError("the parts of source and target are not alike")
     library = copy_library()
     if library is None:
-        count = range(source.starts.size)
-        return tuple(copy(targets[i], source.part(i), soon_read=True) for i in count)
+        places = [target[place : place + length] for target in targets for place in pieces]
+        return tuple(
+            copy(to, source[start : start + length], soon_read=True)
+            for to, start in zip(places, starts, strict=True)
+        )
     addresses = np.array([_address(target) for target in targets], dtype=np.int64)
-    return _copy_addresses(library, addresses, source, soon_read=True)
+    addresses = (addresses[:, None] + pieces).reshape(-1)
+    return _copy_many(library, addresses, starts + _address(source), length, soon_read=True)
 
 
-def copy_out_pieces(
-    outs: Sequence[Bytes], at: npt.NDArray[np.int64], source: Run
-) -> tuple[int, ...]:
-    """``copy`` of parts into places ``at`` of each of ``outs``, in their order. In one go.
-
-    The first ``len(at)`` parts of ``source`` go into the first of ``outs``, and so on. Raises
-    ValueError where they are not as many, do not fit, or where one is read-only.
-    """
-    source.check()
-    targets = [_bytes_of(out) for out in outs]
-    if len(targets) * at.size != source.starts.size or not all(
-        target.flags.writeable and at.min() >= 0 and at.max() + source.length <= target.size
-        for target in targets
-    ):
-        raise ValueError("the parts do not fit their places")
-    library = copy_library()
-    if library is None:
-        places = [target[start : start + source.length] for target in targets for start in at]
-        return tuple(copy(to, source.part(i), soon_read=True) for i, to in enumerate(places))
-    addresses = np.array([_address(target) for target in targets], dtype=np.int64)
-    return _copy_addresses(library, (addresses[:, None] + at).reshape(-1), source, soon_read=True)
+def _check(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], length: int) -> None:
+    """Raises ValueError where a part lies outside."""
+    if starts.size and not (starts.min() >= 0 and starts.max() + length <= data.size):
+        raise ValueError(f"parts of {length} bytes lie outside {data.size} bytes")
 
 
 def _copy_many(
-    library: ctypes.CDLL, to: Run | None, source: Run, *, soon_read: bool
+    library: ctypes.CDLL,
+    targets: npt.NDArray[np.int64] | None,
+    origins: npt.NDArray[np.int64],
+    length: int,
+    *,
+    soon_read: bool,
 ) -> tuple[int, ...]:
-    targets = None if to is None else to.starts + _address(to.data)
-    return _copy_addresses(library, targets, source, soon_read=soon_read)
-
-
-def _copy_addresses(
-    library: ctypes.CDLL, targets: npt.NDArray[np.int64] | None, source: Run, *, soon_read: bool
-) -> tuple[int, ...]:
-    origins = source.starts + _address(source.data)
-    sums = np.empty(source.starts.size, dtype=np.uint64)
+    """``targets`` and ``origins`` are addresses; without targets nothing is copied."""
+    sums = np.empty(origins.size, dtype=np.uint64)
     library.kv_copy_many(
         None if targets is None else _address(targets),
         _address(origins),
         sums.size,
-        source.length,
+        length,
         not soon_read,
         _address(sums),
     )

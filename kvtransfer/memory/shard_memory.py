@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from kvtransfer.layout.shard_layout import Plane, ShardLayout
 from kvtransfer.memory import copying
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import BlockMemory, PartByPart, SharedFile, check_part
+from kvtransfer.memory.memory import BlockMemory, HostMemory, PartByPart, SharedFile, check_part
 
 _PLANE_FACTOR = 0xA0761D6478BD642F
 _MASK64 = (1 << 64) - 1
@@ -147,8 +146,8 @@ class ShardMemory(PartByPart):
             return super().checksum_many(blocks, offset, length)
         sums = np.zeros(len(blocks), dtype=np.uint64)
         for cut in self._cuts_for(blocks, offset, length):
-            found = copying.checksum_many(self._run(self._host, blocks, cut))
-            _add(sums, cut, found)
+            starts = _starts(blocks, self._host.block_bytes, cut)
+            _add(sums, cut, copying.checksum_many(self._host.data, starts, cut.length))
         return tuple(sums.tolist())
 
     def read_many(
@@ -158,8 +157,9 @@ class ShardMemory(PartByPart):
             return super().read_many(blocks, offset, outs)
         sums = np.zeros(len(blocks), dtype=np.uint64)
         for cut in self._cuts_for(blocks, offset, outs[0].nbytes):
-            run = self._run(self._host, blocks, cut)
-            _add(sums, cut, copying.copy_out_pieces(outs, cut.at, run))
+            starts = _starts(blocks, self._host.block_bytes, cut)
+            found = copying.copy_out(outs, self._host.data, starts, cut.length, cut.at)
+            _add(sums, cut, found)
         return tuple(sums.tolist())
 
     def write_many(
@@ -175,9 +175,10 @@ class ShardMemory(PartByPart):
         origin = np.frombuffer(source, dtype=np.uint8)
         sums = np.zeros(len(blocks), dtype=np.uint64)
         for cut in self._cuts_for(blocks, offset, length):
-            places = (np.array(starts, dtype=np.int64)[:, None] + cut.at).reshape(-1)
-            run = self._run(self._host, blocks, cut)
-            _add(sums, cut, copying.copy_many(run, copying.Run(origin, places, cut.length)))
+            origins = (np.array(starts, dtype=np.int64)[:, None] + cut.at).reshape(-1)
+            places = _starts(blocks, self._host.block_bytes, cut)
+            found = copying.copy_many(self._host.data, places, origin, origins, cut.length)
+            _add(sums, cut, found)
         return tuple(sums.tolist())
 
     def copy_from(
@@ -188,18 +189,16 @@ class ShardMemory(PartByPart):
         sums = np.zeros(len(blocks), dtype=np.uint64)
         here, there = self._cuts_for(blocks, offset, length), theirs.pieces.cuts(offset, length)
         for own, other in zip(here, there, strict=True):
-            to = self._run(self._host, blocks, own)
+            places = _starts(blocks, self._host.block_bytes, own)
             starts = _starts(theirs.blocks, theirs.block_bytes, other)
-            _add(sums, own, copying.copy_many(to, copying.Run(theirs.data, starts, own.length)))
+            found = copying.copy_many(self._host.data, places, theirs.data, starts, own.length)
+            _add(sums, own, found)
         return tuple(sums.tolist())
 
     def _cuts_for(self, blocks: Sequence[int], offset: int, length: int) -> tuple[_Cut, ...]:
         check_part(self, min(blocks), offset, length)
         check_part(self, max(blocks), offset, length)
         return self._pieces.cuts(offset, length)
-
-    def _run(self, host: HostMemory, blocks: Sequence[int], cut: _Cut) -> copying.Run:
-        return copying.Run(host.data, _starts(blocks, host.block_bytes, cut), cut.length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
+from functools import lru_cache
 
 from baton.errors import GeometryMismatch, HandoffError
 from baton.request import Geometry
@@ -42,10 +43,12 @@ def rank_transports(offered: Collection[str], supported: Collection[str]) -> tup
     return common
 
 
+@lru_cache(maxsize=64)
 def check_geometry(source: Geometry, target: Geometry) -> Fit:
     """Whether blocks of one worker can become those of another.
 
-    Raises GeometryMismatch, which names both sides, where they cannot.
+    Each handoff asks again about the same few geometries: the answers are kept. Raises
+    GeometryMismatch, which names both sides, where they cannot.
     """
     try:
         check_convertible(KvLayout.of(source), KvLayout.of(target))

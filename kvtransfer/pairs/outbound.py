@@ -26,14 +26,12 @@ from baton.rpc.grpc_errors import error_from_code, stream_ending, stream_errors
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.shard_layout import ShardLayout
-from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.negotiation import Fit, check_geometry
-from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, shard_between
+from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, segment_checksum, shard_between
 from kvtransfer.pairs.push_schedule import Bandwidth, Load, PushQueue
-from kvtransfer.transports.links import connect_shard
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Packed, Parts, Peer, SendLink, Transport
+from kvtransfer.transports.transport import Packed, Parts, Peer, SendLink, Transport, connect_shard
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +149,8 @@ class Outbound:
         self.transport = ""
         self.geometry = identity.geometry
         """The receiver's: what it is sent must be blocks of that kind."""
+        self.fit = Fit.EQUAL
+        """How the worker's own blocks compare with these, once open."""
         self.rank_addresses: tuple[str, ...] = ()
         """host:port of the gRPC server of each of the receiver's ranks, where it has several."""
         self.in_flight_bytes = 0
@@ -164,6 +164,8 @@ class Outbound:
         self._executor = executor
         self._shard: ShardLayout | None = None
         self._layout = KvLayout.of(self.geometry)
+        self._whole_block: list[tuple[int, int]] = []
+        """Where a whole block lies in itself, of a pair without a shard."""
         self._call: Call | None = None
         self._link: SendLink | None = None
         self._reads_in_place = False
@@ -213,6 +215,8 @@ class Outbound:
             self._layout = KvLayout.of(self.geometry)
             self._check_fit(transport)
             self._shard = self._shard_with(self.peer)
+            if self._shard is None:
+                self._whole_block = [(0, self._layout.block_bytes)]
             self._link = connect_shard(transport, self.peer, opened.answer, self._shard)
             self.rank_addresses = tuple(opened.rank_addresses)
         except BaseException as error:
@@ -233,8 +237,8 @@ class Outbound:
         log.info("blocks go to %s by %s", self.peer.incarnation, self.transport)
 
     def _check_fit(self, transport: Transport) -> None:
-        fit = check_geometry(self._identity.geometry, self.geometry)
-        if fit is Fit.CONVERTIBLE and not transport.copies_out:
+        self.fit = check_geometry(self._identity.geometry, self.geometry)
+        if self.fit is Fit.CONVERTIBLE and not transport.copies_out:
             raise HandoffError(
                 f"{self.peer.incarnation} chose {transport.name}, by which no converted block can "
                 f"go: it has {self.geometry}, here is {self._identity.geometry}"
@@ -249,8 +253,8 @@ class Outbound:
         if self._shard is not None:
             has = self._shard.shard.has(target)
             return self._shard.layer_runs(first, last) if has else []
-        if (first, last) == (0, self._layout.layers):
-            return [(0, self._layout.block_bytes)]
+        if (first, last) == (0, self.geometry.layers):
+            return self._whole_block
         return self._layout.layer_runs(first, last)
 
     async def close(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from baton.errors import FingerprintMismatch, GeometryMismatch, HandoffError
@@ -90,3 +92,25 @@ async def all_at_once(queue: asyncio.Queue[Message]) -> Message:
     while not queue.empty():
         message.MergeFrom(queue.get_nowait())
     return message
+
+
+# Odd, so that every bit of what they multiply counts; digits of pi after the point.
+_TICKET_FACTOR, _BLOCK_FACTOR = 0x243F6A8885A308D3, 0x13198A2E03707345
+_OFFSET_FACTOR = 0xA4093822299F31D1
+_MASK64 = (1 << 64) - 1
+
+
+def segment_checksum(digest: int, ticket_id: str, block_index: int, offset: int) -> int:
+    """Bind a segment's ``checksum`` to its place, so that it cannot pass for another's."""
+    place = _ticket_place(ticket_id) + (block_index + 1) * _BLOCK_FACTOR + offset * _OFFSET_FACTOR
+    return (digest + place) & _MASK64
+
+
+@lru_cache(maxsize=1024)
+def _ticket_place(ticket_id: str) -> int:
+    return zlib.crc32(ticket_id.encode()) * _TICKET_FACTOR
+
+
+def raw_checksum(sealed: int, ticket_id: str, block_index: int, offset: int) -> int:
+    """The ``checksum`` that ``segment_checksum`` was made of, for the same place."""
+    return (sealed - segment_checksum(0, ticket_id, block_index, offset)) & _MASK64

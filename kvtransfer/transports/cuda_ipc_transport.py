@@ -21,7 +21,7 @@ from baton.errors import ConfigError, HandoffError
 from kvtransfer.memory.memory import BlockMemory, check_part
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.in_place import ReadReceiveLink, ReadSendLink, host_of, read_offer
-from kvtransfer.transports.transport import Batch, Peer
+from kvtransfer.transports.transport import AnnouncedBatch, Peer
 
 _HANDLE_BYTES = 64
 _ADDRESSES = 1 << 57
@@ -157,7 +157,7 @@ class _Copier:
         exported = cuda_ipc.ExportedMemory(base64.b64decode(theirs.handle), theirs.offset)
         self._theirs = cuda_ipc.OpenedMemory(exported, theirs.blocks * theirs.block_bytes, device)
 
-    def copy(self, batch: Batch) -> tuple[int, ...]:
+    def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
         """See ``Copier``. Raises WorkerFailed if it was closed."""
         offset, length = batch.target.offset, batch.target.length
         return tuple(

@@ -33,9 +33,8 @@ from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.shard_memory import source_memory, target_memory
 from kvtransfer.transports.frames import Frame, decode_frame
-from kvtransfer.transports.links import OpenTransfers, place
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer, place
 
 CHUNK_BYTES = 2 << 20
 """Most bytes of a message, but for a part that is larger: 1 MiB costs a quarter of the throughput,
@@ -244,7 +243,7 @@ def _why(call: Any) -> str:
 class _Awaited:
     """A batch that was announced, and how many of its parts are in place."""
 
-    batch: Batch
+    batch: AnnouncedBatch
     transfer: Transfer
     parts: int = 0
 
@@ -262,7 +261,7 @@ class GrpcReceiveLink:
         self._forget = forget
         self._cancel_stream: Callable[[], object] | None = None
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+    def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """See ``ReceiveLink``."""
         transfer = self._transfers.new()
         if not wanted:
@@ -300,7 +299,7 @@ class GrpcReceiveLink:
         else:
             awaited.transfer.pause()
 
-    def _place(self, batch: Batch, first: int, data: memoryview) -> None:
+    def _place(self, batch: AnnouncedBatch, first: int, data: memoryview) -> None:
         place(self._memory, batch, data, range(0, len(data), batch.source.length), first)
 
     def _find(self, number: int) -> _Awaited:

@@ -16,9 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import OpenTransfers, damaged
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, damaged
 
 Offer = TypeVar("Offer")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -106,7 +105,7 @@ class Copier(Protocol):
     def part_end(self) -> int:
         """Where the last part of a block ends, in bytes."""
 
-    def copy(self, batch: Batch) -> tuple[int, ...]:
+    def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
         """Copy a batch, which names parts that the writer has, on a thread of the executor.
 
         Returns the checksums of what was written, which then has arrived. Raises HandoffError for
@@ -127,7 +126,7 @@ class ReadReceiveLink(Generic[C]):
         self._executor = executor
         self._transfers = OpenTransfers()
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+    def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """See ``ReceiveLink``. A copy takes no longer than its bytes do."""
         transfer = self._transfers.new()
         copier = self._copier
@@ -153,7 +152,7 @@ class ReadReceiveLink(Generic[C]):
         """No copy begins any more; some may be under way."""
 
 
-def _is_inside(batch: Batch, copier: Copier) -> bool:
+def _is_inside(batch: AnnouncedBatch, copier: Copier) -> bool:
     """Whether the writer has what a batch names: peers name parts, and may be wrong."""
     source, target = batch.source, batch.target
     return (
@@ -164,7 +163,7 @@ def _is_inside(batch: Batch, copier: Copier) -> bool:
     )
 
 
-def _copy(copier: Copier, batch: Batch, transfer: Transfer) -> None:
+def _copy(copier: Copier, batch: AnnouncedBatch, transfer: Transfer) -> None:
     if not transfer.begin():
         return
     try:

@@ -25,7 +25,7 @@ from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.shard_memory import PeerBlocks, Pieces, ShardMemory, source_memory
 from kvtransfer.memory.shared_pool import inode_of, open_shared
 from kvtransfer.transports.in_place import ReadReceiveLink, ReadSendLink, host_of, read_offer
-from kvtransfer.transports.transport import Batch, Peer
+from kvtransfer.transports.transport import AnnouncedBatch, Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class ShmCopier:
         self._theirs = theirs
         self._block_bytes = block_bytes
 
-    def copy(self, batch: Batch) -> tuple[int, ...]:
+    def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
         """See ``Copier``."""
         source, target = batch.source, batch.target
         starts = [block * self._block_bytes + source.offset for block in source.blocks]
@@ -148,7 +148,7 @@ class ShmShardCopier:
         self._block_bytes = shard.source_block_bytes
         self._pieces = Pieces(shard.source_planes)
 
-    def copy(self, batch: Batch) -> tuple[int, ...]:
+    def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
         """See ``Copier``."""
         source, target = batch.source, batch.target
         peer = PeerBlocks(self._theirs, self._block_bytes, self._pieces, source.blocks)

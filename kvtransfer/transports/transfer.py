@@ -1,4 +1,4 @@
-"""A transfer under way.
+"""A transfer under way, and all of one link's.
 
     pending ─begin→ placing ─pause→ pending (more bytes of it are to come)
     placing ─finish→ done;  pending, placing ─fail→ failed
@@ -14,6 +14,8 @@ import enum
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+
+from baton.errors import BatonError
 
 
 class _State(enum.Enum):
@@ -107,3 +109,41 @@ class Transfer:
             self._changed.notify_all()
         for call in calls:
             call(self)
+
+
+class OpenTransfers:
+    """The transfers of one link. Safe among threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[Transfer] = set()
+        self._error: BatonError | None = None
+
+    @property
+    def error(self) -> BatonError | None:
+        """What has ended the link, if anything has."""
+        return self._error
+
+    def new(self) -> Transfer:
+        """A transfer; on a link that has ended it has failed already."""
+        transfer = Transfer()
+        with self._lock:
+            if self._error is None:
+                self._open.add(transfer)
+        if self._error is not None:
+            transfer.fail(self._error)
+        transfer.when_over(self._forget)
+        return transfer
+
+    def _forget(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._open.discard(transfer)
+
+    def end(self, error: BatonError) -> None:
+        """Fail all, and every one to come; the first error counts."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            rest, self._open = self._open, set()
+        for transfer in rest:
+            transfer.give_up(error)

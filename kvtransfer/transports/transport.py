@@ -19,9 +19,11 @@ Links and transfers are safe among threads. Nothing here waits without a deadlin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from baton.errors import ChecksumMismatch, HandoffError
 from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transfer import Transfer
@@ -63,7 +65,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class AnnouncedBatch:
     """Parts as the receiver is told of them."""
 
     number: int
@@ -102,7 +104,7 @@ class SendLink(Protocol):
 class ReceiveLink(Protocol):
     """A receiver's end."""
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+    def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """Begin to bring a batch into its target blocks. Never blocks. In the order of numbers.
 
         What is not ``wanted`` is dropped when it comes: its transfer is cancelled from the start.
@@ -185,3 +187,55 @@ class ShardingTransport(Transport, Protocol):
 
     def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> SendLink:
         """See ``Transport``. With a ``shard`` that is not whole, parts are of its packed bytes."""
+
+
+def accept_shard(
+    transport: Transport, peer: Peer, offer: bytes, shard: ShardLayout | None
+) -> tuple[ReceiveLink, bytes]:
+    """``Transport.accept``, of a pair of ranks. Raises HandoffError where it carries none."""
+    if shard is None:
+        return transport.accept(peer, offer)
+    return _sharding(transport).accept(peer, offer, shard)
+
+
+def connect_shard(
+    transport: Transport, peer: Peer, answer: bytes, shard: ShardLayout | None
+) -> SendLink:
+    """``Transport.connect``, of a pair of ranks. Raises HandoffError where it carries none."""
+    if shard is None:
+        return transport.connect(peer, answer)
+    return _sharding(transport).connect(peer, answer, shard)
+
+
+def _sharding(transport: Transport) -> ShardingTransport:
+    if isinstance(transport, ShardingTransport):
+        return transport
+    raise HandoffError(
+        f"transport {transport.name} is for workers of one rank each: workers of several exchange "
+        "blocks by shm or grpc"
+    )
+
+
+def place(
+    memory: BlockMemory,
+    batch: AnnouncedBatch,
+    source: memoryview,
+    starts: Sequence[int],
+    first: int = 0,
+) -> tuple[int, ...]:
+    """Write parts of a batch, from ``first`` on, to their blocks: they begin at ``starts``.
+
+    Returns their checksums. Raises ChecksumMismatch for one that is not what was announced, where
+    checksums were.
+    """
+    parts, count = batch.target, len(starts)
+    blocks = parts.blocks[first : first + count]
+    found = memory.write_many(blocks, parts.offset, parts.length, source, starts)
+    if batch.checksums and found != batch.checksums[first : first + count]:
+        raise damaged(batch.number)
+    return found
+
+
+def damaged(number: int) -> ChecksumMismatch:
+    """The error of a batch whose bytes are not those that its writer has."""
+    return ChecksumMismatch(f"a part of batch {number} arrived damaged")

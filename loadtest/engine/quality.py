@@ -23,8 +23,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.engine import Engine
 from engine.offline import generate
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 from planning.common.report import whole_table
 
 _STEP_TOKENS = 128

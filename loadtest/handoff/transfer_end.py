@@ -20,10 +20,10 @@ from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
 from baton.host.background import end_tasks
 from baton.request import Geometry
+from baton.rpc.worker_plane import WorkerPlane
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.pairs.pair import Identity, PairLimits
 from loadtest.common.child_processes import LOOPBACK
@@ -109,9 +109,16 @@ async def transfer_end(
             geometry=identity.geometry,
             ranks=ranks,
         )
-        own = tls.of("worker")
+        plane = WorkerPlane.of(tls.of("worker"), config.cluster_secret)
         exchange = Exchange(
-            identity, transports, receiver, limits, threads, address=address, ranks=ranks, tls=own
+            identity,
+            transports,
+            receiver,
+            limits,
+            threads,
+            address=address,
+            ranks=ranks,
+            plane=plane,
         )
         beat = asyncio.create_task(_beat(exchange, advanced.heartbeat_s), name="heartbeat")
         try:

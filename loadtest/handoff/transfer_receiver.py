@@ -11,8 +11,8 @@ import contextlib
 import time
 
 from baton.config.tls import TlsConfig
-from baton.rpc.grpc_channel import listen, make_server
-from baton.security.peer_roles import PeerRoles
+from baton.rpc.grpc_channel import listen
+from baton.rpc.worker_plane import WorkerPlane
 from baton.v1 import transfer_pb2_grpc
 from loadtest.common.child_processes import LOOPBACK
 from loadtest.common.json_worker import Asker, Fields, run_helper
@@ -33,12 +33,12 @@ async def _work(asker: Asker, start: Fields) -> None:
         pool = held.enter_context(bench_pool(start["blocks"], start["block_bytes"]))
         certs = start.get("certs", "")
         async with transfer_end(identity, pool.memory, start["transport"], certs=certs) as exchange:
-            tls = TlsConfig(folder=certs).of("worker")
-            server = make_server(gates=() if tls is None else (PeerRoles(),))
+            plane = WorkerPlane(TlsConfig(folder=certs).of("worker"))
+            server = plane.server()
             transfer_pb2_grpc.add_TransferServiceServicer_to_server(
                 TransferServicer(exchange), server
             )
-            port = listen(server, f"{LOOPBACK}:0", tls)
+            port = listen(server, f"{LOOPBACK}:0", plane.tls)
             await server.start()
             try:
                 asker.say(

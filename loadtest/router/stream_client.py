@@ -25,7 +25,7 @@ from baton.errors import DeadlineExceeded, WorkerFailed
 from baton.host.background import end_tasks
 from baton.request import SequenceSpec
 from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
+from baton.rpc.worker_plane import WorkerPlane
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2
 from loadtest.common.json_worker import Asker, Fields, run_helper
@@ -306,7 +306,9 @@ async def _target(start: Fields) -> Target:
     if "http" in start:
         return HttpTarget(start["http"], start["model"], start.get("key", ""))
     tokenizer = Tokenizer.load(Path(start["model_path"]))
-    target = DirectTarget(open_channel(start["address"]), start["decode"], tokenizer)
+    target = DirectTarget(
+        WorkerPlane.of(None, "").channel(start["address"]), start["decode"], tokenizer
+    )
     await target.open()
     return target
 

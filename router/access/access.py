@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from baton.config.access import KeyConfig
 from baton.config.choices import Scope
@@ -22,9 +23,10 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
+from baton.request import Principal
 from baton.telemetry.metrics import RouterMetrics
 from router.access.api_keys import ApiKeys, Caller, authorization_of
-from router.access.rate_limits import Charge, RateLimits
+from router.access.rate_limits import RateLimits
 from router.core.accounting import count_refusal
 from router.core.request import Choice, GenerationRequest
 
@@ -57,6 +59,12 @@ _BY_PREFIX: dict[str, Scope] = {
     **dict.fromkeys(_METRICS, "metrics"),
     **dict.fromkeys(_INFERENCE, "inference"),
 }
+_PROXY_HEADERS = (
+    *("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"),
+    *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-port"),
+    *("x-forwarded-server", "x-original-forwarded-for", "x-envoy-external-address"),
+)
+"""What proxies add to the requests of others."""
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _INFERENCE_SERVICES = frozenset(
     {
@@ -94,6 +102,18 @@ class Access:
         """
         return self._keys.caller(authorization_of(headers))
 
+    def owner_of(self, principal: Principal) -> Caller | None:
+        """The caller that began work under a principal, as its key is now.
+
+        None if the key was revoked, has expired, or no longer allows the tenant's inference.
+        """
+        if not principal.key_id:
+            return Caller(principal)
+        key = self._keys.named(principal.key_id)
+        if key is None or key.tenant != principal.tenant or not key.allows("inference"):
+            return None
+        return Caller(principal, key)
+
     def may_see_workers(self, caller: Caller) -> bool:
         """Whether answers name their workers to a caller, as the metrics do.
 
@@ -104,57 +124,104 @@ class Access:
             return True
         return not self._config.require_key and not self._config.admin_http
 
-    def check(self, headers: Mapping[str, str], scope: Scope) -> None:
+    def key_name(self, headers: Mapping[str, str]) -> str:
+        """The public name of the caller's key; empty if it shows none that is known."""
+        try:
+            return self.caller(headers).principal.key_id
+        except Unauthenticated:
+            return ""
+
+    def check(self, headers: Mapping[str, str], scope: Scope) -> Caller:
         """Check that the caller's key allows ``scope``. Raises Unauthenticated, Forbidden.
 
         If no key is required, all callers have the scopes ``inference`` and ``metrics``. All
-        callers have ``admin`` if there are no keys and all listeners are on loopback.
+        callers of this machine have ``admin`` if there are no keys and all listeners are on
+        loopback. A call that came through a proxy may be of another machine, and is refused.
         """
         caller = self.caller(headers)
         if caller.key is not None and caller.key.allows(scope):
-            return
+            return caller
         if scope == "admin":
             if self._all_are_operators:
-                return
+                _check_direct(headers)
+                return caller
         elif not self._config.require_key:
-            return
+            return caller
         if not authorization_of(headers):
             raise Unauthenticated(f"an API key that allows {scope} is required")
         raise Forbidden(f"this API key does not allow {scope}")
 
+    async def arrive(self, caller: Caller, *, background: bool = False) -> Caller:
+        """Count a request against its key's limits. Returns a caller that must ``leave``.
+
+        ``background``: it may take any time. Raises RateLimitExceeded; it then need not leave.
+        """
+        if caller.key is None or self._limits is None:
+            return caller
+        deadline_s = None if background else self._config.request_deadline_s
+        return replace(caller, visit=await self._limits.arrive(caller.key, deadline_s))
+
+    def leave(self, caller: Caller) -> None:
+        """A request has ended, however it did."""
+        if caller.visit is not None and self._limits is not None:
+            self._limits.leave(caller.visit)
+
     @asynccontextmanager
-    async def entered(
+    async def visiting(self, caller: Caller, *, background: bool = False) -> AsyncIterator[Caller]:
+        """Count a request against its key's limits, from its arrival to the end of the block.
+
+        Raises as ``arrive`` does.
+        """
+        there = await self.arrive(caller, background=background)
+        try:
+            yield there
+        finally:
+            self.leave(there)
+
+    @asynccontextmanager
+    async def charged(
         self, caller: Caller, requests: Sequence[GenerationRequest], choices: Sequence[Choice]
     ) -> AsyncIterator[Mapping[str, str]]:
-        """Count the prompts of one request against its key's limits until they are answered.
+        """Charge the prompts of a request that has arrived, until they are answered.
 
         Yields headers with what is left of the limits. At the end ``choices`` hold the number of
-        tokens generated. Raises RateLimitExceeded and RequestTooLarge, which it counts as refusals.
+        tokens generated. What was turned away before it began costs no tokens. Raises
+        RateLimitExceeded and RequestTooLarge, which it counts as refusals.
         """
-        charge = await self._charge(caller, requests)
-        if charge is None or self._limits is None:
+        visit, limits = caller.visit, self._limits
+        if visit is None or limits is None:
             yield {}
             return
-        refund = False
+        prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        most = [one.sampling.max_tokens for one in requests for _ in range(one.choices)]
         try:
-            yield charge.headers()
-        except (Overloaded, Unavailable):
-            refund = not any(choice.begun for choice in choices)
-            raise
-        finally:
-            generated = sum(choice.completion_tokens for choice in choices)
-            self._limits.leave(charge, generated, refund=refund)
-
-    async def _charge(self, caller: Caller, requests: Sequence[GenerationRequest]) -> Charge | None:
-        if caller.key is None or self._limits is None:
-            return None
-        first = requests[0]
-        tokens = sum(len(request.prompt_ids) for request in requests)
-        try:
-            return await self._limits.enter(caller.key, tokens, first.deadline_s)
+            await limits.charge(visit, prompt_tokens, most)
         except (RateLimitExceeded, RequestTooLarge) as error:
             count_refusal(self._metrics, error)
             raise
+        refused = False
+        try:
+            yield visit.headers()
+        except (Overloaded, Unavailable):
+            refused = not any(choice.begun for choice in choices)
+            raise
+        finally:
+            if not refused:
+                generated = [choice.completion_tokens for choice in choices]
+                limits.answered(visit, prompt_tokens, generated)
+
+
+def _check_direct(headers: Mapping[str, str]) -> None:
+    """Raises Forbidden if a proxy has passed the request on."""
+    added = next((name for name in _PROXY_HEADERS if name in headers), None)
+    if added is not None:
+        raise Forbidden(
+            f"this call came through a proxy (it has the header {added}), and without API keys"
+            " operators' calls are for users of this machine alone: make an operator's key with"
+            " `baton keys create NAME --scope admin --file keys.json` and start with --keys-file"
+            " keys.json, or call the router itself; the proxy should pass on paths of inference"
+            " alone"
+        )
 
 
 def is_loopback(host: str) -> bool:

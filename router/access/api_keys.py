@@ -24,6 +24,7 @@ from baton.config.keys_file import read_keys
 from baton.errors import ConfigError, InvalidRequest, Unauthenticated
 from baton.request import Principal
 from baton.telemetry.metrics import RouterMetrics
+from router.access.rate_limits import Visit
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class Caller:
 
     principal: Principal
     key: KeyConfig | None = None
+    visit: Visit | None = None
+    """Counts the request against the key's limits, if it has any."""
 
     @property
     def priority(self) -> int:
@@ -69,6 +72,7 @@ class ApiKeys:
             for key in keys
             if key.sha256
         }
+        self._by_name = {key.name: key for key in keys}
         anonymous = Caller(Principal(tenant=DEFAULT_TENANT))
         self._unknown = next((_caller(key) for key in keys if not key.sha256), anonymous)
         self._required = required
@@ -86,14 +90,21 @@ class ApiKeys:
             )
         return found or self._unknown
 
+    def named(self, name: str) -> KeyConfig | None:
+        """The key with a public name; None if it was revoked or has expired."""
+        key = self._by_name.get(name)
+        return None if key is None or self._has_expired(key) else key
+
     def _found(self, shown: str) -> Caller | None:
         digest = hashlib.sha256(shown.encode(errors="surrogatepass")).digest()
         known, caller = self._known.get(self._blinded(digest), ("", None))
         if caller is None or not hmac.compare_digest(known, digest.hex()):
             return None
         assert caller.key is not None
-        expires_at = caller.key.expires_at
-        return caller if expires_at is None or self._now() < expires_at else None
+        return None if self._has_expired(caller.key) else caller
+
+    def _has_expired(self, key: KeyConfig) -> bool:
+        return key.expires_at is not None and self._now() >= key.expires_at
 
     def _blinded(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, digest_size=16, key=self._secret).digest()

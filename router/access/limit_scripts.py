@@ -6,6 +6,9 @@ Redis keys of an API key, all with the cluster's hash tag:
     …:limit:<name>:tokens     the same of the next token
     …:limit:<name>:running    sorted set: an entry of each running request, by its deadline
     …:limit:<name>:clock      time of the last run of these scripts
+    …:limit:<name>:charged    hash: the tokens that running requests were charged so far
+    …:limit:<name>:ended      sorted set: requests whose end may have been reported before their
+                              entry, by the time of that
 
 Times are microseconds of the server's wall clock, which all routers share. Numbers are below 2^53
 and written out, since Lua rounds them to 14 digits. If the clock is set back, the stored times go
@@ -13,7 +16,9 @@ back as well, so that the time in between does not refuse requests.
 
 A request leaves once: its charge or refund at the end counts only while its entry exists. So a
 leave may be reported several times. After its deadline an entry no longer counts as running, and
-waits ``GRACE_S`` for its leave.
+waits ``GRACE_S`` for its leave. A request that may have been counted, or not, leaves as "unsure":
+what was not counted is charged then, and once ``ended`` has it, a call for it that comes late does
+nothing.
 
     waiting ─a connection is free→ sent ─→ answered, or failed
     waiting ─given up→ never sent
@@ -35,7 +40,7 @@ from redis.commands.core import AsyncScript
 
 from baton.host.background import end_tasks, spawn
 
-GRACE_S = 600
+GRACE_S = 86_400
 """A leave reported later than this after the deadline charges nothing."""
 
 MAX_TOGETHER = 64
@@ -74,7 +79,10 @@ local function keep()
   local last = redis.call('ZRANGE', KEYS[3], -1, -1, 'WITHSCORES')
   if last[2] then
     redis.call('PEXPIRE', KEYS[3], ms(last[2] - now + grace))
+    redis.call('PEXPIRE', KEYS[5], ms(last[2] - now + grace))
     longest = math.max(longest, last[2] - now + grace)
+  else
+    redis.call('DEL', KEYS[5])
   end
   if longest > 0 then
     redis.call('SET', KEYS[4], text(now), 'PX', ms(longest))
@@ -84,16 +92,19 @@ local function keep()
 end
 """
 
-# KEYS: arrival times of requests, of tokens; running requests; clock. ARGV: requests a minute,
-# tokens a minute, most running (0: unlimited), tokens of this request, its entry, its time left
-# (microseconds). Answers which limit refused (0: none), the wait, then remaining and microseconds
-# to the full limit for requests and for tokens.
+# KEYS: arrival times of requests, of tokens; running requests; clock; charged; ended.
+# ARGV: requests a minute, tokens a minute, maximum running (0: unlimited); requests (1: it arrives;
+# 0: it is there) and tokens to be charged; its entry, its time left (microseconds). Answers which
+# limit refused (0: none), the wait, then remaining and microseconds to the full limit for requests
+# and for tokens.
 ENTER = (
     _COMMON
     + """
+if redis.call('ZSCORE', KEYS[6], ARGV[6]) then return {0, 0, 0, 0, 0, 0} end
+local arrives = ARGV[4] == '1'
 local refused, wait = 0, 0
 local after, backlog = {}, {}
-local cost = {1, tonumber(ARGV[4])}
+local cost = {tonumber(ARGV[4]), tonumber(ARGV[5])}
 for i = 1, 2 do
   local limit = tonumber(ARGV[i])
   if limit > 0 then
@@ -101,13 +112,17 @@ for i = 1, 2 do
     after[i] = before + cost[i] * minute / limit
     backlog[i] = before - now
     local over = after[i] - now - minute
-    if over > 0.5 and over > wait then refused, wait = i, over end
+    if cost[i] > 0 and over > 0.5 and over > wait then refused, wait = i, over end
   end
 end
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', text(now - grace))
+local gone = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', text(now - grace))
+for i = 1, #gone do
+  redis.call('ZREM', KEYS[3], gone[i])
+  redis.call('HDEL', KEYS[5], gone[i])
+end
 local max_running = tonumber(ARGV[3])
 local running = redis.call('ZCOUNT', KEYS[3], '(' .. text(now), '+inf')
-if max_running > 0 and refused == 0 and running >= max_running then refused = 3 end
+if arrives and max_running > 0 and refused == 0 and running >= max_running then refused = 3 end
 if refused == 0 then
   for i = 1, 2 do
     if after[i] then
@@ -115,7 +130,13 @@ if refused == 0 then
       set_arrival(i, after[i])
     end
   end
-  redis.call('ZADD', KEYS[3], text(now + ARGV[6]), ARGV[5])
+  local ends = text(now + ARGV[7])
+  if arrives then
+    redis.call('ZADD', KEYS[3], ends, ARGV[6])
+  else
+    redis.call('ZADD', KEYS[3], 'XX', ends, ARGV[6])
+  end
+  if cost[2] ~= 0 then redis.call('HINCRBY', KEYS[5], ARGV[6], ARGV[5]) end
 end
 keep()
 local answer = {refused, math.ceil(wait)}
@@ -129,16 +150,28 @@ return answer
 """
 )
 
-# KEYS: as above. ARGV: requests a minute, tokens a minute, requests and tokens to be charged
-# (negative: given back), the request's entry.
+# KEYS: as above. ARGV: requests a minute, tokens a minute; requests and tokens that it took in all,
+# its entry, whether it is unsure (1) that it was counted.
 LEAVE = (
     _COMMON
     + """
+local unsure = ARGV[6] == '1'
+local cost = {0, 0}
+local held = tonumber(redis.call('HGET', KEYS[5], ARGV[5]) or 0)
+redis.call('HDEL', KEYS[5], ARGV[5])
 if redis.call('ZREM', KEYS[3], ARGV[5]) == 1 then
-  for i = 1, 2 do
-    local limit, cost = tonumber(ARGV[i]), tonumber(ARGV[2 + i])
-    if limit > 0 and cost ~= 0 then set_arrival(i, arrival(i) + cost * minute / limit) end
-  end
+  cost = {tonumber(ARGV[3]) - 1, tonumber(ARGV[4]) - held}
+elseif unsure and not redis.call('ZSCORE', KEYS[6], ARGV[5]) then
+  cost = {tonumber(ARGV[3]), tonumber(ARGV[4])}
+end
+if unsure then
+  redis.call('ZREMRANGEBYSCORE', KEYS[6], '-inf', text(now - grace))
+  redis.call('ZADD', KEYS[6], text(now), ARGV[5])
+  redis.call('PEXPIRE', KEYS[6], ms(grace))
+end
+for i = 1, 2 do
+  local limit = tonumber(ARGV[i])
+  if limit > 0 and cost[i] ~= 0 then set_arrival(i, arrival(i) + cost[i] * minute / limit) end
 end
 keep()
 """

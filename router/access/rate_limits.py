@@ -2,15 +2,22 @@
 
 Requests and tokens per minute follow the generic cell rate algorithm (virtual scheduling: ITU-T
 Recommendation I.371, annex A): a key's limit refills steadily, and a whole minute's worth may be
-used at once. Redis stores one theoretical arrival time for each limit. Tokens of a prompt are
-charged when the request arrives, tokens of the answer when it has ended, so the next request may
-find a debt. Concurrency is a set of requests. An entry expires at its request's deadline, in case
-its router dies. ``router/access/limit_scripts.py`` has the scripts that Redis runs.
+used at once. Redis stores one theoretical arrival time for each limit. Concurrency is a set of
+requests. An entry expires at its request's deadline, in case its router dies.
+``router/access/limit_scripts.py`` has the scripts that Redis runs.
+
+    arriving ─a limit is used up→ refused
+    arriving ─counted as a request→ there ─its prompt is known→ charged what it may cost
+    there, charged ─it ends, however that is→ left: charged what it took, the rest is given back
+
+A request that is refused after its arrival, for whatever reason, counts as a request. The answers
+of a request may cost ``max_tokens`` each, but are charged the length of the key's longest recent
+answer if that is less: limits that all clients leave at their maximum would serve one at a time.
 
     reachable ─a call has no answer in time→ unreachable ─after AWAY_S→ reachable
 
-While Redis is unreachable, no request is refused, and this is counted. Only requests that enter go
-uncounted. Requests that leave are remembered, and reported when Redis is reachable again.
+While Redis is unreachable, no request is refused, and this is counted. What requests took meanwhile
+is remembered, and charged when Redis is reachable again.
 """
 
 from __future__ import annotations
@@ -19,9 +26,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
 
@@ -31,7 +38,7 @@ import redis.asyncio
 from baton.autoscaling.traffic import RunningMean
 from baton.config.access import KeyConfig
 from baton.errors import RateLimitExceeded, RequestTooLarge
-from baton.host.background import end_tasks
+from baton.host.background import end_tasks, spawn
 from baton.telemetry.metrics import RouterMetrics
 from router.access.limit_scripts import (
     ENTER,
@@ -51,9 +58,18 @@ AWAY_S = 1.0
 MAX_CONNECTIONS = 4
 MAX_WAITING = 1024
 """Maximum requests that wait for a connection; a further one goes uncounted."""
-MAX_LEAVES = 16384
-"""Maximum ended requests not yet reported to Redis, about 10 MB. The oldest are dropped: their
-entries end by themselves at their deadlines."""
+MAX_REPORTS = 16384
+"""Maximum ended requests that are reported one by one, about 10 MB. Further ones that Redis may not
+have counted are reported together, by key."""
+LEASE_S = 180.0
+"""A request without a deadline, such as a batch's line, counts as running for this long after its
+router has died."""
+_RENEW_S = LEASE_S / 3
+_RECENT = 64
+"""Answers of a key that are remembered for their lengths."""
+_MIN_EXPECTED_TOKENS = 512
+"""An answer is charged this in advance, or its ``max_tokens``, however short the key's answers
+were: a client must not buy long ones with short ones."""
 _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
@@ -83,18 +99,26 @@ class Allowance:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """A request that is counted against its key."""
+@dataclass(slots=True, eq=False)
+class Visit:
+    """A request of a limited key, from its arrival to its end."""
 
     key: KeyConfig
     entry: str
     """Unique name of the request in the set of running requests."""
-    tokens: int
-    """Tokens of its prompts."""
+    lease_s: float
+    """How long it counts as running unless it leaves or is renewed."""
     entered_at: float
-    allowances: tuple[Allowance, ...]
-    """What is left of the limits after it."""
+    sent: bool = False
+    """Whether Redis may know of it."""
+    unsure: bool = True
+    """Whether Redis may not have counted something of it."""
+    reserved: int = 0
+    """Tokens that were charged in advance."""
+    tokens: int = 0
+    """Tokens that it took."""
+    allowances: tuple[Allowance, ...] = ()
+    """What is left of the limits, as last seen."""
 
     def headers(self) -> dict[str, str]:
         """Headers with what is left, for the client."""
@@ -103,6 +127,32 @@ class Charge:
             for allowance in self.allowances
             for name, value in allowance.headers().items()
         }
+
+
+@dataclass(slots=True)
+class _Use:
+    """What this router remembers of a key, to predict it."""
+
+    stay: RunningMean = field(default_factory=lambda: RunningMean(_WEIGHT))
+    """Seconds that requests were there."""
+    answers: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Tokens of the latest answers."""
+
+    def answer_tokens(self) -> int:
+        """Tokens that an answer is expected to have at most."""
+        return max(_MIN_EXPECTED_TOKENS, max(self.answers, default=0))
+
+
+@dataclass(slots=True)
+class _Report:
+    """What is to be reported of one request that has ended, or of several without an entry."""
+
+    key: KeyConfig
+    entry: str
+    requests: int
+    tokens: int
+    unsure: bool
+    sent: bool = False
 
 
 class RateLimits:
@@ -122,148 +172,224 @@ class RateLimits:
         self._metrics = metrics
         self._clock = clock
         self._away_until = float("-inf")
-        self._stays: dict[str, RunningMean] = {}
+        self._uses: dict[str, _Use] = {}
         # A client may give two requests the same id.
         self._entries = map(f"{secrets.token_hex(6)}-{{}}".format, count())
         self._queue = ScriptQueue(client, connections=MAX_CONNECTIONS, max_waiting=MAX_WAITING)
-        self._leaves: dict[str, ScriptCall] = {}
-        """Ended requests not yet reported to Redis, by entry, the oldest first."""
+        self._reports: dict[str, _Report] = {}
+        """Not yet made, by entry, the oldest first."""
+        self._owed: dict[str, _Report] = {}
+        """Those of several requests, by key, while more can be added to them."""
         self._reporting: asyncio.Task[None] | None = None
+        self._renewed: dict[str, Visit] = {}
+        self._renewing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         """Wait up to ``2 * ANSWER_S`` for reports to Redis."""
         await self._queue.close()
-        # The loop must run once: ``_undo`` takes back calls that this has ended.
-        await asyncio.sleep(0)
+        if self._renewing is not None:
+            await end_tasks([self._renewing])
         if self._reporting is not None:
             await asyncio.wait([self._reporting], timeout=2 * ANSWER_S)
             await end_tasks([self._reporting])
 
-    async def enter(self, key: KeyConfig, tokens: int, deadline_s: float) -> Charge | None:
-        """Count a request with ``tokens`` prompt tokens. Returns None if it is not counted.
+    async def arrive(self, key: KeyConfig, deadline_s: float | None) -> Visit | None:
+        """Count a request, which must ``leave``. Returns None if the key has no limits.
 
-        Raises RateLimitExceeded with what is left and when to retry, and RequestTooLarge for more
-        tokens than the key's limit per minute.
+        ``deadline_s``: the request has ended by then; None: it may take any time. Raises
+        RateLimitExceeded with what is left and when to retry; the request then need not leave.
         """
         if not key.limited:
             return None
-        if 0 < key.tokens_per_minute < tokens:
-            raise RequestTooLarge(
-                f"the prompt has {tokens} tokens, and the API key {key.tokens_per_minute} a minute"
-            )
-        charge = Charge(key, next(self._entries), tokens, self._clock(), ())
-        answer = await self._ask(charge, int(deadline_s * _MICROSECONDS))
+        lease_s = LEASE_S if deadline_s is None else deadline_s
+        visit = Visit(key, next(self._entries), lease_s, self._clock())
+        try:
+            answer = await self._ask(visit, requests=1, tokens=0)
+        except BaseException:
+            self.leave(visit)
+            raise
         if answer is None:
             self._metrics.rate_limit_failures.inc()
-            return None
+        else:
+            visit.unsure = False
+            self._take(visit, answer)
+        if deadline_s is None:
+            self._renewed[visit.entry] = visit
+            if self._renewing is None:
+                self._renewing = spawn(self._renew(), "leases of requests")
+        return visit
+
+    async def charge(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> None:
+        """Charge what a request may cost, in place of an earlier charge of it.
+
+        ``answers``: the maximum tokens of each answer. Raises RateLimitExceeded, and
+        RequestTooLarge for a prompt of more tokens than the key has in a minute.
+        """
+        limit = visit.key.tokens_per_minute
+        if not limit:
+            return
+        if limit < prompt_tokens:
+            raise RequestTooLarge(
+                f"the prompt has {prompt_tokens} tokens, and the API key {limit} a minute"
+            )
+        expected = self._use(visit.key).answer_tokens()
+        wanted = prompt_tokens + sum(min(one, expected) for one in answers)
+        more = min(wanted, limit) - visit.reserved
+        if visit.unsure or more <= 0:
+            return
+        visit.unsure = True
+        answer = await self._ask(visit, requests=0, tokens=more)
+        if answer is None:
+            self._metrics.rate_limit_failures.inc()
+            return
+        visit.unsure = False
+        self._take(visit, answer)
+        visit.reserved += more
+
+    def answered(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> None:
+        """Note the tokens that a request took; they are charged when it leaves."""
+        visit.tokens += prompt_tokens + sum(answers)
+        self._use(visit.key).answers.append(max(answers, default=0))
+
+    def leave(self, visit: Visit) -> None:
+        """End a request. Does not wait for Redis."""
+        self._renewed.pop(visit.entry, None)
+        self._use(visit.key).stay.add(self._clock() - visit.entered_at)
+        report = _Report(visit.key, visit.entry, 1, visit.tokens, visit.unsure)
+        if visit.unsure and (not visit.sent or len(self._reports) >= MAX_REPORTS):
+            owed = self._owed.get(visit.key.name)
+            if owed is not None and not owed.sent and owed.key == visit.key:
+                owed.requests += 1
+                owed.tokens += visit.tokens
+                return
+            self._owed[visit.key.name] = report
+        self._reports[visit.entry] = report
+        if self._reporting is None or self._reporting.done():
+            self._reporting = asyncio.create_task(self._report_all(), name="ended requests")
+
+    def _use(self, key: KeyConfig) -> _Use:
+        return self._uses.setdefault(key.name, _Use())
+
+    def _take(self, visit: Visit, answer: Sequence[int]) -> None:
+        """Read the answer of Redis. Raises RateLimitExceeded."""
+        key = visit.key
         refused, wait, requests, requests_reset, left, left_reset = map(int, answer)
         limits = (
             Allowance("requests", key.requests_per_minute, requests, requests_reset / 1e6),
             Allowance("tokens", key.tokens_per_minute, left, left_reset / 1e6),
         )
-        charge = replace(charge, allowances=tuple(limit for limit in limits if limit.limit))
+        visit.allowances = tuple(limit for limit in limits if limit.limit)
         if refused:
-            raise self._refusal(charge, refused, wait / 1e6)
-        return charge
+            raise self._refusal(visit, refused, wait / 1e6)
 
-    def leave(self, charge: Charge, generated: int, *, refund: bool) -> None:
-        """End a request that generated ``generated`` tokens; ``refund``: it was rejected elsewhere.
-
-        Does not wait for Redis.
-        """
-        if refund:
-            self._queue_report(charge, -1, -charge.tokens)
-            return
-        stay = self._stays.setdefault(charge.key.name, RunningMean(_WEIGHT))
-        stay.add(self._clock() - charge.entered_at)
-        self._queue_report(charge, 0, generated)
-
-    def _refusal(self, charge: Charge, refused: int, wait_s: float) -> RateLimitExceeded:
-        key = charge.key
-        said = (
+    def _refusal(self, visit: Visit, refused: int, wait_s: float) -> RateLimitExceeded:
+        key = visit.key
+        limit = (
             f"{key.requests_per_minute} requests a minute",
             f"{key.tokens_per_minute} tokens a minute",
             f"{key.concurrency} requests at a time",
         )[refused - 1]
         if refused == _CONCURRENCY:
             # On average, one of the running requests ends in this time.
-            stay = self._stays.get(key.name)
-            mean = stay.value if stay is not None and stay.value is not None else _FIRST_STAY_S
-            wait_s = mean / max(1, key.concurrency)
+            mean = self._use(key).stay.value
+            wait_s = (_FIRST_STAY_S if mean is None else mean) / max(1, key.concurrency)
         return RateLimitExceeded(
-            f"the API key's limit of {said} is used up",
+            f"the API key's limit of {limit} is used up",
             retry_after=wait_s,
-            facts=charge.headers(),
+            facts=visit.headers(),
         )
 
-    async def _ask(self, charge: Charge, left_us: int) -> Any:
-        """Redis' answer to a request that enters; None if Redis is unreachable."""
+    async def _ask(self, visit: Visit, *, requests: int, tokens: int) -> Any:
+        """Redis' answer to a charge; None if Redis is unreachable."""
         if self._clock() < self._away_until:
             return None
-        key = charge.key
-        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
-        args = (*limits, charge.tokens, charge.entry, left_us)
-        asked = self._queue.put(ScriptCall(self._enter, self._keys(key), args))
+        asked = self._queue.put(self._call(visit, requests, tokens))
         if asked is None:
             return None
-        answer, counted = asked.answer, False
+        answer = asked.answer
         try:
             # ``wait`` does not cancel the command, neither at a disconnect nor at this deadline.
             await asyncio.wait([answer], timeout=ANSWER_S)
-            counted = answer.done() and answer.exception() is None
         finally:
-            if not counted and asked.sent:
-                answer.add_done_callback(partial(self._undo, charge))
-            elif not counted:
+            if asked.sent:
+                answer.add_done_callback(_look_at)
+            else:
                 answer.cancel()
-        if counted:
+            error = answer.exception() if answer.done() and not answer.cancelled() else None
+            never = error is not None and isinstance(error.__context__, ConnectionRefusedError)
+            visit.sent = visit.sent or (asked.sent and not never)
+        if answer.done() and not answer.cancelled() and error is None:
             return answer.result()
-        why = (
-            answer.exception() if answer.done() and not answer.cancelled() else "no answer in time"
-        )
-        log.warning("no request is refused by limits for a moment: %s", why)
+        log.warning("no request is refused by limits now: %s", error or "no answer in time")
         self._away_until = self._clock() + AWAY_S
         return None
 
-    def _undo(self, charge: Charge, answer: asyncio.Future[Any]) -> None:
-        """Take back what Redis counts too late: the request went on uncounted."""
-        error = answer.exception()
-        if error is not None:
-            # It may have been counted, if there was a connection.
-            if charge.key.concurrency and not isinstance(error.__context__, ConnectionRefusedError):
-                self._queue_report(charge, 0, 0)
-        elif answer.result()[0] == 0:
-            self._queue_report(charge, -1, -charge.tokens)
+    def _call(self, visit: Visit, requests: int, tokens: int) -> ScriptCall:
+        key = visit.key
+        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
+        left_us = int(visit.lease_s * _MICROSECONDS)
+        args = (*limits, requests, tokens, visit.entry, left_us)
+        return ScriptCall(self._enter, self._keys(key), args)
 
-    def _queue_report(self, charge: Charge, requests: int, tokens: int) -> None:
-        key = charge.key
-        args = (key.requests_per_minute, key.tokens_per_minute, requests, tokens, charge.entry)
-        self._leaves[charge.entry] = ScriptCall(self._leave, self._keys(key), args)
-        if len(self._leaves) > MAX_LEAVES:
-            del self._leaves[next(iter(self._leaves))]
-            self._metrics.rate_limit_failures.inc()
-        if self._reporting is None or self._reporting.done():
-            self._reporting = asyncio.create_task(self._report_leaves(), name="leaves")
-
-    async def _report_leaves(self) -> None:
-        """Send all reports. A report may arrive twice, but counts once."""
-        while self._leaves:
-            calls = dict(islice(self._leaves.items(), MAX_TOGETHER))
-            try:
-                answers = await call_together(self._client, list(calls.values()))
-            except redis.RedisError as error:
-                answers = [error] * len(calls)
-            errors = [answer for answer in answers if isinstance(answer, Exception)]
-            for entry, answer in zip(calls, answers, strict=True):
-                if not isinstance(answer, Exception):
-                    self._leaves.pop(entry, None)
+    async def _report_all(self) -> None:
+        """Make all reports. One may arrive twice, but counts once."""
+        while self._reports:
+            reports = list(islice(self._reports.values(), MAX_TOGETHER))
+            for report in reports:
+                # Nothing more is added: Redis counts an entry once.
+                report.sent = True
+            errors = await self._report(reports)
             if errors:
                 log.warning("rate limits: ended requests are reported later: %s", errors[0])
                 await asyncio.sleep(AWAY_S)
 
+    async def _report(self, reports: Sequence[_Report]) -> list[Exception]:
+        calls = [
+            ScriptCall(
+                self._leave,
+                self._keys(report.key),
+                (
+                    report.key.requests_per_minute,
+                    report.key.tokens_per_minute,
+                    report.requests,
+                    report.tokens,
+                    report.entry,
+                    int(report.unsure),
+                ),
+            )
+            for report in reports
+        ]
+        try:
+            answers = await call_together(self._client, calls)
+        except redis.RedisError as error:
+            return [error]
+        for report, answer in zip(reports, answers, strict=True):
+            if not isinstance(answer, Exception):
+                del self._reports[report.entry]
+        return [answer for answer in answers if isinstance(answer, Exception)]
+
+    async def _renew(self) -> None:
+        """Keep requests without a deadline counted as running."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            visits = iter(list(self._renewed.values()))
+            while together := list(islice(visits, MAX_TOGETHER)):
+                calls = [self._call(visit, 0, 0) for visit in together]
+                try:
+                    await call_together(self._client, calls)
+                except redis.RedisError as error:
+                    log.warning("rate limits: running requests are renewed later: %s", error)
+                    break
+
     def _keys(self, key: KeyConfig) -> list[str]:
-        kinds = ("requests", "tokens", "running", "clock")
+        kinds = ("requests", "tokens", "running", "clock", "charged", "ended")
         return [f"{self._prefix}:{key.name}:{kind}" for kind in kinds]
+
+
+def _look_at(answer: asyncio.Future[Any]) -> None:
+    """Keep asyncio from logging an error that comes when nothing waits for it any more."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def duration(seconds: float) -> str:

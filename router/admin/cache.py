@@ -21,6 +21,7 @@ from baton.store.prefix_index import IndexSize, PrefixIndex
 from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.access.access import Access
+from router.admin.operator_call import grpc_call, http_call
 from router.grpc.call import Context, metadata_of
 from router.workers.worker_link import WorkerLink
 
@@ -179,8 +180,8 @@ class CacheApi:
 
     async def drop_cache(self, request: Request) -> CacheDropped:
         """Drop the unused cached blocks of all workers. Requires a key with scope admin."""
-        self._access.check(request.headers, "admin")
-        dropped = await self._control.drop()
+        with http_call(self._access, request, "drop cache", "all workers"):
+            dropped = await self._control.drop()
         return CacheDropped(
             workers=[
                 DroppedObject(slot=one.slot, blocks=one.blocks, error=one.error or None)
@@ -214,8 +215,9 @@ class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
         self, request: cache_pb2.DropCachesRequest, context: Context
     ) -> cache_pb2.DropCachesResponse:
         """See cache.proto."""
-        self._access.check(metadata_of(context), "admin")
-        return _dropped_message(await self._control.drop())
+        with grpc_call(self._access, context, "drop cache", "all workers"):
+            dropped = await self._control.drop()
+        return _dropped_message(dropped)
 
 
 def _stats_message(stats: CacheStats) -> cache_pb2.GetCacheStatsResponse:

@@ -13,7 +13,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.security.tls import LiveContext, PeerRole, role_name
+from baton.security.tls import PeerRole
+from router.http.metrics_pages import MetricsPages
 
 _DEADLINE_S = 2.0
 _PREFIX = "baton_"
@@ -23,18 +24,18 @@ _SUMMED = frozenset({"counter", "histogram", "summary"})
 async def cluster_page(
     own: CollectorRegistry,
     addresses: Sequence[str],
-    supervisor: str | None = None,
-    tls: LiveContext | None = None,
+    supervisor: str | None,
+    pages: MetricsPages,
 ) -> bytes:
     """The series of this router, the supervisor and all workers, merged.
 
     ``addresses`` (of workers) and ``supervisor`` are host:port. A comment names each process that
-    does not answer. ``tls``: this router's certificate, if the others require one.
+    does not answer. ``pages`` fetches them.
     """
     asked = [_Page(address, "worker") for address in addresses]
     asked += [] if supervisor is None else [_Page(supervisor, "supervisor")]
-    pages, failures = await _fetch_all(asked, tls)
-    texts = [generate_latest(own).decode(), *pages]
+    found, failures = await _fetch_all(asked, pages)
+    texts = [generate_latest(own).decode(), *found]
     answered = len([address for address in addresses if address not in failures])
     comments = [f"# {answered} of {len(addresses)} workers answered\n"]
     comments += [f"# {address} did not answer: {why}\n" for address, why in failures.items()]
@@ -90,33 +91,26 @@ class _Page:
 
 
 async def _fetch_all(
-    asked: Sequence[_Page], tls: LiveContext | None
+    asked: Sequence[_Page], pages: MetricsPages
 ) -> tuple[list[str], dict[str, str]]:
-    # No proxy, and no certificates to load where workers speak plain HTTP.
-    verify = False if tls is None else tls.get()
-    async with httpx.AsyncClient(trust_env=False, verify=verify, timeout=_DEADLINE_S) as client:
+    async with pages.client(_DEADLINE_S) as client:
         answers = await asyncio.gather(
-            *(_fetch(client, page, "http" if tls is None else "https") for page in asked),
-            return_exceptions=True,
+            *(_fetch(pages, client, page) for page in asked), return_exceptions=True
         )
-    pages: list[str] = []
+    found: list[str] = []
     failures: dict[str, str] = {}
     for page, answer in zip(asked, answers, strict=True):
         if isinstance(answer, str):
-            pages.append(answer)
+            found.append(answer)
         elif isinstance(answer, Exception):
             failures[page.address] = type(answer).__name__
         else:
             raise answer
-    return pages, failures
+    return found, failures
 
 
-async def _fetch(client: httpx.AsyncClient, page: _Page, scheme: str) -> str:
-    # A certificate names a role, wherever its machine is.
-    named = {"sni_hostname": role_name(page.role)}
-    async with asyncio.timeout(_DEADLINE_S):
-        answer = await client.get(f"{scheme}://{page.address}/metrics", extensions=named)
-    answer.raise_for_status()
+async def _fetch(pages: MetricsPages, client: httpx.AsyncClient, page: _Page) -> str:
+    text = await pages.fetch(client, page.address, page.role, _DEADLINE_S)
     # Parsed here too: an invalid page counts as no answer.
-    list(text_string_to_metric_families(answer.text))
-    return answer.text
+    list(text_string_to_metric_families(text))
+    return text

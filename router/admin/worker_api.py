@@ -16,8 +16,9 @@ from baton.rpc.grpc_errors import guarded
 from baton.store.supervision import MAX_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.access.access import Access
+from router.admin.operator_call import grpc_call, http_call
 from router.admin.worker_control import PoolScaling, WorkerControl, WorkerStatus
-from router.grpc.call import Context, metadata_of
+from router.grpc.call import Context
 from router.http.client import Int
 
 MAX_DEADLINE_S = 3600.0
@@ -115,23 +116,25 @@ class WorkerApi:
 
         Requires a key with scope admin.
         """
-        self._access.check(request.headers, "admin")
         body = body or DrainRequest()
-        empty = await self._control.drain(slot, self._deadline(body), force=body.force)
+        with http_call(self._access, request, "drain", slot, force=body.force):
+            empty = await self._control.drain(slot, self._deadline(body), force=body.force)
         return Drained(slot=slot, empty=empty)
 
     async def change_role(self, slot: str, request: Request, body: RoleRequest) -> RoleChanged:
         """Restart a worker in the other role. Requires a key with scope admin."""
-        self._access.check(request.headers, "admin")
-        took_s = await self._control.change_role(
-            slot, body.role, self._deadline(body), force=body.force
-        )
+        with http_call(
+            self._access, request, "change role", slot, role=body.role, force=body.force
+        ):
+            took_s = await self._control.change_role(
+                slot, body.role, self._deadline(body), force=body.force
+            )
         return RoleChanged(slot=slot, role=body.role, took_s=took_s)
 
     async def scale(self, pool: str, request: Request, body: ScaleRequest) -> PoolScaled:
         """Choose the number of workers of a pool. Requires a key with scope admin."""
-        self._access.check(request.headers, "admin")
-        previous = await self._scaling.scale(pool, body.count, force=body.force)
+        with http_call(self._access, request, "scale", pool, count=body.count, force=body.force):
+            previous = await self._scaling.scale(pool, body.count, force=body.force)
         return PoolScaled(pool=pool, count=body.count, previous=previous)
 
     def _deadline(self, body: DrainRequest) -> float:
@@ -196,9 +199,9 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         self, request: control_pb2.DrainWorkerRequest, context: Context
     ) -> control_pb2.DrainWorkerResponse:
         """See control.proto."""
-        self._access.check(metadata_of(context), "admin")
         deadline_s = self._deadline(request)
-        empty = await self._control.drain(request.slot, deadline_s, force=request.force)
+        with grpc_call(self._access, context, "drain", request.slot, force=request.force):
+            empty = await self._control.drain(request.slot, deadline_s, force=request.force)
         return control_pb2.DrainWorkerResponse(empty=empty)
 
     @guarded
@@ -206,11 +209,13 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         self, request: control_pb2.ChangeWorkerRoleRequest, context: Context
     ) -> control_pb2.ChangeWorkerRoleResponse:
         """See control.proto."""
-        self._access.check(metadata_of(context), "admin")
-        deadline_s = self._deadline(request)
-        took_s = await self._control.change_role(
-            request.slot, request.role, deadline_s, force=request.force
-        )
+        deadline_s, role = self._deadline(request), request.role
+        with grpc_call(
+            self._access, context, "change role", request.slot, role=role, force=request.force
+        ):
+            took_s = await self._control.change_role(
+                request.slot, role, deadline_s, force=request.force
+            )
         return control_pb2.ChangeWorkerRoleResponse(took_ms=int(took_s * 1e3))
 
     @guarded
@@ -218,8 +223,11 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         self, request: control_pb2.ScalePoolRequest, context: Context
     ) -> control_pb2.ScalePoolResponse:
         """See control.proto."""
-        self._access.check(metadata_of(context), "admin")
-        previous = await self._scaling.scale(request.pool, request.count, force=request.force)
+        count = request.count
+        with grpc_call(
+            self._access, context, "scale", request.pool, count=count, force=request.force
+        ):
+            previous = await self._scaling.scale(request.pool, count, force=request.force)
         return control_pb2.ScalePoolResponse(previous=previous)
 
     def _deadline(

@@ -28,7 +28,7 @@ from router.batches.protocol import (
     FileList,
     FileObject,
 )
-from router.batches.upload import uploaded
+from router.batches.upload import receive_upload
 from router.http.client import read_object, validate
 from router.http.openapi import body, json_body, made_of_its_id
 
@@ -93,12 +93,13 @@ class BatchesApi:
         """Upload a batch's input: a form with `file` and `purpose=batch`. Each line is checked."""
         tenant = self._tenant(request)
         config = self._config
-        async with uploaded(request, config.max_file_bytes, config.request_deadline_s) as upload:
+        async with self._desk.incoming(tenant) as incoming:
+            upload = await receive_upload(
+                request, incoming.write, config.max_file_bytes, config.request_deadline_s
+            )
             if upload.purpose != "batch":
                 raise InvalidRequest("purpose must be 'batch'", param="purpose")
-            file = await self._desk.add_file(
-                tenant, upload.content, upload.filename, upload.expires_s
-            )
+            file = await self._desk.add_file(incoming, upload.filename, upload.expires_s)
         return FileObject.of(file)
 
     async def list_files(

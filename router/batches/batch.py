@@ -6,6 +6,7 @@ States of a batch:
     validating → in_progress → finalizing → completed
     validating, in_progress ─cancel→ cancelling → cancelled
     validating, in_progress ─its window ends→ expired
+    validating, in_progress ─its key is revoked, or the results find no room→ failed
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class StoredFile:
     size: int
     """In bytes."""
     created_at: int
-    expires_at: int | None = None
-    """None: it stays until somebody deletes it."""
+    expires_at: int
+    """From then on it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,9 @@ class Batch:
     epoch: int = 0
     """Rises with each owner: what an earlier one still writes counts for nothing."""
     output_expires_s: int | None = None
-    """How long its results are kept from their creation on, in seconds; None: until somebody
-    deletes them."""
+    """How long its results are kept from their creation on, in seconds; None: the default."""
+    result_bytes: int = 0
+    """Size of the results that are not in its files yet."""
 
     @property
     def unfinished(self) -> bool:
@@ -119,3 +121,8 @@ class LineResult:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in its file."""
+        return len(self.record.encode()) + 1

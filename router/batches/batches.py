@@ -8,6 +8,7 @@ from baton.telemetry.metrics import RouterMetrics
 from router.batches.api import BatchesApi
 from router.batches.desk import BatchDesk
 from router.batches.line_runner import LineRunner
+from router.batches.quota import Quota
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
 from router.inference.endpoint import Endpoint
@@ -25,12 +26,15 @@ class Batches:
     ) -> None:
         """``endpoints`` by the url of a line."""
         config, model = service.config, service.model
-        self._store = BatchStore(config.data_folder, config.max_total_file_bytes)
+        quota = Quota(config.max_tenant_file_bytes, config.max_total_file_bytes)
+        self._store = BatchStore(config.data_folder, quota)
+        line_runner = LineRunner(endpoints, service.access, config.max_batch_in_flight)
         self._runner = BatchRunner(
             self._store,
-            LineRunner(endpoints, config).run,
+            line_runner.run,
             model.id,
             metrics,
+            has_key=line_runner.has_key,
             max_in_flight=config.max_batch_in_flight,
             max_line_bytes=config.max_body_bytes,
         )

@@ -10,55 +10,28 @@ One object belongs to one thread.
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, fields, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigError, InvalidRequest, NotFound, RequestTooLarge
+from baton.errors import InvalidRequest, NotFound, Overloaded
 from router.batches.batch import UNFINISHED, Batch, BatchStatus, LineResult, StoredFile
 from router.batches.line import Fault
+from router.batches.quota import Quota, reserve, room_of
+from router.batches.tables import change, open_tables
 
-VERSION = 2
-"""Of the tables."""
-BUSY_S = 5.0
-"""How long a change waits for that of another process."""
+MAX_UNFINISHED_OF_TENANT = 100
+"""Maximum batches of a tenant that have not ended."""
+MAX_ENDED_OF_TENANT = 1000
+"""Maximum ended batches of a tenant that are kept; the oldest go first."""
 
-_TABLES = """
-CREATE TABLE files (
-    place INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
-    size INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER
-);
-CREATE TABLE batches (
-    place INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, key_id TEXT NOT NULL, model TEXT NOT NULL,
-    endpoint TEXT NOT NULL, input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL,
-    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, metadata TEXT NOT NULL,
-    status TEXT NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER,
-    failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER,
-    total INTEGER NOT NULL, completed INTEGER NOT NULL, failed INTEGER NOT NULL,
-    prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
-    completion_tokens INTEGER NOT NULL, output_file_id TEXT, error_file_id TEXT,
-    faults TEXT NOT NULL, owner TEXT NOT NULL, beat INTEGER NOT NULL, epoch INTEGER NOT NULL,
-    output_expires_s INTEGER
-);
-CREATE INDEX batches_by_status ON batches (status);
-CREATE TABLE results (
-    batch_id TEXT NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL, record TEXT NOT NULL,
-    PRIMARY KEY (batch_id, line)
-) WITHOUT ROWID;
-"""
-_SINCE_1 = (
-    "ALTER TABLE files ADD COLUMN expires_at INTEGER",
-    "ALTER TABLE batches ADD COLUMN output_expires_s INTEGER",
-)
-"""What has come to the tables of version 1."""
+_RETRY_S = 60.0
+_MARKS = ", ".join("?" * len(UNFINISHED))
 _IS_NEEDED = (
     "EXISTS (SELECT 1 FROM batches WHERE input_file_id = files.id"  # noqa: S608 - our own names
-    f" AND status IN ({', '.join('?' * len(UNFINISHED))}))"
+    f" AND status IN ({_MARKS}))"
 )
 _BATCH_COLUMNS = tuple(field.name for field in fields(Batch))
 _FILE_COLUMNS = tuple(field.name for field in fields(StoredFile))
@@ -74,64 +47,59 @@ class StatusChanged(Exception):
     """Somebody has cancelled the batch meanwhile."""
 
 
+class NoSpace(Exception):
+    """The tenant's quota has no room for a result of its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Which unfinished batches a process may claim."""
+
+    owners: Collection[str]
+    """This process, dead ones, and "" for batches that have none."""
+    but: Collection[str] = ()
+    """Ids of batches that are left alone."""
+
+    def clause(self) -> tuple[str, tuple[str, ...]]:
+        """A condition in SQL, and the values of its marks."""
+        owners = ", ".join("?" * len(self.owners))
+        but = ", ".join("?" * len(self.but))
+        condition = f"status IN ({_MARKS}) AND owner IN ({owners}) AND id NOT IN ({but})"
+        return condition, (*UNFINISHED, *self.owners, *self.but)
+
+
 class Database:
     """One connection. Raises ``sqlite3.Error`` where the disk fails."""
 
     def __init__(self, path: Path) -> None:
         """Open ``path`` or make it; its folder must be there. Raises ConfigError."""
-        # Its owner alone may read it: it holds answers.
-        path.touch(mode=0o600)
-        self._connection = sqlite3.connect(
-            path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-        )
-        try:
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = FULL")
-            self._make_tables(path)
-        except BaseException:
-            self._connection.close()
-            raise
+        self._connection = open_tables(path)
 
     def close(self) -> None:
         self._connection.close()
 
-    def _make_tables(self, path: Path) -> None:
-        with self._change():
-            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                for statement in _TABLES.split(";"):
-                    self._connection.execute(statement)
-            elif version == 1:
-                for statement in _SINCE_1:
-                    self._connection.execute(statement)
-            elif version != VERSION:
-                raise ConfigError(
-                    f"{path} has tables of version {version}, and this Baton knows {VERSION}: name"
-                    " another data_dir"
-                )
-            self._connection.execute(f"PRAGMA user_version = {VERSION}")
-
-    @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        """One transaction. It may write from its start, so that it never has to give way."""
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._connection
-        except BaseException:
-            self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
-
     # Files
 
-    def add_file(self, file: StoredFile, max_bytes: int) -> None:
-        """Raises RequestTooLarge where all files together would be larger than ``max_bytes``."""
-        with self._change() as connection:
-            (held,) = connection.execute("SELECT coalesce(sum(size), 0) FROM files").fetchone()
-            if held + file.size > max_bytes:
-                raise RequestTooLarge(
-                    f"there is no room: files take {held} of {max_bytes} bytes; delete some"
-                )
+    def reserve(self, upload_id: str, tenant: str, size: int, ahead: int, quota: Quota) -> int:
+        """See ``router.batches.quota.reserve``."""
+        with change(self._connection) as connection:
+            return reserve(connection, upload_id, tenant, size, ahead, quota)
+
+    def release_uploads(self, upload_ids: Sequence[str]) -> None:
+        """Give back the room of uploads that have ended without a file."""
+        with change(self._connection) as connection:
+            connection.executemany(
+                "DELETE FROM uploads WHERE id = ?", [(name,) for name in upload_ids]
+            )
+
+    def uploads(self) -> set[str]:
+        """The ids of uploads that have room, of all tenants and processes."""
+        return {name for (name,) in self._connection.execute("SELECT id FROM uploads")}
+
+    def add_file(self, file: StoredFile, upload_id: str) -> None:
+        """Turn an upload, which has room for it, into a file."""
+        with change(self._connection) as connection:
+            connection.execute("DELETE FROM uploads WHERE id = ?", (upload_id,))
             self._insert_file(file)
 
     def _insert_file(self, file: StoredFile) -> None:
@@ -143,7 +111,7 @@ class Database:
             f"{_SELECT_FILE} WHERE id = ? AND tenant = ?", (file_id, tenant)
         ).fetchone()
         file = None if found is None else StoredFile(*found)
-        if file is None or (file.expires_at is not None and file.expires_at <= now):
+        if file is None or file.expires_at <= now:
             raise NotFound("there is no such file", param="file_id")
         return file
 
@@ -164,17 +132,16 @@ class Database:
         where: dict[str, str | int] = {"tenant = ?": tenant}
         if purpose:
             where["purpose = ?"] = purpose
-        where["(expires_at IS NULL OR expires_at > ?)"] = now
+        where["expires_at > ?"] = now
         rows = self._page(_SELECT_FILE, "files", where, after, limit, ascending=ascending)
         return [StoredFile(*row) for row in rows]
 
     def delete_file(self, file_id: str, tenant: str) -> None:
         """Raises NotFound, and InvalidRequest while a batch needs it."""
         self.file(file_id, tenant)
-        with self._change() as connection:
-            marks = ", ".join("?" * len(UNFINISHED))
+        with change(self._connection) as connection:
             users = connection.execute(
-                f"SELECT id FROM batches WHERE input_file_id = ? AND status IN ({marks})",  # noqa: S608
+                f"SELECT id FROM batches WHERE input_file_id = ? AND status IN ({_MARKS})",  # noqa: S608
                 (file_id, *UNFINISHED),
             ).fetchone()
             if users is not None:
@@ -186,7 +153,7 @@ class Database:
         # Looked for before anything is written: mostly there is none.
         if not self._expired(now):
             return []
-        with self._change() as connection:
+        with change(self._connection) as connection:
             gone = self._expired(now)
             connection.executemany("DELETE FROM files WHERE id = ?", gone)
         return [name for (name,) in gone]
@@ -204,8 +171,27 @@ class Database:
     # Batches
 
     def add_batch(self, batch: Batch) -> None:
-        """Raises NotFound where its file is not there, InvalidRequest where that is no input."""
-        with self._change():
+        """Forgets the oldest ended batches of the tenant, if it has too many.
+
+        Raises NotFound where its file is not there, InvalidRequest where that is no input, and
+        Overloaded if the tenant has too many batches that have not ended.
+        """
+        with change(self._connection) as connection:
+            (unfinished,) = connection.execute(
+                f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({_MARKS})",  # noqa: S608
+                (batch.tenant, *UNFINISHED),
+            ).fetchone()
+            if unfinished >= MAX_UNFINISHED_OF_TENANT:
+                raise Overloaded(
+                    f"{unfinished} batches have not ended, the maximum: wait, or cancel some",
+                    retry_after=_RETRY_S,
+                )
+            connection.execute(
+                "DELETE FROM batches WHERE place IN (SELECT place FROM batches"  # noqa: S608
+                f" WHERE tenant = ? AND status NOT IN ({_MARKS})"
+                " ORDER BY place DESC LIMIT -1 OFFSET ?)",
+                (batch.tenant, *UNFINISHED, MAX_ENDED_OF_TENANT - 1),
+            )
             file = self.file(batch.input_file_id, batch.tenant, batch.created_at)
             if file.purpose != "batch":
                 raise InvalidRequest("the file's purpose must be 'batch'", param="input_file_id")
@@ -230,17 +216,54 @@ class Database:
         rows = self._page(_SELECT_BATCH, "batches", where, after, limit, ascending=False)
         return [_batch(row) for row in rows]
 
-    def unfinished(self) -> list[Batch]:
-        """Of all tenants, oldest first."""
-        marks = ", ".join("?" * len(UNFINISHED))
+    def of_ids(self, batch_ids: Collection[str]) -> list[Batch]:
+        """Batches of any tenant, oldest first; without those that are not there."""
+        marks = ", ".join("?" * len(batch_ids))
         rows = self._connection.execute(
-            f"{_SELECT_BATCH} WHERE status IN ({marks}) ORDER BY place", UNFINISHED
+            f"{_SELECT_BATCH} WHERE id IN ({marks}) ORDER BY place", (*batch_ids,)
+        )
+        return [_batch(row) for row in rows.fetchall()]
+
+    def beats(self) -> dict[str, int]:
+        """The owners of unfinished batches; the value of each changes while it lives."""
+        return dict(
+            self._connection.execute(
+                "SELECT owner, sum(beat) FROM batches WHERE owner != '' GROUP BY owner"
+            ).fetchall()
+        )
+
+    def to_be_ended(self, free: Free, now: int, limit: int) -> list[Batch]:
+        """Batches that need no more than an end, oldest first."""
+        where, values = free.clause()
+        rows = self._connection.execute(
+            f"{_SELECT_BATCH} WHERE {where} AND (status IN (?, ?) OR expires_at <= ?)"
+            " ORDER BY place LIMIT ?",
+            (*values, BatchStatus.CANCELLING, BatchStatus.FINALIZING, now, limit),
+        )
+        return [_batch(row) for row in rows.fetchall()]
+
+    def to_be_run(
+        self, free: Free, model: str, *, but_of: Collection[str], of_tenant: int, limit: int
+    ) -> list[Batch]:
+        """Batches of a model: the oldest of each tenant, the second oldest of each, and so on.
+
+        At most ``of_tenant`` of each tenant, and none of the tenants ``but_of``.
+        """
+        where, values = free.clause()
+        tenants = ", ".join("?" * len(but_of))
+        columns = ", ".join(_BATCH_COLUMNS)
+        rows = self._connection.execute(
+            f"SELECT {columns} FROM (SELECT *, row_number() OVER"  # noqa: S608 - our own names
+            f" (PARTITION BY tenant ORDER BY place) AS turn FROM batches WHERE {where}"
+            f" AND model = ? AND tenant NOT IN ({tenants}))"
+            " WHERE turn <= ? ORDER BY turn, place LIMIT ?",
+            (*values, model, *but_of, of_tenant, limit),
         )
         return [_batch(row) for row in rows.fetchall()]
 
     def cancel(self, batch_id: str, tenant: str, now: int) -> Batch:
         """Ask for its end. Raises NotFound, and InvalidRequest where it has ended already."""
-        with self._change():
+        with change(self._connection):
             batch = self.batch(batch_id, tenant)
             if batch.status is BatchStatus.CANCELLING:
                 return batch
@@ -253,7 +276,7 @@ class Database:
 
     def claim(self, batch: Batch, owner: str) -> Batch | None:
         """Become the owner of a batch that has not changed hands since it was read."""
-        with self._change():
+        with change(self._connection):
             now = self.batch(batch.id)
             if (now.owner, now.beat, now.epoch) != (batch.owner, batch.beat, batch.epoch):
                 return None
@@ -264,17 +287,17 @@ class Database:
 
     def beat(self, owner: str) -> None:
         """Renew the lease of all that ``owner`` has."""
-        with self._change() as connection:
+        with change(self._connection) as connection:
             connection.execute("UPDATE batches SET beat = beat + 1 WHERE owner = ?", (owner,))
 
     def release(self, owner: str) -> None:
         """Give up all that ``owner`` has: others need not wait for the end of its lease."""
-        with self._change() as connection:
+        with change(self._connection) as connection:
             connection.execute("UPDATE batches SET owner = '' WHERE owner = ?", (owner,))
 
     def move(self, held: Batch, /, **changes: Any) -> Batch:
         """Change a batch whose status is that of ``held``. Raises LeaseLost, StatusChanged."""
-        with self._change():
+        with change(self._connection):
             batch = self._held(held)
             if batch.status is not held.status:
                 raise StatusChanged(held.id)
@@ -286,22 +309,27 @@ class Database:
         rows = self._connection.execute("SELECT line FROM results WHERE batch_id = ?", (batch_id,))
         return {line for (line,) in rows}
 
-    def add_results(self, held: Batch, results: Sequence[LineResult]) -> None:
-        """Keep results; a line that has one keeps that. Raises LeaseLost."""
-        with self._change() as connection:
+    def add_results(self, held: Batch, results: Sequence[LineResult], quota: Quota) -> None:
+        """Keep results; a line that has one keeps that. Raises LeaseLost and NoSpace."""
+        with change(self._connection) as connection:
             batch = self._held(held)
             fresh = [result for result in results if self._insert_result(held.id, result)]
+            size = sum(result.size for result in fresh)
+            if room_of(connection, batch.tenant, quota) < size:
+                raise NoSpace(held.id)
             ok = sum(result.ok for result in fresh)
             connection.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?,"
                 " prompt_tokens = prompt_tokens + ?, cached_tokens = cached_tokens + ?,"
-                " completion_tokens = completion_tokens + ? WHERE id = ?",
+                " completion_tokens = completion_tokens + ?, result_bytes = result_bytes + ?"
+                " WHERE id = ?",
                 (
                     ok,
                     len(fresh) - ok,
                     sum(result.prompt_tokens for result in fresh),
                     sum(result.cached_tokens for result in fresh),
                     sum(result.completion_tokens for result in fresh),
+                    size,
                     batch.id,
                 ),
             )
@@ -325,13 +353,14 @@ class Database:
 
     def finish(self, held: Batch, files: Sequence[StoredFile], **changes: Any) -> Batch:
         """The end: the results have become ``files``. Raises LeaseLost."""
-        with self._change() as connection:
+        with change(self._connection) as connection:
             batch = self._held(held)
             for file in files:
                 self._insert_file(file)
-            self._update(batch, owner="", **changes)
+            changes |= {"owner": "", "result_bytes": 0}
+            self._update(batch, **changes)
             connection.execute("DELETE FROM results WHERE batch_id = ?", (batch.id,))
-            return replace(batch, owner="", **changes)
+            return replace(batch, **changes)
 
     def _held(self, held: Batch) -> Batch:
         """The batch as it is now, within a change."""

@@ -6,9 +6,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from baton.config.cluster import Config
 from baton.errors import InvalidRequest, NotFound
@@ -17,14 +18,14 @@ from router.batches.batch import Batch, StoredFile
 from router.batches.database import Database
 from router.batches.line import ENDPOINTS, Fault, find_faults
 from router.batches.protocol import check_metadata, window_s
-from router.batches.store import BatchStore
+from router.batches.store import KEPT_S, BatchStore, Incoming
 
 MAX_FILES = 10_000
 MAX_BATCHES = 100
 """In one page of a list, as at OpenAI."""
 DEFAULT_BATCHES = 20
-MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86400
-"""How long a file may be kept that expires, in seconds; as at OpenAI."""
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, KEPT_S
+"""How long a file may be kept, in seconds; as at OpenAI."""
 
 T = TypeVar("T")
 
@@ -53,20 +54,28 @@ class BatchDesk:
         self._model = model
         self._max_line_bytes = config.max_body_bytes
         self._on_change = on_change
+        self._checking = asyncio.Semaphore(1)
         self._unix_clock = unix_clock
 
     # Files
 
+    def incoming(self, tenant: str) -> AbstractAsyncContextManager[Incoming]:
+        """See ``BatchStore.incoming``."""
+        return self._store.incoming(tenant)
+
     async def add_file(
-        self, tenant: str, content: BinaryIO, filename: str, expires_s: int | None
+        self, incoming: Incoming, filename: str, expires_s: int | None
     ) -> StoredFile:
-        """Keep a batch's input. Each of its lines is checked.
+        """Keep a batch's input, which has arrived. Each of its lines is checked.
 
         Raises InvalidRequest that names the first bad line, and RequestTooLarge.
         """
         check_expiry(expires_s, "expires_after")
-        await asyncio.to_thread(self._check_lines, content)
-        return await self._store.add_file(content, tenant, filename, "batch", expires_s)
+        await incoming.flush()
+        # One after another: reading JSON takes the interpreter from the event loop.
+        async with self._checking:
+            await asyncio.to_thread(self._check_lines, incoming.path)
+        return await incoming.keep(filename, "batch", expires_s)
 
     async def files(
         self, tenant: str, purpose: str, after: str, limit: int, *, ascending: bool
@@ -170,10 +179,10 @@ class BatchDesk:
         if not self._store.used:
             raise NotFound(f"there is no such {what}", param=f"{what}_id")
 
-    def _check_lines(self, content: BinaryIO) -> None:
+    def _check_lines(self, path: Path) -> None:
         """Raises InvalidRequest that names the first bad line."""
-        content.seek(0)
-        _, faults = find_faults(content, self._max_line_bytes)
+        with path.open("rb") as file:
+            _, faults = find_faults(file, self._max_line_bytes)
         if faults:
             raise _invalid(faults[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,14 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/em
 """What a line may ask for."""
 MAX_LINES = 50_000
 """In a file, as at OpenAI."""
+MAX_LINE_VALUES = 131_072
+"""JSON values in a line: parsing more would hold the interpreter lock."""
 MAX_FAULTS = 50
 """More are not looked for."""
 _MAX_NAME_CHARACTERS = 512
 _SHOWN_CHARACTERS = 128
+_MARKS = (b",", b"[", b"{")
+_STRINGS_AND_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[,\[{]', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,9 @@ def read_line(number: int, raw: bytes, max_bytes: int) -> Line:
     """Read one line. Raises BadLine; ``max_bytes`` bounds it, as it does the body of a request."""
     if len(raw) > max_bytes:
         raise _bad(number, "line_too_large", f"the line is larger than {max_bytes} bytes")
+    if _has_too_many_values(raw):
+        text = f"the line holds more than {MAX_LINE_VALUES} values"
+        raise _bad(number, "line_too_large", text)
     try:
         value = pydantic_core.from_json(raw, allow_inf_nan=False)
     except ValueError:
@@ -74,6 +82,14 @@ def read_line(number: int, raw: bytes, max_bytes: int) -> Line:
     if body.get("stream"):
         raise _bad(number, "invalid_body", "stream is not possible in a batch", "body.stream")
     return Line(number, custom_id, url, body)
+
+
+def _has_too_many_values(raw: bytes) -> bool:
+    """Whether the line has too many commas and brackets outside its strings."""
+    if sum(map(raw.count, _MARKS)) <= MAX_LINE_VALUES:
+        return False
+    marks = (found[0] in _MARKS for found in _STRINGS_AND_MARKS.finditer(raw))
+    return sum(marks) > MAX_LINE_VALUES
 
 
 def read_lines(raws: Iterable[bytes], max_bytes: int, first: int = 1) -> Iterator[Line]:

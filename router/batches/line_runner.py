@@ -1,8 +1,8 @@
 """Runs one line of a batch by the endpoint that answers the same body over HTTP.
 
 So a line can ask for whatever the endpoint can do. Its requests run in the background, for the key
-that made the batch, and count under the class ``batch``. API keys' limits do not apply: batches run
-in the slack.
+that made the batch, and count under the class ``batch``. A line counts against the limits of that
+key as a request does, and waits until they allow it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.config.cluster import Config
-from baton.errors import BatonError, Overloaded, Unavailable, WorkerFailed
+from baton.errors import (
+    BatonError,
+    Overloaded,
+    RateLimitExceeded,
+    Unavailable,
+    WorkerFailed,
+)
 from baton.request import Principal
+from router.access.access import Access
 from router.access.api_keys import Caller
 from router.batches.batch import Batch, LineResult
 from router.batches.line import Line
@@ -41,32 +47,57 @@ class LineAnswer:
 class LineRunner:
     """Runs lines for the key that made their batch. Owned by the event loop."""
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], config: Config) -> None:
-        """``endpoints`` by the url of a line."""
+    def __init__(
+        self, endpoints: Mapping[str, Endpoint], access: Access, max_in_flight: int
+    ) -> None:
+        """``endpoints`` by the url of a line. At most ``max_in_flight`` lines run at a time."""
         self._endpoints = endpoints
-        self._keys_by_name = {key.name: key for key in config.keys}
+        self._access = access
+        self._slots = asyncio.Semaphore(max_in_flight)
+
+    def has_key(self, batch: Batch) -> bool:
+        """Whether the API key that made a batch still allows it."""
+        return self._access.owner_of(Principal(batch.tenant, batch.key_id)) is not None
 
     async def run(self, batch: Batch, line: Line) -> LineResult:
         """The line's result, however long that takes; cancelling it aborts it on the workers."""
         return result_of(line, await self._answer(batch, line))
 
     async def _answer(self, batch: Batch, line: Line) -> LineAnswer:
-        key = self._keys_by_name.get(batch.key_id)
-        caller = Caller(Principal(batch.tenant, batch.key_id), key)
+        while True:
+            owner = self._access.owner_of(Principal(batch.tenant, batch.key_id))
+            if owner is None:
+                # The batch ends within a second. Until then its lines do not run.
+                wait_s = MAX_RETRY_S
+            else:
+                try:
+                    async with self._access.visiting(owner, background=True) as caller:
+                        return await self._answer_of(caller, line)
+                except RateLimitExceeded as error:
+                    wait_s = min(MAX_RETRY_S, error.retry_after or RETRY_S)
+            await asyncio.sleep(wait_s)
+
+    async def _answer_of(self, caller: Caller, line: Line) -> LineAnswer:
+        """Run a line that is counted."""
         failures, wait_s = 0, RETRY_S
         while True:
             request_id = secrets.token_hex(16)
             try:
-                body = await self._endpoints[line.url].run_line(line.body, caller)
+                # A line that waits leaves its slot to others.
+                async with self._slots:
+                    body = await self._endpoints[line.url].run_line(line.body, caller)
                 return LineAnswer(200, request_id, body)
             except BatonError as error:
                 failures += isinstance(error, WorkerFailed)
                 passing = isinstance(error, Overloaded | Unavailable)
                 if not passing or failures >= MAX_FAILURES:
                     return LineAnswer(error.http_status, request_id, error_object(error))
-                wait_s = min(MAX_RETRY_S, max(wait_s, error.retry_after or 0.0))
-            await asyncio.sleep(wait_s)
-            wait_s *= 2
+                if not isinstance(error, RateLimitExceeded):
+                    wait_s = min(MAX_RETRY_S, max(wait_s, error.retry_after or 0.0))
+                    wait_s, pause_s = 2 * wait_s, wait_s
+                else:
+                    pause_s = min(MAX_RETRY_S, error.retry_after or RETRY_S)
+            await asyncio.sleep(pause_s)
 
 
 def result_of(line: Line, answer: LineAnswer) -> LineResult:

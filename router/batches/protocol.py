@@ -42,7 +42,7 @@ class CreateBatchRequest(BaseModel):
     metadata: dict[str, str] | None = None
     """At most 16 pairs, of 64 and 512 characters."""
     output_expires_after: ExpiresAfter | None = None
-    """When the results are deleted. Default: never."""
+    """When the results are deleted. Default: 30 days after they are made."""
 
 
 class FileObject(BaseModel):

@@ -18,7 +18,8 @@ import secrets
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import BatonError, NotFound
@@ -26,7 +27,7 @@ from baton.host.background import end_tasks, spawn
 from baton.liveness.silence import SilenceWatch
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
-from router.batches.database import Database, LeaseLost, StatusChanged
+from router.batches.database import Database, Free, LeaseLost, NoSpace, StatusChanged
 from router.batches.line import Fault, Line, find_faults, read_lines
 from router.batches.line_runner import expired_result
 from router.batches.store import BatchStore
@@ -49,13 +50,27 @@ _LINES_AT_ONCE = 64
 """Read from a file, or written as expired, in one go."""
 _REST_S = 10.0
 """Before a batch is tried again that could not be run, for want of room on the disk say."""
-_ENDING = "ending"
+_BYTES_AT_ONCE = 8 << 20
+"""Not more is read in one go, beyond one line."""
+MAX_ENDING = 16
+"""Batches that are ended at a time."""
 _FINAL = {
     BatchStatus.CANCELLING: BatchStatus.CANCELLED,
     BatchStatus.FINALIZING: BatchStatus.COMPLETED,
 }
+_KEY_IS_GONE = Fault("key_revoked", "the API key that made the batch was revoked, or has expired")
+_NO_SPACE = Fault("no_space", "the results find no room: delete some files")
 
 RunLine = Callable[[Batch, Line], Awaitable[LineResult]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A batch that this process runs, or ends."""
+
+    tenant: str
+    task: asyncio.Task[None]
+    ending: bool
 
 
 class BatchRunner:
@@ -68,24 +83,30 @@ class BatchRunner:
         model: str,
         metrics: RouterMetrics,
         *,
+        has_key: Callable[[Batch], bool],
         max_in_flight: int,
         max_line_bytes: int,
         poll_s: float = POLL_S,
         lease_s: float = LEASE_S,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``model`` is the id of what is served; at most ``max_in_flight`` lines run at a time."""
+        """``model`` is the id of what is served. ``run_line`` bounds how many lines run at a time;
+
+        a batch hands it up to ``max_in_flight``. ``has_key``: whether the API key that made a batch
+        still allows it.
+        """
         self.owner = secrets.token_hex(8)
         self._store = store
         self._run_line = run_line
         self._model = model
         self._metrics = metrics
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._has_key = has_key
+        self._max_in_flight = max_in_flight
         self._max_line_bytes = max_line_bytes
         self._poll_s = poll_s
         self._silence = SilenceWatch[str](lease_s)
         self._unix_clock = unix_clock
-        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._runs: dict[str, _Run] = {}
         self._woken = asyncio.Event()
         self._rest_until: dict[str, float] = {}
         self._follow: asyncio.Task[None] | None = None
@@ -99,7 +120,7 @@ class BatchRunner:
         """Stop all lines, and leave the batches to others, or to the next start."""
         if self._follow is not None:
             await end_tasks([self._follow])
-        await end_tasks(self._runs.values())
+        await end_tasks([run.task for run in self._runs.values()])
         if self._store.used:
             with contextlib.suppress(sqlite3.Error, BatonError):
                 await self._store.ask(Database.release, self.owner)
@@ -125,21 +146,42 @@ class BatchRunner:
     async def _look(self) -> None:
         now = time.monotonic()
         await self._tidy(now)
-        self._runs = {name: run for name, run in self._runs.items() if not run.done()}
+        self._runs = {name: run for name, run in self._runs.items() if not run.task.done()}
         if self._runs:
             await self._store.ask(Database.beat, self.owner)
-        unfinished = await self._store.ask(Database.unfinished)
-        self._silence.tick({batch.id: (batch.owner, batch.beat) for batch in unfinished}, now)
+        beats = await self._store.ask(Database.beats)
+        self._silence.tick(beats, now)
         self._rest_until = {name: until for name, until in self._rest_until.items() if now < until}
-        tenants = Counter(batch.tenant for batch in unfinished if batch.id in self._runs)
-        for batch in unfinished:
-            if batch.id in self._runs:
+        for batch in await self._store.ask(Database.of_ids, tuple(self._runs)):
+            if batch.unfinished:
                 await self._attend(batch)
-            elif self._may_claim(batch, tenants, now):
-                claimed = await self._store.ask(Database.claim, batch, self.owner)
-                if claimed is not None:
-                    tenants[batch.tenant] += 1
-                    self._begin(claimed)
+        dead = (owner for owner in beats if self._silence.is_silent(owner))
+        free = Free(("", self.owner, *dead), (*self._runs, *self._rest_until))
+        ending = sum(run.ending for run in self._runs.values())
+        if ending < MAX_ENDING:
+            for batch in await self._store.ask(
+                Database.to_be_ended, free, self._now(), MAX_ENDING - ending
+            ):
+                await self._claim(batch)
+        await self._claim_more(free)
+
+    async def _claim_more(self, free: Free) -> None:
+        """Take up batches, as many as this process may run."""
+        tenants = Counter(run.tenant for run in self._runs.values() if not run.ending)
+        if tenants.total() >= MAX_BATCHES:
+            return
+        found = await self._store.ask(
+            Database.to_be_run,
+            free,
+            self._model,
+            but_of=[name for name, count in tenants.items() if count >= MAX_OF_A_TENANT],
+            of_tenant=MAX_OF_A_TENANT,
+            limit=MAX_BATCHES,
+        )
+        for batch in found:
+            if tenants.total() < MAX_BATCHES and tenants[batch.tenant] < MAX_OF_A_TENANT:
+                tenants[batch.tenant] += 1
+                await self._claim(batch)
 
     async def _tidy(self, now: float) -> None:
         if now - self._swept_at > SWEEP_S:
@@ -149,42 +191,39 @@ class BatchRunner:
             self._collected_at = now
             await self._store.collect()
 
-    def _may_claim(self, batch: Batch, tenants: Counter[str], now: float) -> bool:
-        if batch.owner not in ("", self.owner) and not self._silence.is_silent(batch.id):
-            return False
-        if now < self._rest_until.get(batch.id, now):
-            return False
-        if self._is_over(batch):
-            return True
-        if len(self._runs) >= MAX_BATCHES or tenants[batch.tenant] >= MAX_OF_A_TENANT:
-            return False
-        return batch.model == self._model
+    async def _claim(self, batch: Batch) -> None:
+        if batch.id not in self._runs:
+            claimed = await self._store.ask(Database.claim, batch, self.owner)
+            if claimed is not None:
+                self._begin(claimed)
 
-    def _is_over(self, batch: Batch) -> bool:
-        """Whether there is nothing to be done for it but to end it."""
-        return batch.status in _FINAL or self._unix_clock() >= batch.expires_at
+    def _end_of(self, batch: Batch) -> tuple[BatchStatus, tuple[Fault, ...]] | None:
+        """The status with which a batch ends now, and why; None: it goes on."""
+        if batch.status in _FINAL:
+            return _FINAL[batch.status], ()
+        if self._unix_clock() >= batch.expires_at:
+            return BatchStatus.EXPIRED, ()
+        return None if self._has_key(batch) else (BatchStatus.FAILED, (_KEY_IS_GONE,))
 
     async def _attend(self, batch: Batch) -> None:
-        """Somebody may have cancelled a batch that is run here, or taken it over."""
+        """A batch that is run here was cancelled, taken over, or has lost its key."""
         run = self._runs[batch.id]
         if batch.owner != self.owner:
             log.warning("batch %s was taken over by another process", batch.id)
-            await end_tasks([run])
+            await end_tasks([run.task])
         elif (
-            self._is_over(batch)
+            self._end_of(batch) is not None
             and batch.status is not BatchStatus.FINALIZING
-            and run.get_name() != _ENDING
+            and not run.ending
         ):
-            await end_tasks([run])
+            await end_tasks([run.task])
             self._begin(batch)
 
     def _begin(self, batch: Batch) -> None:
-        over = self._is_over(batch)
+        ends = self._end_of(batch) is not None
+        task = asyncio.create_task(self._guarded(batch, self._end if ends else self._run))
         # One that is ending is not stopped to be ended.
-        self._runs[batch.id] = asyncio.create_task(
-            self._guarded(batch, self._end if over else self._run),
-            name=_ENDING if over else "running",
-        )
+        self._runs[batch.id] = _Run(batch.tenant, task, ends)
 
     async def _guarded(self, batch: Batch, work: Callable[[Batch], Awaitable[None]]) -> None:
         try:
@@ -194,6 +233,9 @@ class BatchRunner:
             return
         except LeaseLost:
             log.warning("batch %s was taken over by another process", batch.id)
+        except NoSpace:
+            log.warning("batch %s fails: the files of its tenant take all of their room", batch.id)
+            await self._guarded(batch, self._fail_without_space)
         except Exception:
             log.exception("batch %s stops, and is tried again", batch.id)
             self._rest_until[batch.id] = time.monotonic() + _REST_S
@@ -218,22 +260,23 @@ class BatchRunner:
         await self._end(batch)
 
     async def _end(self, batch: Batch) -> None:
-        """It was finalised, cancelled, or its window has ended."""
-        status = _FINAL.get(batch.status)
-        if status is None:
-            status = BatchStatus.EXPIRED
+        """End a batch for which nothing else is left to do."""
+        ended = self._end_of(batch)
+        if ended is None:
+            # Its key is back: it is taken up again.
+            return
+        status, faults = ended
+        if status is BatchStatus.EXPIRED:
             await self._expire_lines(batch)
-        await self._store.finish(batch, status, self._now())
+        await self._store.finish(batch, status, self._now(), faults)
         log.info("batch %s is %s", batch.id, status)
 
-    async def _fail(self, batch: Batch, faults: list[Fault]) -> None:
-        await self._move(
-            batch,
-            status=BatchStatus.FAILED,
-            failed_at=self._now(),
-            faults=tuple(faults),
-            owner="",
-        )
+    async def _fail(self, batch: Batch, faults: Sequence[Fault]) -> None:
+        """End a batch with the results that there are."""
+        await self._store.finish(batch, BatchStatus.FAILED, self._now(), faults)
+
+    async def _fail_without_space(self, batch: Batch) -> None:
+        await self._fail(batch, (_NO_SPACE,))
 
     async def _input(self, batch: Batch) -> Path | None:
         try:
@@ -252,15 +295,16 @@ class BatchRunner:
     async def _run_lines(self, batch: Batch, path: Path) -> None:
         done = await self._store.ask(Database.done_lines, batch.id)
         lines = _Lines(path, self._max_line_bytes)
+        places = asyncio.Semaphore(self._max_in_flight)
         try:
             async with asyncio.TaskGroup() as group:
                 while some := await asyncio.to_thread(lines.take):
                     for line in some:
                         if line.number not in done:
-                            await self._slots.acquire()
+                            await places.acquire()
                             task = group.create_task(self._run_line_of(batch, line))
                             # Not at its end: one that is cancelled before it begins has none.
-                            task.add_done_callback(lambda _: self._slots.release())
+                            task.add_done_callback(lambda _: places.release())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
@@ -270,7 +314,7 @@ class BatchRunner:
         self._metrics.batch_lines_in_flight.inc()
         try:
             result = await self._run_line(batch, line)
-            await self._store.ask(Database.add_results, batch, [result])
+            await self._store.ask(Database.add_results, batch, [result], self._store.quota)
             self._metrics.batch_lines.labels("ok" if result.ok else "error").inc()
         finally:
             self._metrics.batch_lines_in_flight.dec()
@@ -284,7 +328,7 @@ class BatchRunner:
         try:
             while some := await asyncio.to_thread(lines.take):
                 results = [expired_result(line) for line in some if line.number not in done]
-                await self._store.ask(Database.add_results, batch, results)
+                await self._store.ask(Database.add_results, batch, results, self._store.quota)
                 self._metrics.batch_lines.labels("expired").inc(len(results))
         finally:
             lines.close()
@@ -305,7 +349,13 @@ class _Lines:
 
     def take(self) -> list[Line]:
         """The next ones; none at the end."""
-        return list(itertools.islice(self._lines, _LINES_AT_ONCE))
+        taken: list[Line] = []
+        began = self._file.tell()
+        for line in itertools.islice(self._lines, _LINES_AT_ONCE):
+            taken.append(line)
+            if self._file.tell() - began >= _BYTES_AT_ONCE:
+                break
+        return taken
 
     def close(self) -> None:
         self._file.close()

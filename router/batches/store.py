@@ -14,35 +14,90 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
+from baton.errors import Overloaded
 from baton.liveness.silence import SilenceWatch
 from router.batches.batch import Batch, BatchStatus, StoredFile
 from router.batches.database import Database
+from router.batches.line import Fault
+from router.batches.quota import Quota
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_COPY_BYTES = 1 << 20
+_PIECE_BYTES = 256 << 10
+"""What arrives is gathered up to this size before it is written."""
+_ROOM_BYTES = 8 << 20
+"""Room that an upload reserves ahead of what has come."""
+MAX_UPLOADS = 64
+"""Maximum uploads that one process receives at a time."""
+MAX_UPLOADS_OF_TENANT = 4
+"""The same of one tenant."""
+KEPT_S = 30 * 86400
+"""How long a file is kept whose owner does not say."""
 ORPHAN_S = 3600.0
 """A file without a row that has not changed for this long is what a crash has left."""
+
+
+class Incoming:
+    """A file that arrives. It is on the disk, and counts against its tenant's quota, as it grows.
+
+    arriving ─flush→ checked ─keep→ a file; else it is removed when ``BatchStore.incoming`` ends.
+    """
+
+    def __init__(self, store: BatchStore, tenant: str, path: Path) -> None:
+        """``path`` names a new, empty file."""
+        self.path = path
+        self.tenant = tenant
+        self.size = 0
+        self._store = store
+        self._room = 0
+        self._gathered = bytearray()
+
+    async def write(self, piece: bytes) -> None:
+        """Append a piece. Raises RequestTooLarge if the quota has no room for it, and OSError."""
+        self._gathered += piece
+        if len(self._gathered) >= _PIECE_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what has been gathered. Raises as ``write`` does."""
+        data, self._gathered = self._gathered, bytearray()
+        size = self.size + len(data)
+        if size > self._room:
+            self._room = await self._store.ask(
+                Database.reserve,
+                self.path.name,
+                self.tenant,
+                size,
+                _ROOM_BYTES,
+                self._store.quota,
+            )
+        await asyncio.to_thread(_append, self.path, data)
+        self.size = size
+
+    async def keep(self, filename: str, purpose: str, expires_s: int | None = None) -> StoredFile:
+        """Make it a file, which expires after ``expires_s`` seconds or else after ``KEPT_S``."""
+        await self.flush()
+        return await self._store.keep(self, filename, purpose, expires_s)
 
 
 class BatchStore:
     """The thread owns the connection; the event loop owns this object."""
 
     def __init__(
-        self, folder: Path, max_bytes: int, unix_clock: Callable[[], float] = time.time
+        self, folder: Path, quota: Quota, unix_clock: Callable[[], float] = time.time
     ) -> None:
-        """Nothing is written to ``folder`` before the first file comes. ``max_bytes`` bounds all
-
-        files together.
-        """
+        """Nothing is written to ``folder`` before the first file comes."""
+        self.quota = quota
         self._folder = folder
-        self._max_bytes = max_bytes
+        self._arriving: Counter[str] = Counter()
+        """Uploads, by tenant."""
         self._unix_clock = unix_clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         # Not by file times: a wall clock that is set forward would make each file old.
@@ -71,29 +126,55 @@ class BatchStore:
 
     # Files
 
-    async def add_file(
-        self,
-        source: BinaryIO,
-        tenant: str,
-        filename: str,
-        purpose: str,
-        expires_s: int | None = None,
-    ) -> StoredFile:
-        """Keep a copy of ``source``, from its start, for so many seconds or until it is deleted.
+    @contextlib.asynccontextmanager
+    async def incoming(self, tenant: str) -> AsyncIterator[Incoming]:
+        """A new file of a tenant; it is removed at the end of the block, unless it is kept.
 
-        Raises RequestTooLarge where no room is.
+        Raises Overloaded if too many files arrive already.
         """
+        if self._arriving[tenant] >= MAX_UPLOADS_OF_TENANT or self._arriving.total() >= MAX_UPLOADS:
+            raise Overloaded("too many files are uploaded at this moment", retry_after=1.0)
+        self._arriving[tenant] += 1
+        try:
+            await self._on_thread(self._open)
+            incoming = Incoming(self, tenant, self._incoming / secrets.token_hex(16))
+            try:
+                await asyncio.to_thread(_append, incoming.path, b"")
+                yield incoming
+            finally:
+                await asyncio.shield(self._on_thread(lambda: self._drop([incoming.path])))
+        finally:
+            self._arriving[tenant] -= 1
+            self._arriving += Counter()  # without tenants that have none
 
-        database = await self._on_thread(self._open)
-        # Beside the table's thread: a large file may take seconds.
-        path, size = await asyncio.to_thread(self._write, _pieces(source))
+    async def keep(
+        self, incoming: Incoming, filename: str, purpose: str, expires_s: int | None
+    ) -> StoredFile:
+        """See ``Incoming.keep``."""
         now = int(self._unix_clock())
-        file = StoredFile(_file_id(), tenant, filename, purpose, size, now, _expiry(now, expires_s))
+        expires_at = _expiry(now, expires_s)
+        file = StoredFile(
+            _file_id(), incoming.tenant, filename, purpose, incoming.size, now, expires_at
+        )
 
-        def tell() -> None:
-            database.add_file(file, self._max_bytes)
+        def work() -> None:
+            _sync(incoming.path)
+            # Contents first: a row without them would be a promise that cannot be kept.
+            self._rename(incoming.path, file)
+            try:
+                self._open().add_file(file, incoming.path.name)
+            except BaseException:
+                self.path(file).unlink(missing_ok=True)
+                raise
 
-        return await self._on_thread(lambda: self._keep(path, file, tell))
+        await self._on_thread(work)
+        return file
+
+    def _drop(self, paths: Sequence[Path]) -> None:
+        """Remove files that arrived and are not kept, and give back their room."""
+        for path in paths:
+            path.unlink(missing_ok=True)
+        self._open().release_uploads([path.name for path in paths])
 
     def path(self, file: StoredFile) -> Path:
         """Where its contents are."""
@@ -128,21 +209,24 @@ class BatchStore:
                 with contextlib.suppress(FileNotFoundError):
                     if path.name not in known:
                         strays[path] = (path.stat().st_mtime_ns, path.stat().st_size)
-            for path in self._orphans.tick(strays, now):
-                path.unlink(missing_ok=True)
+            self._drop(self._orphans.tick(strays, now))
+            there = {path.name for path in self._incoming.iterdir()}
+            self._open().release_uploads([*(self._open().uploads() - there)])
 
         await self._on_thread(work)
 
     # The end of a batch
 
-    async def finish(self, held: Batch, status: BatchStatus, at: int) -> Batch:
+    async def finish(
+        self, held: Batch, status: BatchStatus, at: int, faults: Sequence[Fault] = ()
+    ) -> Batch:
         """Make the results files, and end the batch with ``status``. Raises LeaseLost.
 
         On a thread and a connection of its own: it may write for seconds, and others go on.
         """
-        return await asyncio.to_thread(self._finish, held, status, at)
+        return await asyncio.to_thread(self._finish, held, status, at, faults)
 
-    def _finish(self, held: Batch, status: BatchStatus, at: int) -> Batch:
+    def _finish(self, held: Batch, status: BatchStatus, at: int, faults: Sequence[Fault]) -> Batch:
         database = Database(self._table)
         try:
             names: dict[str, str] = {}
@@ -162,7 +246,9 @@ class BatchStore:
                 self._rename(path, file)
                 files.append(file)
                 names[column] = file.id
-            changes = {"status": status, f"{status}_at": at, **names}
+            changes: dict[str, object] = {"status": status, f"{status}_at": at, **names}
+            if faults:
+                changes["faults"] = tuple(faults)
             try:
                 return database.finish(held, files, **changes)
             except BaseException:
@@ -222,28 +308,24 @@ class BatchStore:
         finally:
             os.close(folder)
 
-    def _keep(self, path: Path, file: StoredFile, tell: Callable[[], None]) -> StoredFile:
-        """Contents first: a row without them would be a promise that cannot be kept."""
-        self._rename(path, file)
-        try:
-            tell()
-        except BaseException:
-            self.path(file).unlink(missing_ok=True)
-            raise
-        return file
-
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _pieces(source: BinaryIO) -> Iterable[bytes]:
-    source.seek(0)
-    while piece := source.read(_COPY_BYTES):
-        yield piece
+def _append(path: Path, data: bytes | bytearray) -> None:
+    """Write at the end of a file that its owner alone may read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "ab") as file:
+        file.write(data)
 
 
-def _expiry(created_at: int, expires_s: int | None) -> int | None:
-    return None if expires_s is None else created_at + expires_s
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _expiry(created_at: int, expires_s: int | None) -> int:
+    return created_at + (KEPT_S if expires_s is None else expires_s)
 
 
 def _file_id() -> str:

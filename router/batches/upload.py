@@ -1,17 +1,16 @@
-"""Takes in an uploaded file: multipart/form-data (RFC 7578), bounded in size and time."""
+"""Receives an uploaded file: multipart/form-data (RFC 7578), bounded in size and time.
+
+The file is handed on piece by piece as it arrives. Nothing of it is kept here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import BinaryIO
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from fastapi import Request
-from starlette.datastructures import FormData, UploadFile
-from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException
-from starlette.types import Message
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from baton.errors import InvalidRequest, RequestTooLarge
 from baton.liveness.listening import listening
@@ -19,89 +18,187 @@ from baton.liveness.listening import listening
 MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
 _FORM_BYTES = (MAX_FIELDS + 1) * (MAX_FIELD_BYTES + 4096)
-"""What the form may take beside the file."""
+"""Maximum size of the form without the file."""
+_PART_BYTES = 64
+"""What a part counts for besides its headers and contents."""
 _MAX_NAME_CHARACTERS = 255
 _MAX_DIGITS = 12
+
+Write = Callable[[bytes], Awaitable[None]]
+"""Takes the next piece of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A file as it came."""
+    """What the form says of its file."""
 
     filename: str
     purpose: str
-    content: BinaryIO
     expires_s: int | None = None
     """How long it is to be kept, in seconds; None: nothing was said."""
 
 
-@asynccontextmanager
-async def uploaded(request: Request, max_bytes: int, deadline_s: float) -> AsyncIterator[Upload]:
-    """The file of a form, until the block ends; a larger one is kept on the disk meanwhile.
+async def receive_upload(
+    request: Request, write: Write, max_bytes: int, deadline_s: float
+) -> Upload:
+    """Read a form, and hand its file to ``write``.
 
-    Raises RequestTooLarge as soon as that is known, InvalidRequest, and
+    Raises RequestTooLarge as soon as that is known, InvalidRequest, what ``write`` raises, and
     ``starlette.requests.ClientDisconnect``.
     """
-    _check_headers(request, max_bytes)
-    bounded = Request(request.scope, _Bounded(request, max_bytes).receive)
+    form = _Form(_boundary(request, max_bytes))
+    left = max_bytes + _FORM_BYTES
+    size = 0
     try:
         async with listening(deadline_s):
-            form = await bounded.form(
-                max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
-            )
+            async for chunk in request.stream():
+                left -= len(chunk)
+                size += form.feed(chunk)
+                if left < 0 or size > max_bytes:
+                    raise _too_large(max_bytes)
+                await write(b"".join(form.pieces))
+                form.pieces.clear()
     except TimeoutError:
         raise InvalidRequest("the file did not arrive in time") from None
-    except (MultiPartException, HTTPException):
-        raise InvalidRequest("the body is no multipart/form-data with one file") from None
-    try:
-        file, purpose = form.get("file"), form.get("purpose")
-        if not isinstance(file, UploadFile):
-            raise InvalidRequest("file is required", param="file")
-        if not isinstance(purpose, str):
-            raise InvalidRequest("purpose is required", param="purpose")
-        if (file.size or 0) > max_bytes:
-            raise _too_large(max_bytes)
-        name = (file.filename or "file")[:_MAX_NAME_CHARACTERS]
-        yield Upload(name, purpose, file.file, _expires_s(form))
-    finally:
-        await form.close()
+    if form.filename is None:
+        raise InvalidRequest("file is required", param="file")
+    if not form.ended:
+        raise _no_form()
+    if "purpose" not in form.fields:
+        raise InvalidRequest("purpose is required", param="purpose")
+    name = (form.filename or "file")[:_MAX_NAME_CHARACTERS]
+    return Upload(name, form.fields["purpose"], _expires_s(form.fields))
 
 
-def _expires_s(form: FormData) -> int | None:
+@dataclass(slots=True)
+class _Part:
+    """A part of the form whose headers or contents are being read."""
+
+    header: bytearray = field(default_factory=bytearray)
+    value: bytearray = field(default_factory=bytearray)
+    disposition: bytes = b""
+    name: str = ""
+    contents: bytearray = field(default_factory=bytearray)
+
+
+class _Form:
+    """The form as far as it has come."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        """Of the file, once its part has begun."""
+        self.pieces: list[bytes] = []
+        """Of the file, since they were last cleared."""
+        self.ended = False
+        self._part = _Part()
+        self._is_file = False
+        self._left = _FORM_BYTES
+        """Bytes that headers and fields may still have."""
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._part_begins,
+                    "on_part_data": self._data,
+                    "on_part_end": self._part_ends,
+                    "on_header_field": self._header,
+                    "on_header_value": self._value,
+                    "on_header_end": self._header_ends,
+                    "on_headers_finished": self._headers_end,
+                    "on_end": self._ends,
+                },
+            )
+        except FormParserError:
+            raise _no_form() from None
+
+    def feed(self, chunk: bytes) -> int:
+        """Read the next bytes; returns how many of them are the file's. Raises InvalidRequest."""
+        try:
+            self._parser.write(chunk)
+        except FormParserError:
+            raise _no_form() from None
+        return sum(map(len, self.pieces))
+
+    def _part_begins(self) -> None:
+        self._part, self._is_file = _Part(), False
+        self._spend(_PART_BYTES)
+
+    def _header(self, data: bytes, start: int, end: int) -> None:
+        self._spend(end - start)
+        self._part.header += data[start:end]
+
+    def _value(self, data: bytes, start: int, end: int) -> None:
+        self._spend(end - start)
+        self._part.value += data[start:end]
+
+    def _header_ends(self) -> None:
+        part = self._part
+        if part.header.lower() == b"content-disposition":
+            part.disposition = bytes(part.value)
+        part.header, part.value = bytearray(), bytearray()
+
+    def _headers_end(self) -> None:
+        _, options = parse_options_header(self._part.disposition)
+        self._part.name = options.get(b"name", b"").decode(errors="replace")
+        if b"filename" not in options:
+            return
+        if self._part.name != "file" or self.filename is not None:
+            raise InvalidRequest("the form must have one file, named file", param="file")
+        self._is_file = True
+        self.filename = options[b"filename"].decode(errors="replace")
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._is_file:
+            self.pieces.append(data[start:end])
+            return
+        self._spend(end - start)
+        self._part.contents += data[start:end]
+        if len(self._part.contents) > MAX_FIELD_BYTES:
+            raise InvalidRequest(f"a field of the form has at most {MAX_FIELD_BYTES} bytes")
+
+    def _part_ends(self) -> None:
+        if self._is_file:
+            return
+        self.fields[self._part.name] = self._part.contents.decode(errors="replace")
+        if len(self.fields) > MAX_FIELDS:
+            raise InvalidRequest(f"the form has more than {MAX_FIELDS} fields")
+
+    def _ends(self) -> None:
+        self.ended = True
+
+    def _spend(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise InvalidRequest(f"the form without its file has at most {_FORM_BYTES} bytes")
+
+
+def _expires_s(fields: dict[str, str]) -> int | None:
     """OpenAI's two fields for it. Raises InvalidRequest."""
-    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
         raise InvalidRequest("expires_after[anchor] must be 'created_at'", param="expires_after")
-    if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal()):
+    if seconds is None or not (seconds.isascii() and seconds.isdecimal()):
         raise InvalidRequest("expires_after[seconds] must be a number", param="expires_after")
     return int(seconds[:_MAX_DIGITS])
 
 
-class _Bounded:
-    """A request's body up to a size."""
-
-    def __init__(self, request: Request, max_bytes: int) -> None:
-        self._receive = request.receive
-        self._max_bytes = max_bytes
-        self._left = max_bytes + _FORM_BYTES
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left < 0:
-            raise _too_large(self._max_bytes)
-        return message
-
-
-def _check_headers(request: Request, max_bytes: int) -> None:
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "multipart/form-data":
+def _boundary(request: Request, max_bytes: int) -> bytes:
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind.lower() != b"multipart/form-data":
         raise InvalidRequest("the Content-Type must be multipart/form-data")
     length = request.headers.get("content-length", "0")
     if len(length) > 18 or (length.isdecimal() and int(length) > max_bytes + _FORM_BYTES):
         raise _too_large(max_bytes)
+    if not options.get(b"boundary"):
+        raise _no_form()
+    return options[b"boundary"]
+
+
+def _no_form() -> InvalidRequest:
+    return InvalidRequest("the body is no multipart/form-data with one file")
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:

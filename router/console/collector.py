@@ -23,6 +23,7 @@ from router.console.snapshot import (
 )
 from router.console.worker_page import WorkerPages
 from router.dispatch.dispatcher import ClusterDispatcher
+from router.http.metrics_pages import MetricsPages
 from router.workers.worker_link import WorkerLink
 
 MAX_PAGES = 64
@@ -63,7 +64,7 @@ class SnapshotCollector:
         self._config = config
         self._model = model
         self._what_if = what_if
-        self._pages = WorkerPages()
+        self._pages = WorkerPages(MetricsPages(config.tls.of("router")))
         self._window = CounterWindow(WINDOW_S)
         self._page_counts: dict[Key, float] = {}
 

@@ -46,6 +46,15 @@ _CPU_CHUNK_KEYS = 1 << 19
 """The bound of ``engine.engine`` on a CPU's chunks."""
 
 
+_NOT_ASKED = {
+    *("keys", "keys_file", "tenants", "tls", "cluster_secret"),
+    *("redis_url", "redis_router_url", "redis_worker_url", "gcs_store", "otlp_endpoint"),
+    "autoscaler",
+}
+"""Fields of the configuration that a question leaves out: secrets, addresses that may have a
+password in them, and the autoscaler, which would change the shapes that are asked about."""
+
+
 class _Data(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -153,9 +162,7 @@ def question(
     begun, pace = latest[0].received_at, asked.rate / share
     present = Shape(prefill=_count(workers, "prefill"), decode=max(1, _count(workers, "decode")))
     return WhatIfQuestion(
-        config=config.model_dump(
-            mode="json", exclude={"keys", "tenants", "redis_url", "gcs_store", "autoscaler"}
-        ),
+        config=config.model_dump(mode="json", exclude=_NOT_ASKED),
         profiles={
             role: _profile(_one(workers, role), config, transfer_line, is_cpu=is_cpu)
             for role in ("prefill", "decode")

@@ -13,6 +13,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.console.rates import Key
+from router.http.metrics_pages import MetricsPages
 
 DEADLINE_S = 0.8
 """Deadline of a page, seconds; a later one is missing in the snapshot."""
@@ -74,19 +75,23 @@ def _key(name: str, labels: Mapping[str, str]) -> Key | None:
 class WorkerPages:
     """Fetches the pages of many workers at once. Owned by one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, pages: MetricsPages) -> None:
+        self._pages = pages
         self._client: httpx.AsyncClient | None = None
 
     async def read(self, addresses: Mapping[str, str]) -> dict[str, WorkerPage]:
         """Fetch the pages at ``addresses`` (host:port). Returns those that answer, by key."""
         if self._client is None:
-            # No proxy, and no certificates to load: workers speak plain HTTP inside the cluster.
-            self._client = httpx.AsyncClient(trust_env=False, verify=False, timeout=DEADLINE_S)  # noqa: S501
+            self._client = self._pages.client(DEADLINE_S)
         client = self._client
         answers = await asyncio.gather(
-            *(_read(client, address) for address in addresses.values()), return_exceptions=True
+            *(self._read(client, address) for address in addresses.values()),
+            return_exceptions=True,
         )
         return dict(_pages(zip(addresses, answers, strict=True)))
+
+    async def _read(self, client: httpx.AsyncClient, address: str) -> WorkerPage:
+        return read_page(await self._pages.fetch(client, address, "worker", DEADLINE_S))
 
     async def close(self) -> None:
         """Close connections; idempotent."""
@@ -103,10 +108,3 @@ def _pages(
             yield name, answer
         elif not isinstance(answer, Exception):
             raise answer
-
-
-async def _read(client: httpx.AsyncClient, address: str) -> WorkerPage:
-    async with asyncio.timeout(DEADLINE_S):
-        answer = await client.get(f"http://{address}/metrics")
-    answer.raise_for_status()
-    return read_page(answer.text)

@@ -93,7 +93,7 @@ class OutputDelta:
     """Which of the request's answers it is about."""
     scored: tuple[ScoredToken, ...] = ()
     """Where log probabilities are wanted: the tokens whose text was shown since the last delta."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     """Where they are wanted, in a request's first delta: of each token of the prompt but the
     first."""
     stop_string: str = ""

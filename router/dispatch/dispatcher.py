@@ -16,6 +16,7 @@ from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.errors import WorkerFailed
 from baton.host.background import end_tasks, spawn, watch_loop
+from baton.rpc.worker_plane import WorkerPlane
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry
 from baton.telemetry.metrics import RouterMetrics
@@ -62,7 +63,9 @@ class ClusterDispatcher:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._links = WorkerLinks(
-            self.router_id, heartbeat_s=config.advanced.heartbeat_s, tls=config.tls.of("router")
+            self.router_id,
+            heartbeat_s=config.advanced.heartbeat_s,
+            plane=WorkerPlane.of(config.tls.of("router"), config.cluster_secret),
         )
         self._discovery = WorkerDiscovery(config, registry, index, self._links, metrics)
         policy = make_policy(config.policy, route_settings(config))

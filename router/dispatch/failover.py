@@ -18,9 +18,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from baton.config.cluster import Config
 from baton.errors import (
@@ -156,7 +155,7 @@ class Failover:
                 placed.append((attempt, computing))
         for attempt, reason in placed:
             loss = _Loss(reason, failure, (frozenset({name}),), name)
-            self._in_background(attempt.owner, self._leave(attempt, link, loss))
+            attempt.owner.move(self._leave(attempt, link, loss))
 
     def worker_drains(self, link: WorkerLink) -> None:
         """Move what decodes at a draining worker, where another is there; else it ends where it is.
@@ -167,7 +166,7 @@ class Failover:
             return
         for attempt in self._placement.at(link.record.incarnation):
             if attempt.decode_began.is_set() and not attempt.owner.moves:
-                self._in_background(attempt.owner, self._hand_over(attempt, link))
+                attempt.owner.move(self._hand_over(attempt, link))
 
     def _is_replaceable(self, link: WorkerLink) -> bool:
         """Whether other workers can do what it does.
@@ -241,7 +240,7 @@ class Failover:
         if not owner.choices[choice].ended:
             no_room = Unavailable("no worker has room for the request", retry_after=RETRY_AFTER_S)
             loss = _Loss(PREEMPTED, no_room, ANY)
-            self._in_background(owner, self._place_all(owner, {choice}, loss))
+            owner.move(self._place_all(owner, {choice}, loss))
 
     # Which workers to trust
 
@@ -275,7 +274,7 @@ class Failover:
             log.warning("request %s is not moved any more", owner.request.request_id)
             owner.fail(_with_retry(loss.failure))
         else:
-            self._in_background(owner, self._place_all(owner, left, loss))
+            owner.move(self._place_all(owner, left, loss))
 
     def _is_given_up(self, owner: RunningRequest, loss: _Loss) -> bool:
         """Whether it has been moved too often. What all workers lost at once costs no budget."""
@@ -364,21 +363,6 @@ class Failover:
             return []
         has_gone = attempt not in owner.attempts or groups != owner.groups(attempt.unfinished)
         return [] if has_gone else found
-
-    def _in_background(self, owner: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(self._guarded(owner, work), name="move")
-        owner.moves.add(task)
-        task.add_done_callback(owner.moves.discard)
-
-    async def _guarded(self, owner: RunningRequest, work: Coroutine[Any, Any, None]) -> None:
-        """Do ``work``; whatever goes wrong with it, its request ends."""
-        try:
-            await work
-        except BatonError as error:
-            owner.fail(error)
-        except Exception as error:
-            log.exception("request %s could not be moved", owner.request.request_id)
-            owner.fail(BatonError(f"internal error: {type(error).__name__}"))
 
 
 def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:

@@ -15,14 +15,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from baton.config.cluster import Config
 from baton.errors import BatonError, NoRoom
 from baton.host.background import spawn
-from baton.request import LOWEST_PRIORITY, SequenceSpec, TokenOutput, TraceContext
+from baton.request import TokenOutput
 from baton.rpc import convert
 from baton.rpc.grpc_errors import as_baton_error, error_from_code
 from baton.telemetry.metrics import RouterMetrics
@@ -123,8 +123,7 @@ class Placement:
         """
         for place, group in enumerate(running.groups(choices)):
             await self._links.returned(running.deadline)
-            scored = running.awaits_prompt and place == 0
-            self.begin(running, await self._route(running, group, avoid, scored=scored), moved)
+            self.begin(running, await self._route(running, place, group, avoid), moved)
 
     async def find(
         self,
@@ -138,26 +137,21 @@ class Placement:
         ``source_worker`` has all of their blocks. Raises BatonError.
         """
         return [
-            await self._route(
-                running,
-                group,
-                avoid,
-                scored=running.awaits_prompt and place == 0,
-                source_worker=source_worker,
-            )
+            await self._route(running, place, group, avoid, source_worker)
             for place, group in enumerate(running.groups(choices))
         ]
 
     async def _route(
         self,
         running: RunningRequest,
+        place: int,
         group: tuple[int, ...],
         avoid: Sequence[Names],
-        *,
-        scored: bool,
         source_worker: str = "",
     ) -> Route:
         asked = running.request
+        # The first group tells of the prompt for all.
+        scored = running.awaits_prompt and place == 0
         left_s = running.left_s(time.monotonic())
         token_ids = running.token_ids(group[0])
         hashes = self._routes.hashes(token_ids, asked.cache_salt, running.chains[group[0]])
@@ -198,7 +192,14 @@ class Placement:
                 "baton.decision": "local" if source is target else "remote",
             },
         )
-        spec = self._spec(running, route, left_s, context_of(span, running.request.trace))
+        spec = running.sequence_spec(
+            self._router_id,
+            route.choices,
+            route.request.context_class,
+            left_s,
+            context_of(span, running.request.trace),
+            scored=route.scored,
+        )
         attempt = Attempt(
             running,
             spec,
@@ -232,31 +233,6 @@ class Placement:
         attempt.follow(self._prefill(attempt, message))
         if moved:
             self._moved.labels(reason=moved).inc()
-
-    def _spec(
-        self, running: RunningRequest, route: Route, left_s: float, trace: TraceContext
-    ) -> SequenceSpec:
-        request, group = running.request, route.choices
-        sampling = request.sampling
-        return SequenceSpec(
-            request_id=request.request_id,
-            attempt=running.next_attempt,
-            router_id=self._router_id,
-            token_ids=running.token_ids(group[0]),
-            prompt_length=len(request.prompt_ids),
-            sampling=sampling if route.scored else replace(sampling, prompt_logprobs=None),
-            cache_salt=request.cache_salt,
-            context_class=route.request.context_class,
-            principal=request.principal,
-            deadline_s=left_s,
-            choices=len(group),
-            choice=group[0],
-            priority=LOWEST_PRIORITY if request.background else request.priority,
-            preemptions=max(running.choices[n].preemptions for n in group),
-            hand_back=True,
-            embeds=request.embeds,
-            trace=trace,
-        )
 
     def _prefix_source(self, decision: Decision) -> prefill_pb2.PrefixSource | None:
         """The worker from which the prefill worker may fetch blocks."""

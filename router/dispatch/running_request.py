@@ -13,6 +13,7 @@ Shared by the dispatcher, placement and failover; owned by the router's event lo
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Sequence
@@ -27,13 +28,15 @@ from baton.errors import BatonError, DeadlineExceeded
 from baton.hashing import HashChain
 from baton.host.background import spawn
 from baton.logprobs import TokenLogprobs
-from baton.request import SequenceSpec, TokenOutput
+from baton.request import LOWEST_PRIORITY, SequenceSpec, TokenOutput, TraceContext
 from baton.rpc.grpc_errors import error_from_code
 from router.core.request import GenerationRequest, OutputDelta, without_answer
 from router.dispatch.retry_limits import FailedWorkers
 from router.routing.ledger import Promise
 from router.text.output_processor import OutputProcessor
 from router.workers.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
 
 _PART = 64
 
@@ -69,7 +72,7 @@ class RunningRequest:
         """Whether it is known how much of the prompt was found in a cache."""
         self.moves: set[asyncio.Task[None]] = set()
         """Choices that are being placed again."""
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._embedding: tuple[float, ...] = ()
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
@@ -103,6 +106,56 @@ class RunningRequest:
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed while it waited")
         return left_s
+
+    def sequence_spec(
+        self,
+        router_id: str,
+        choices: tuple[int, ...],
+        context_class: str,
+        left_s: float,
+        trace: TraceContext,
+        *,
+        scored: bool,
+    ) -> SequenceSpec:
+        """The sequence of some choices that are placed together, as the next attempt.
+
+        ``scored``: its worker finds the prompt's log probabilities, where they are wanted.
+        """
+        request, sampling = self.request, self.request.sampling
+        return SequenceSpec(
+            request_id=request.request_id,
+            attempt=self.next_attempt,
+            router_id=router_id,
+            token_ids=self.token_ids(choices[0]),
+            prompt_length=len(request.prompt_ids),
+            sampling=sampling if scored else replace(sampling, prompt_logprobs=None),
+            cache_salt=request.cache_salt,
+            context_class=context_class,
+            principal=request.principal,
+            deadline_s=left_s,
+            choices=len(choices),
+            choice=choices[0],
+            priority=LOWEST_PRIORITY if request.background else request.priority,
+            preemptions=max(self.choices[n].preemptions for n in choices),
+            hand_back=True,
+            embeds=request.embeds,
+            trace=trace,
+        )
+
+    def move(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do ``work``, which places choices again; whatever goes wrong with it ends the request."""
+        task = asyncio.create_task(self._move(work), name="move")
+        self.moves.add(task)
+        task.add_done_callback(self.moves.discard)
+
+    async def _move(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except BatonError as error:
+            self.fail(error)
+        except Exception as error:
+            log.exception("request %s could not be moved", self.request.request_id)
+            self.fail(BatonError(f"internal error: {type(error).__name__}"))
 
     # What workers report
 

@@ -13,13 +13,9 @@ from starlette.responses import Response
 
 from baton.errors import InvalidRequest
 from router.core.request import GenerationRequest, OutputDelta
-from router.embeddings.protocol import (
-    EmbeddingObject,
-    EmbeddingsRequest,
-    EmbeddingsResponse,
-    EmbeddingsUsage,
-)
+from router.embeddings.protocol import EmbeddingsRequest
 from router.http.client import validate
+from router.http.json_stream import Items
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.service import InferenceService
@@ -91,20 +87,16 @@ class EmbeddingsAnswer(ApiAnswer):
         """See ``ApiAnswer``."""
         encode = _base64 if self._body.encoding_format == "base64" else _numbers
         tokens = sum(len(request.prompt_ids) for request in self.requests)
-        whole = EmbeddingsResponse(
-            data=[
-                EmbeddingObject(index=index, embedding=encode(self._vectors[index]))
-                for index in range(len(self.requests))
-            ],
-            model=self._body.model,
-            usage=EmbeddingsUsage(prompt_tokens=tokens, total_tokens=tokens),
+        data = (
+            {"object": "embedding", "index": index, "embedding": encode(self._vectors[index])}
+            for index in range(len(self.requests))
         )
-        return whole.model_dump()
-
-    @property
-    def size(self) -> int:
-        """See ``ApiAnswer``."""
-        return self._dimensions * len(self.requests)
+        return {
+            "object": "list",
+            "data": Items(data, at_once=1),
+            "model": self._body.model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
 
 
 def shortened(embedding: Sequence[float], dimensions: int) -> Vector:

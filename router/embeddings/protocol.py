@@ -1,22 +1,20 @@
-"""``POST /v1/embeddings``: its request and its response. Unknown fields are ignored."""
+"""``POST /v1/embeddings``: its request and its response."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
-from router.http.client import Int, Ints, Strings
+from router.http.client import Int, IntLists, Ints, RequestBody, Strings
 
 
-class EmbeddingsRequest(BaseModel):
+class EmbeddingsRequest(RequestBody):
     """The body of `POST /v1/embeddings`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     model: str
     """The served model's id; see `GET /v1/models`."""
-    input: str | Strings | Ints | Annotated[list[Ints], Field(fail_fast=True)]
+    input: str | Strings | Ints | IntLists
     """Text, a list of texts, a list of token ids, or a list of lists of token ids; up to 2048."""
     encoding_format: Literal["float", "base64"] | None = None
     """`float` (the default): a list of numbers; `base64`: of the bytes of little-endian fp32."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import grpc.aio
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from baton.config.cluster import Config
@@ -14,6 +16,10 @@ from baton.liveness.listening import listening
 from router.access.api_keys import Caller
 from router.inference.builder import Arrival
 
+SMALL_BYTES = 256 << 10
+"""A message of this size is parsed in a few milliseconds, whatever is in it."""
+MAX_FIELDS = 12_288
+"""Fields in a larger message: a conversation of 2048 messages has some 6,000."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -48,15 +54,72 @@ def arrival_of(
     return Arrival.of(name, at, metadata, left, caller, own_deadline=True)
 
 
-async def message_of(context: Context) -> Any:
-    """The message of a call, which is read now. Raises InvalidRequest."""
+async def message_of(context: Context, parse: Callable[[bytes], Message]) -> Any:
+    """The message of a call, which is read now. Raises InvalidRequest.
+
+    ``parse`` is the ``FromString`` of its class; the call's handler reads bytes.
+    """
+    raw = await context.read()
+    if raw is grpc.aio.EOF:
+        raise InvalidRequest("the call has no message")
     try:
-        message = await context.read()
+        if len(raw) > SMALL_BYTES:
+            kind: Any = parse
+            check_fields(raw, kind.__self__.DESCRIPTOR)
+        return parse(raw)
     except DecodeError:
         raise InvalidRequest("the message cannot be parsed") from None
-    if message is grpc.aio.EOF:
-        raise InvalidRequest("the call has no message")
-    return message
+
+
+def check_fields(raw: bytes, descriptor: Descriptor) -> None:
+    """Check the number of fields in a message, and in those within it, before it is parsed.
+
+    Raises InvalidRequest, naming the bound; DecodeError for what is no such message.
+    """
+    left = MAX_FIELDS
+    parts = [(0, len(raw), _within(descriptor))]
+    while parts:
+        at, end, within = parts.pop()
+        while at < end:
+            left -= 1
+            if left < 0:
+                raise InvalidRequest(f"the message has more than {MAX_FIELDS} fields")
+            tag, at = _varint(raw, at)
+            match tag & 7:
+                case 0:
+                    _, at = _varint(raw, at)
+                case 1:
+                    at += 8
+                case 2:
+                    size, at = _varint(raw, at)
+                    kind = within.get(tag >> 3)
+                    if kind is not None:
+                        parts.append((at, min(end, at + size), _within(kind)))
+                    at += size
+                case 5:
+                    at += 4
+                case _:
+                    raise DecodeError("groups are not in use")
+
+
+@functools.cache
+def _within(descriptor: Descriptor) -> Mapping[int, Descriptor]:
+    """The kinds of messages within a message, by the numbers of their fields."""
+    kinds = ((field.number, field.message_type) for field in descriptor.fields)
+    return {number: kind for number, kind in kinds if kind is not None}
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """A number, and the place behind it."""
+    if at < len(raw) and raw[at] < 128:
+        return raw[at], at + 1
+    value = shift = 0
+    for place in range(at, min(len(raw), at + 10)):
+        value |= (raw[place] & 127) << shift
+        if raw[place] < 128:
+            return value, place + 1
+        shift += 7
+    raise DecodeError("a number does not end")
 
 
 def message_is_late() -> DeadlineExceeded:

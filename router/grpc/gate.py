@@ -7,19 +7,20 @@ connections, streams and messages; the gate sees calls alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from baton.config.cluster import Config
-from baton.errors import BatonError
+from baton.errors import BatonError, NotFound
 from baton.liveness.listening import listening
 from baton.rpc.grpc_channel import make_server
 from baton.rpc.grpc_errors import grpc_boundary
 from router.access.access import Access, scope_of_service
 from router.access.api_keys import check_one_credential
+from router.access.audit import Refusals
 from router.grpc.call import Context, message_is_late, message_of
 
 MAX_STREAMS = 1024
@@ -54,16 +55,20 @@ def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
         # It would raise the bytes that are taken in unread to megabytes.
         "grpc.http2.bdp_probe": 0,
     }
-    gate = GrpcGate(access, config.request_deadline_s)
+    operators = not config.admin_http
+    gate = GrpcGate(access, config.request_deadline_s, operators=operators)
     return make_server(shares_port=config.routers > 1, gates=(gate,), bounds=bounds)
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):
     """Refuses calls that their key does not allow, those of unknown methods included."""
 
-    def __init__(self, access: Access, message_s: float) -> None:
-        """``message_s``: how long a client has to send a call's message."""
+    def __init__(self, access: Access, message_s: float, *, operators: bool = True) -> None:
+        """``message_s``: how long a client has to send a call's message. ``operators``: whether
+        operators' calls are served, which ``admin_http`` takes away."""
         self._access = access
+        self._operators = operators
+        self._refusals = Refusals(access)
         self._message_s = message_s
 
     async def intercept_service(
@@ -80,14 +85,32 @@ class GrpcGate(grpc.aio.ServerInterceptor):
             metadata = handler_call_details.invocation_metadata or ()
             given = [(name, value) for name, value in metadata if isinstance(value, str)]
             try:
+                if needed == "admin" and not self._operators:
+                    raise NotFound("operators' calls are served over HTTP alone, at admin_http")
                 check_one_credential(given)
                 self._access.check(dict(given), needed)
             except BatonError as error:
-                return _refusing(error)
+                return self._refusing(error, handler_call_details.method, dict(given))
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
         return _bounded(handler, self._message_s)
+
+    def _refusing(
+        self, error: BatonError, method: str, metadata: Mapping[str, str]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """A handler that ends a call with the error.
+
+        It takes a stream, whatever the method's kind: a client cannot tell, and of a stream nothing
+        is read that its handler does not ask for.
+        """
+
+        async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
+            self._refusals.add(error, metadata, action=method, client=context.peer())
+            async with grpc_boundary(context):
+                raise error
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _bounded(
@@ -96,12 +119,13 @@ def _bounded(
     """The handler of one message, with a deadline for it and an error for one that is none."""
     streams = handler.response_streaming
     method: Any = handler.unary_stream if streams else handler.unary_unary
+    parse: Any = handler.request_deserializer
 
     async def serve(_: AsyncIterator[Any], context: Context) -> None:
         async with grpc_boundary(context):
             try:
                 async with listening(message_s):
-                    message = await message_of(context)
+                    message = await message_of(context, parse)
             except TimeoutError:
                 raise message_is_late() from None
         if not streams:
@@ -113,19 +137,5 @@ def _bounded(
             await method(message, context)
 
     return grpc.stream_stream_rpc_method_handler(
-        serve, handler.request_deserializer, handler.response_serializer
+        serve, response_serializer=handler.response_serializer
     )
-
-
-def _refusing(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler that ends a call with the error.
-
-    It takes a stream, whatever the method's kind: a client cannot tell, and of a stream nothing is
-    read that its handler does not ask for.
-    """
-
-    async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
-        async with grpc_boundary(context):
-            raise error
-
-    return grpc.stream_stream_rpc_method_handler(refuse)

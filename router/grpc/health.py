@@ -55,8 +55,7 @@ class HealthServicer:
         handlers = {
             name: grpc.stream_stream_rpc_method_handler(
                 method,
-                health_pb2.HealthCheckRequest.FromString,
-                health_pb2.HealthCheckResponse.SerializeToString,
+                response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
             )
             for name, method in (("Check", self._check), ("Watch", self._watch))
         }
@@ -66,7 +65,7 @@ class HealthServicer:
     async def _check(self, _: AsyncIterator[Any], context: Context) -> None:
         """NOT_FOUND for a service that is not here."""
         async with grpc_boundary(context), self._place(context) as place:
-            service = (await message_of(context)).service
+            service = await self._asked(context)
             place.work()
             if service not in self._services:
                 raise NotFound("there is no such service")
@@ -75,7 +74,7 @@ class HealthServicer:
     async def _watch(self, _: AsyncIterator[Any], context: Context) -> None:
         """The status now, then each change."""
         async with grpc_boundary(context), self._place(context) as place:
-            service = (await message_of(context)).service
+            service = await self._asked(context)
             place.wait(math.inf, place.cut)
             async with self._polled():
                 last = None
@@ -86,6 +85,10 @@ class HealthServicer:
                         last = status
                         await self._tell(context, status)
                     await changed.wait()
+
+    async def _asked(self, context: Context) -> str:
+        message = await message_of(context, health_pb2.HealthCheckRequest.FromString)
+        return str(message.service)
 
     @asynccontextmanager
     async def _place(self, context: Context) -> AsyncIterator[Place]:

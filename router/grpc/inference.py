@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +33,15 @@ from router.grpc.sampling import grpc_sampling
 from router.grpc.tokens import TokenServicer
 from router.grpc.tools import add_tool_output, grpc_tool_use, grpc_turns
 from router.inference.builder import Arrival
-from router.inference.prompt import Ending, checked_variables
+from router.inference.prompt import MAX_VARIABLES_CHARACTERS, Ending, checked_variables
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
 from router.openai.options import MAX_CHOICES
 from router.tool_calls.tool_output import ToolOutput
 
 _MAX_NAME_CHARACTERS = 128
+_SCORES_AT_ONCE = 64
+"""Tokens of a prompt, with up to 20 others each, that are written without a pause."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -58,11 +62,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Stream the answer; the last message has the finish reason and the usage."""
         received_at = time.monotonic()
-        async with grpc_boundary(context):
+        async with grpc_boundary(context), AsyncExitStack() as stack:
             with self._service.counting_refusals():
-                name = _name(request)
                 metadata = metadata_of(context)
                 caller = self._access.caller(metadata)
+                caller = await stack.enter_async_context(self._access.visiting(caller))
+                name = _name(request)
                 own = f"gen-{secrets.token_hex(16)}"
                 arrival = arrival_of(context, metadata, caller, own, received_at, self._config)
                 built = await self._build(request, arrival)
@@ -79,7 +84,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 ended = all(choice.finish_reason is not None for choice in choices)
                 if ended or request.continuous_usage:
                     response.usage.CopyFrom(_usage(choices))
-                self._add_scores(response, delta, built)
+                await self._add_scores(response, delta, built)
                 if outputs:
                     add_tool_output(response, outputs[delta.choice], delta)
                 await write_to(context, response, self._config)
@@ -136,6 +141,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise InvalidRequest(f"{name} are for messages alone", param=name)
         if kind is None:
             raise InvalidRequest("one of prompt, token_ids and messages is required")
+        if kind == "token_ids":
+            self._builder.encoder.check_count(len(request.token_ids.ids), "token_ids")
         prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
         (built,) = await self._builder.prompts(
             arrival, [prompt], sampling, None, priority, choices=choices
@@ -151,7 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             return []
         return [ToolOutput(self._builder.tool_format, tools) for _ in range(built.choices)]
 
-    def _add_scores(
+    async def _add_scores(
         self,
         response: inference_pb2.GenerateResponse,
         delta: OutputDelta,
@@ -159,10 +166,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         for token in delta.scored:
             self._add_score(response.logprobs.add(), token.token_id, token.logprobs)
-        if delta.prompt_logprobs:
-            after_first = zip(request.prompt_ids[1:], delta.prompt_logprobs, strict=True)
-            for token_id, logprobs in after_first:
-                self._add_score(response.prompt_logprobs.add(), token_id, logprobs)
+        after_first = zip(request.prompt_ids[1:], delta.prompt_logprobs, strict=False)
+        for place, (token_id, logprobs) in enumerate(after_first, 1):
+            self._add_score(response.prompt_logprobs.add(), token_id, logprobs)
+            if place % _SCORES_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _add_score(
         self, message: inference_pb2.TokenLogprob, token_id: int, logprobs: TokenLogprobs
@@ -189,6 +197,11 @@ def _choices(request: inference_pb2.GenerateRequest) -> int:
 
 
 def _template_options(message: inference_pb2.TemplateOptions) -> tuple[Ending, dict[str, Any]]:
+    if message.variables.ByteSize() > MAX_VARIABLES_CHARACTERS:
+        raise InvalidRequest(
+            f"template_options.variables have at most {MAX_VARIABLES_CHARACTERS} bytes",
+            param="template_options.variables",
+        )
     variables = json_format.MessageToDict(message.variables)
     checked_variables(variables, "template_options.variables")
     if message.continue_final_message:

@@ -1,4 +1,4 @@
-"""How tokens are to be drawn, as the gRPC front's messages say it."""
+"""How tokens are to be drawn, as the gRPC API's messages say it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,33 @@ from baton.grammar import Grammar
 from baton.rpc.convert import grammar_from_proto
 from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS
 from baton.v1 import sampling_pb2
-from router.inference.sampling_input import SamplingInput
+from router.inference.sampling_input import (
+    MAX_ALLOWED,
+    MAX_BAD_RUNS,
+    MAX_BIASES,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    SamplingInput,
+)
 from router.openai.options import choice
+
+_MAX_COUNTS = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOP_TOKENS,
+    "logit_bias": MAX_BIASES,
+    "allowed_token_ids": MAX_ALLOWED,
+    "bad_words": MAX_BAD_RUNS,
+}
+_MAX_TEXTS = 32_768
+"""Of a choice. Their characters are bounded, too."""
 
 
 def grpc_sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
     """Raises InvalidRequest."""
+    for name, limit in _MAX_COUNTS.items():
+        # Before they become tuples: a message may have millions.
+        if len(getattr(message, name)) > limit:
+            raise InvalidRequest(f"{name} has at most {limit} entries", param=name)
     names: tuple[Any, ...] = (*SCALAR_FIELDS, *OPTIONAL_FIELDS)
     given = {name: getattr(message, name) for name in names if message.HasField(name)}
     return SamplingInput(
@@ -29,6 +50,10 @@ def grpc_sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
 
 
 def _grammar(message: sampling_pb2.Grammar) -> Grammar:
+    if len(message.choice.texts) > _MAX_TEXTS:
+        raise InvalidRequest(
+            f"grammar.choice.texts has at most {_MAX_TEXTS} texts", param="grammar.choice.texts"
+        )
     grammar = grammar_from_proto(message)
     if grammar is None:
         raise InvalidRequest("grammar: one of its kinds is required", param="grammar")

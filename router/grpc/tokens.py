@@ -6,6 +6,7 @@ import grpc.aio
 
 from baton.config.cluster import Config
 from baton.errors import InvalidRequest
+from baton.host.background import off_loop
 from baton.rpc.grpc_errors import guarded
 from baton.v1 import tokens_pb2, tokens_pb2_grpc
 from router.access.access import Access
@@ -32,13 +33,20 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         self, request: tokens_pb2.TokenizeRequest, context: Context
     ) -> tokens_pb2.TokenizeResponse:
         """Text or messages to token ids."""
-        self._access.caller(metadata_of(context))
-        check_size(request, self._config)
-        self._tokens.check_model(request.model)
-        ids = await self._ids(request)
+        caller = self._access.caller(metadata_of(context))
+        tenant = caller.principal.tenant
+        async with self._access.visiting(caller):
+            check_size(request, self._config)
+            self._tokens.check_model(request.model)
+            ids = await self._ids(request, tenant)
+            spellings: list[str] = []
+            if request.spell:
+                spellings = await off_loop(
+                    len(ids), lambda: [self._tokens.spelling(number) for number in ids]
+                )
         return tokens_pb2.TokenizeResponse(
             token_ids=ids,
-            spellings=self._tokens.spellings(ids) if request.spell else None,
+            spellings=spellings,
             context_length=self._tokens.context_length,
         )
 
@@ -47,10 +55,12 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         self, request: tokens_pb2.DetokenizeRequest, context: Context
     ) -> tokens_pb2.DetokenizeResponse:
         """Token ids to text."""
-        self._access.caller(metadata_of(context))
-        check_size(request, self._config)
-        self._tokens.check_model(request.model)
-        text = await self._tokens.text(tuple(request.token_ids), "token_ids")
+        caller = self._access.caller(metadata_of(context))
+        async with self._access.visiting(caller):
+            check_size(request, self._config)
+            self._tokens.check_model(request.model)
+            tenant = caller.principal.tenant
+            text = await self._tokens.text(request.token_ids, "token_ids", tenant)
         return tokens_pb2.DetokenizeResponse(text=text)
 
     @guarded
@@ -71,12 +81,12 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
             revision=facts.revision,
         )
 
-    async def _ids(self, request: tokens_pb2.TokenizeRequest) -> tuple[int, ...]:
+    async def _ids(self, request: tokens_pb2.TokenizeRequest, tenant: str) -> tuple[int, ...]:
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("one of prompt and messages is required", param="prompt")
         if kind == "messages":
             turns = grpc_turns(request.messages.messages)
-            return await self._tokens.ids_of_turns(turns, grpc_tool_use(request.tools))
+            return await self._tokens.ids_of_turns(turns, grpc_tool_use(request.tools), tenant)
         special = not request.no_special_tokens
-        return await self._tokens.ids_of_text(request.prompt, special=special)
+        return await self._tokens.ids_of_text(request.prompt, tenant, special=special)

@@ -1,8 +1,8 @@
-"""Tools in the messages of the gRPC front."""
+"""Tools in the messages of the gRPC API."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import pydantic_core
@@ -10,7 +10,7 @@ import pydantic_core
 from baton.errors import InvalidRequest
 from baton.v1 import inference_pb2, tools_pb2
 from router.core.request import OutputDelta
-from router.inference.prompt import Turn, calls_turn, result_turn
+from router.inference.prompt import Turn, calls_turn, check_message_count, result_turn
 from router.openai.api import plain_turns
 from router.tool_calls.pieces import Arguments, CallBegun, Content
 from router.tool_calls.tool_output import ToolOutput
@@ -20,6 +20,7 @@ from router.tool_calls.tools import (
     ToolChoice,
     ToolUse,
     check_name,
+    check_tool_count,
     checked_tool,
     use_of,
 )
@@ -31,8 +32,9 @@ _MODES: dict[int, Mode] = {
 }
 
 
-def grpc_turns(messages: Iterable[inference_pb2.ChatMessage]) -> list[Turn]:
+def grpc_turns(messages: Sequence[inference_pb2.ChatMessage]) -> list[Turn]:
     """Raises InvalidRequest and UnsupportedParameter."""
+    check_message_count(len(messages))
     given = list(messages)
     if not any(one.tool_calls or one.role == "tool" for one in given):
         return plain_turns((one.role, one.content) for one in given)
@@ -62,6 +64,7 @@ def grpc_tool_use(message: tools_pb2.Tools) -> ToolUse | None:
     mode = _MODES.get(message.mode)
     if mode is None:
         raise InvalidRequest("tools.mode is not known", param="tools.mode")
+    check_tool_count(max(len(message.tools), len(message.allowed)))
     tools = [_tool(tool, f"tools.tools[{place}]") for place, tool in enumerate(message.tools)]
     names = frozenset(message.allowed) or None
     return use_of(tools, ToolChoice(mode, names, single=message.single))

@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Annotated, Any, Literal, TypeVar
+import difflib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import pydantic_core
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.types import Receive
 
-from baton.errors import InvalidRequest, RequestTooLarge
+from baton.errors import InvalidRequest, RequestTooLarge, UnsupportedParameter
 from baton.liveness.listening import listening
+from router.core.turns import FairTurns
 from router.http.errors import from_validation
 
+SMALL_BYTES = 64 << 10
+"""A body of this size holds the event loop for a few milliseconds, whatever is in it."""
+LARGE_BYTES = 256 << 10
+"""Larger bodies take turns, fair among tenants."""
+LARGE_AT_ONCE = 8
+"""Large bodies at a time, from their arrival to their token ids."""
+LARGE_BODY_S = 30.0
+"""The longest that the rest of a large body, which holds a turn, may take to arrive, seconds."""
+MAX_CONTAINERS = 32_768
+"""Objects and lists in one body."""
+MAX_STRINGS = 65_536
+"""Strings in one body, keys of objects included."""
+MAX_VALUES = 327_680
+"""Values in one body; more where the model's context is longer. OpenAI embeds 300,000 tokens."""
+MAX_LISTS = 2048
+"""Lists of token ids in one body; each API bounds its prompts further."""
+COUNTED_BYTES = 64 << 10
+"""Bytes that are counted at a time."""
+MAX_SHOWN_CHARACTERS = 64
+"""Of a field's name that is not known."""
+_COUNTED = ("objects and lists", "strings", "values")
+_QUOTE, _COMMA, _BRACKET, _BACKSLASH, _BRACE = b'",[\\{'
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -23,18 +51,75 @@ class ClientGone(Exception):
     """The client has disconnected; there is no one to answer."""
 
 
+class RequestBody(BaseModel):
+    """A body whose fields are known: others are refused by name, see ``validate``."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Fields that clients send and that change no answer, or that have a check of their own."""
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Known fields that are not served, and values of them that ask for nothing, as null does."""
+
+
 async def read_object(request: Request, limit: int, deadline_s: float) -> dict[str, Any]:
-    """Read a body that is a JSON object of at most ``limit`` bytes.
+    """Read a small body: a JSON object of at most ``limit`` bytes, and of ``SMALL_BYTES``.
 
     Raises RequestTooLarge as early as possible, InvalidRequest, and
     ``starlette.requests.ClientDisconnect``.
     """
+    limit = min(limit, SMALL_BYTES)
     _check_headers(request, limit)
-    try:
-        async with listening(deadline_s):
-            body = await _read(request, limit)
-    except TimeoutError:
-        raise InvalidRequest("the body did not arrive in time") from None
+    arriving = _Arriving(request, limit)
+    await arriving.beyond(limit, deadline_s)
+    return parse_object(arriving.take())
+
+
+class BodyReader:
+    """Reads bodies that are JSON objects. Owned by the event loop.
+
+    arriving ─``SMALL_BYTES``→ its values are counted, part by part, before any of it is parsed
+    arriving ─``LARGE_BYTES``→ waiting for a turn ─its tenant has one→ arriving, in ``LARGE_BODY_S``
+
+    So neither a body of millions of values nor many large ones hold the event loop, and large
+    bodies use at most ``LARGE_AT_ONCE`` times ``max_bytes`` of memory.
+    """
+
+    def __init__(self, max_bytes: int, deadline_s: float, context_length: int) -> None:
+        """``deadline_s`` bounds a body's arrival; a prompt has up to ``context_length`` ids."""
+        self._max_bytes = max_bytes
+        self._deadline_s = deadline_s
+        self._context_length = context_length
+        self._turns = FairTurns("large bodies", LARGE_AT_ONCE)
+
+    @asynccontextmanager
+    async def object(self, request: Request, tenant: str) -> AsyncIterator[dict[str, Any]]:
+        """A body. A large one holds its turn until the block, which makes its prompt, ends.
+
+        Raises RequestTooLarge as early as possible, InvalidRequest, Overloaded, and
+        ``starlette.requests.ClientDisconnect``.
+        """
+        _check_headers(request, self._max_bytes)
+        arriving = _Arriving(request, self._max_bytes)
+        await arriving.beyond(SMALL_BYTES, self._deadline_s)
+        if arriving.ended:
+            yield parse_object(arriving.take())
+            return
+        counts = ValueCount(self._context_length)
+        await arriving.beyond(LARGE_BYTES, self._deadline_s, counts)
+        async with AsyncExitStack() as turn:
+            if not arriving.ended:
+                await turn.enter_async_context(self._turns.turn(tenant))
+                left_s = min(LARGE_BODY_S, self._deadline_s)
+                await arriving.beyond(self._max_bytes, left_s, counts)
+            value = parse_object(arriving.take())
+            # Parsing, and what the caller does with the value, are separate holds of the loop.
+            await asyncio.sleep(0)
+            yield value
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a body whose size or values are bounded already. Raises InvalidRequest."""
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -44,12 +129,104 @@ async def read_object(request: Request, limit: int, deadline_s: float) -> dict[s
     return value
 
 
+class ValueCount:
+    """Counts what a JSON text holds as it arrives, without parsing it.
+
+    In a text that is not JSON the counts mean nothing, and parsing fails.
+    """
+
+    def __init__(self, context_length: int) -> None:
+        self._counted = 0
+        """Parts that were added."""
+        self._max = (MAX_CONTAINERS, MAX_STRINGS, max(MAX_VALUES, context_length + MAX_CONTAINERS))
+        self._found = np.zeros(3, np.int64)
+        """Objects and lists, strings, commas."""
+        self._in_string = False
+        self._backslashes = 0
+        """At the end of what was added."""
+
+    async def add(self, parts: Sequence[bytes]) -> None:
+        """Count the parts that are new in ``parts``. Raises InvalidRequest, naming the bound."""
+        for part in parts[self._counted :]:
+            for begin in range(0, len(part), COUNTED_BYTES):
+                self.feed(part[begin : begin + COUNTED_BYTES])
+                await asyncio.sleep(0)
+        self._counted = len(parts)
+
+    def feed(self, text: bytes) -> None:
+        """Count some bytes. Raises InvalidRequest, naming the bound."""
+        characters = np.frombuffer(text, np.uint8)
+        quotes = characters == _QUOTE
+        if self._backslashes or b"\\" in text:
+            quotes &= ~self._escaped(characters)
+        inside = np.logical_xor.accumulate(quotes) ^ self._in_string
+        outside = characters[~inside]
+        containers = np.count_nonzero((outside == _BRACKET) | (outside == _BRACE))
+        # A string's last quote is outside by this count.
+        strings = np.count_nonzero(outside == _QUOTE)
+        self._found += (containers, strings, np.count_nonzero(outside == _COMMA))
+        self._in_string = bool(inside[-1])
+        for found, limit, what in zip(self._found, self._max, _COUNTED, strict=True):
+            if found > limit:
+                raise InvalidRequest(f"the body has more than {limit} {what}")
+
+    def _escaped(self, characters: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Whether an odd number of backslashes stands before each character."""
+        places = np.arange(len(characters), dtype=np.int32)
+        before = np.int32(-1 - self._backslashes)
+        others = np.where(characters == _BACKSLASH, before, places)
+        last_other = np.maximum.accumulate(others)
+        self._backslashes = int(places[-1] - last_other[-1])
+        previous = np.concatenate((np.array([before]), last_other[:-1]))
+        is_odd: npt.NDArray[np.bool_] = (places - 1 - previous) % 2 == 1
+        return is_odd
+
+
 def validate(model: type[Body], value: dict[str, Any]) -> Body:
-    """Validate an object. Raises InvalidRequest with the name of the first bad field."""
+    """Validate an object. Raises InvalidRequest with the name of the first bad field.
+
+    Of a ``RequestBody``, also for a field that it does not know; UnsupportedParameter for one that
+    is not served. What is null asks for nothing.
+    """
+    known = _known_fields(model)
+    if known is not None and not value.keys() <= known:
+        _refuse_unknown(value, known)
     try:
-        return model.model_validate(value)
+        found = model.model_validate(value)
     except ValidationError as error:
         raise from_validation(error) from None
+    if isinstance(found, RequestBody):
+        for name in found.unserved.keys() & value.keys():
+            if value[name] is not None and not _is_one_of(value[name], found.unserved[name]):
+                raise UnsupportedParameter(
+                    f"'{name}' is not supported with this value by this server", param=name
+                )
+    return found
+
+
+@functools.cache
+def _known_fields(model: type[BaseModel]) -> frozenset[str] | None:
+    if not issubclass(model, RequestBody):
+        return None
+    return frozenset(model.model_fields) | model.ignored | model.unserved.keys()
+
+
+def _refuse_unknown(value: Mapping[str, Any], known: frozenset[str]) -> None:
+    unknown = next((name for name in value if name not in known and value[name] is not None), None)
+    if unknown is None:
+        return
+    shown = unknown[:MAX_SHOWN_CHARACTERS]
+    near = difflib.get_close_matches(shown, known, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ": leave it out"
+    raise UnsupportedParameter(f"'{shown}' is not a field of this request{hint}", param=shown)
+
+
+def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
+    # True equals 1 in Python, but not in JSON.
+    return any(
+        value == candidate and isinstance(value, bool) == isinstance(candidate, bool)
+        for candidate in harmless
+    )
 
 
 def _check_headers(request: Request, limit: int) -> None:
@@ -62,15 +239,45 @@ def _check_headers(request: Request, limit: int) -> None:
         raise _too_large(limit)
 
 
-async def _read(request: Request, limit: int) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
-        chunks.append(chunk)
-    return b"".join(chunks)
+class _Arriving:
+    """A body on its way."""
+
+    def __init__(self, request: Request, limit: int) -> None:
+        """``limit`` is in bytes."""
+        self._stream = request.stream()
+        self._limit = limit
+        self._size = 0
+        self._parts: list[bytes] = []
+        self.ended = False
+
+    async def beyond(self, size: int, deadline_s: float, counts: ValueCount | None = None) -> None:
+        """Read until the body ends or has more than ``size`` bytes, and count its values.
+
+        Raises InvalidRequest, RequestTooLarge.
+        """
+        try:
+            async with listening(deadline_s):
+                while not self.ended and self._size <= size:
+                    await self._next()
+                    if counts is not None:
+                        await counts.add(self._parts)
+        except TimeoutError:
+            raise InvalidRequest("the body did not arrive in time") from None
+
+    async def _next(self) -> None:
+        part = await anext(self._stream, None)
+        if part is None:
+            self.ended = True
+            return
+        self._size += len(part)
+        if self._size > self._limit:
+            raise _too_large(self._limit)
+        self._parts.append(part)
+
+    def take(self) -> bytes:
+        """What has arrived."""
+        parts, self._parts = self._parts, []
+        return b"".join(parts)
 
 
 def _too_large(limit: int) -> RequestTooLarge:
@@ -111,6 +318,13 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _integrals(values: Any) -> Any:
+    """``_integral`` of each, without a call for each of many ids."""
+    if isinstance(values, list) and float in set(map(type, values)):
+        return [_integral(value) for value in values]
+    return values
+
+
 Int = Annotated[int, BeforeValidator(_integral)]
 # Some clients of completions send false where they want none.
 Count = Annotated[
@@ -122,4 +336,5 @@ Count = Annotated[
 ]
 # Lists stop at the first bad item: a body of a million bad ones would be a million error objects.
 Strings = Annotated[list[str], Field(fail_fast=True)]
-Ints = Annotated[list[Int], Field(fail_fast=True)]
+Ints = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_integrals)]
+IntLists = Annotated[list[Ints], Field(fail_fast=True, max_length=MAX_LISTS)]

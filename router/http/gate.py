@@ -37,8 +37,16 @@ from baton.errors import (
     Unauthenticated,
 )
 from baton.telemetry.metrics import RouterMetrics
-from router.access.access import OPEN, Access, is_for_operators, is_loopback, scope_of_path
-from router.access.api_keys import check_one_credential
+from router.access.access import (
+    OPEN,
+    Access,
+    is_for_operators,
+    is_loopback,
+    listed_scope,
+    scope_of_path,
+)
+from router.access.api_keys import Caller, check_one_credential
+from router.access.audit import Refusals
 from router.core.accounting import count_refusal
 from router.http.client import ClientGone
 from router.http.errors import error_response, internal_error
@@ -75,6 +83,7 @@ class HttpGate:
         """``direct``: handlers of POST, by path. Refusals there are counted as requests."""
         self._app = app
         self._access = access
+        self._refusals = Refusals(access)
         self._metrics = metrics
         self._part = part
         self._direct = direct
@@ -92,6 +101,7 @@ class HttpGate:
         handler = self._direct.get(path) if method == "POST" else None
         given = headers.get(REQUEST_ID_HEADER, "")
         request_id = given if is_request_id(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
         started = ended = False
 
         async def send_with_id(message: Message) -> None:
@@ -104,13 +114,24 @@ class HttpGate:
                 ended = True
             await send(message)
 
+        caller: Caller | None = None
         try:
-            self._check(method, path, headers)
+            caller = self._check(method, path, headers)
+            if caller is not None and method == "POST" and listed_scope(path) == "inference":
+                caller = await self._access.arrive(caller)
         except BatonError as error:
             if handler is not None:
                 count_refusal(self._metrics, error)
+            self._refusals.add(
+                error,
+                headers,
+                action=f"{method} {path}",
+                client=(scope.get("client") or ("",))[0],
+                request_id=request_id,
+            )
             await _refusal(error, path, headers)(scope, receive, send_with_id)
             return
+        scope["state"]["caller"] = caller
         try:
             if handler is None:
                 await self._app(scope, receive, send_with_id)
@@ -128,8 +149,12 @@ class HttpGate:
                 await error_response(internal_error(error), path)(scope, receive, send_with_id)
             elif not ended:
                 raise
+        finally:
+            if caller is not None:
+                self._access.leave(caller)
 
-    def _check(self, method: str, path: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers) -> Caller | None:
+        """The caller, as far as its key is asked for. Raises BatonError."""
         if len(headers.raw) > MAX_HEADERS:
             raise HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
         if self._loopback or path not in OPEN:
@@ -143,13 +168,14 @@ class HttpGate:
         if self._part != "all" and path not in OPEN and elsewhere:
             raise NotFound("there is no such path on this listener")
         needed = scope_of_path(path)
-        if needed is not None:
-            check_one_credential(
-                (name.decode(), value.decode("latin-1"))
-                for name, value in headers.raw
-                if name in _CREDENTIALS
-            )
-            self._access.check(headers, needed)
+        if needed is None:
+            return None
+        check_one_credential(
+            (name.decode(), value.decode("latin-1"))
+            for name, value in headers.raw
+            if name in _CREDENTIALS
+        )
+        return self._access.check(headers, needed)
 
     def _check_host(self, given: str) -> None:
         name = _host_name(given)

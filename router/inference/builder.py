@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
-from baton.config.choices import DEFAULT_TENANT
 from baton.config.cluster import Config
 from baton.errors import (
     DeadlineExceeded,
@@ -20,11 +20,19 @@ from baton.errors import (
 )
 from baton.grammars.grammar_gate import GrammarGate
 from baton.request import NO_TRACE, TraceContext
+from baton.security.cluster_secret import cache_salt
 from router.access.api_keys import Caller
 from router.core.request import Dispatcher, GenerationRequest
 from router.core.served_model import ServedModel
 from router.inference.prompt import Ending, Prompt, PromptEncoder, Turn
-from router.inference.sampling_input import SamplingInput, final_sampling
+from router.inference.sampling_input import (
+    MAX_LINE_SCORES,
+    MAX_SCORES,
+    SamplingInput,
+    check_scores,
+    final_sampling,
+    scored_tokens,
+)
 from router.text.tokenizer import Tokenizer
 from router.tool_calls.formats import format_for
 from router.tool_calls.grammar import calls_grammar, free_grammar
@@ -36,6 +44,8 @@ MAX_PROMPTS = 128
 """Prompts in one request."""
 MAX_EMBEDDED = 2048
 """Inputs of one request for embeddings, as at OpenAI."""
+_BUILT_AT_ONCE = 64
+"""Requests that are built without yielding to the event loop."""
 _SHOWN_ID_CHARACTERS = 128
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
@@ -60,7 +70,11 @@ class Arrival:
     trace: TraceContext = NO_TRACE
     """What the client says of its trace."""
     background: bool = False
-    """A line of a batch: it waits for slack, and API keys' limits do not apply."""
+    """A line of a batch: it waits for slack."""
+
+    @property
+    def tenant(self) -> str:
+        return self.caller.principal.tenant
 
     @classmethod
     def of(
@@ -80,7 +94,9 @@ class Arrival:
         Raises InvalidRequest.
         """
         given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
-        trace = TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        parent, trace = headers.get("traceparent", ""), NO_TRACE
+        if parent:
+            trace = TraceContext(parent, headers.get("tracestate", ""))
         if not given:
             return cls(request_id, at, max_s, caller, own_deadline, session, trace)
         if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
@@ -117,6 +133,7 @@ class RequestBuilder:
         """For APIs that count a prompt's tokens without running it."""
         self._clock = clock
         self._grammars = grammars
+        self._cluster_secret = config.cluster_secret
         self._background_s = config.request_deadline_s
         """Counts from the moment that a background request gets its turn."""
 
@@ -153,12 +170,12 @@ class RequestBuilder:
             sampling = self._bound_to(tools, sampling)
         await self._check_grammar(arrival, sampling)
         ids = await self.encoder.chat_ids(
-            turns, tools, sampling, ending=ending, variables=variables
+            arrival.tenant, turns, tools, sampling, ending=ending, variables=variables
         )
         shown: tuple[int, ...] = ()
         if tools is not None:
             shown = tuple(self._tokenizer.special_ids(self.tool_format.texts).values())
-        return self._request(
+        request = self._request(
             arrival,
             arrival.request_id,
             ids,
@@ -170,6 +187,8 @@ class RequestBuilder:
             shown_ids=shown,
             chat=True,
         )
+        _check_scores(arrival, [request])
+        return request
 
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
         """Calls that must be are bound by a grammar, and those of strict functions."""
@@ -211,21 +230,26 @@ class RequestBuilder:
         if len(prompts) > max_prompts:
             raise InvalidRequest(f"at most {max_prompts} {param}s are possible", param=param)
         await self._check_grammar(arrival, sampling)
-        rows = await self.encoder.prompt_ids(prompts, sampling, param)
-        return [
-            self._request(
-                arrival,
-                f"{arrival.request_id}-{place}",
-                ids,
-                sampling,
-                default_max_tokens,
-                param,
-                priority,
-                choices=choices,
-                embeds=embeds,
+        rows = await self.encoder.prompt_ids(arrival.tenant, prompts, sampling, param)
+        requests: list[GenerationRequest] = []
+        for place, ids in enumerate(rows):
+            requests.append(
+                self._request(
+                    arrival,
+                    f"{arrival.request_id}-{place}",
+                    ids,
+                    sampling,
+                    default_max_tokens,
+                    param,
+                    priority,
+                    choices=choices,
+                    embeds=embeds,
+                )
             )
-            for place, ids in enumerate(rows)
-        ]
+            if place % _BUILT_AT_ONCE == _BUILT_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        _check_scores(arrival, requests)
+        return requests
 
     async def embeddings(
         self, arrival: Arrival, inputs: Sequence[Prompt]
@@ -243,7 +267,8 @@ class RequestBuilder:
             return
         left = arrival.deadline_s - (self._clock() - arrival.at)
         try:
-            await self._grammars.ready(sampling.grammar, time.monotonic() + left)
+            salt = cache_salt(self._cluster_secret, arrival.caller.principal.tenant)
+            await self._grammars.ready(sampling.grammar, salt, time.monotonic() + left)
         except InvalidGrammar as error:
             param = sampling.grammar_param
             raise InvalidGrammar(f"{param} cannot be used: {error.message}", param=param) from None
@@ -268,6 +293,9 @@ class RequestBuilder:
             raise InvalidRequest(f"{param} must not be empty", param=param)
         caller = arrival.caller
         left = arrival.deadline_s - (self._clock() - arrival.at)
+        scored = scored_tokens(sampling, choices, _max_scores(arrival))
+        if scored is not None and (default_max_tokens is None or scored < default_max_tokens):
+            default_max_tokens = scored
         if left <= 0:
             raise DeadlineExceeded("the request's time was up before it began")
         return GenerationRequest(
@@ -286,7 +314,7 @@ class RequestBuilder:
             deadline_s=self._background_s if arrival.background else left,
             background=arrival.background,
             session=arrival.session,
-            cache_salt=_cache_salt(caller),
+            cache_salt=cache_salt(self._cluster_secret, caller.principal.tenant),
             priority=caller.priority if priority is None else priority,
             own_deadline=arrival.own_deadline,
             model=self._model.id,
@@ -300,13 +328,16 @@ class RequestBuilder:
         )
 
 
+def _max_scores(arrival: Arrival) -> int:
+    return MAX_LINE_SCORES if arrival.background else MAX_SCORES
+
+
+def _check_scores(arrival: Arrival, requests: Sequence[GenerationRequest]) -> None:
+    asked = [(len(one.prompt_ids), one.sampling, one.choices) for one in requests]
+    check_scores(asked, _max_scores(arrival))
+
+
 def check_priority(priority: int | None) -> None:
     """Raises InvalidRequest."""
     if priority is not None and not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest("priority must be a 32-bit integer", param="priority")
-
-
-def _cache_salt(caller: Caller) -> bytes:
-    """Tenants share no prefix cache: a hit would tell one what another has asked."""
-    tenant = caller.principal.tenant
-    return b"" if tenant == DEFAULT_TENANT else b"tenant:" + tenant.encode()

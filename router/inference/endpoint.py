@@ -7,6 +7,7 @@ body ─parse→ ApiAnswer (its requests are built) ─InferenceService.run→ d
 from __future__ import annotations
 
 import abc
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,13 +15,13 @@ from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from baton.errors import BatonError
-from baton.host.background import off_loop
 from router.access.api_keys import Caller
 from router.core.request import Choice, GenerationRequest, OutputDelta, choices_for
-from router.http.client import read_object, unless_disconnected
+from router.http.client import unless_disconnected
+from router.http.json_stream import JsonStream, without_items
 from router.http.sse import EventStream, error_event
 from router.inference.builder import Arrival
 from router.inference.service import BACKGROUND_WAIT_S, InferenceService
@@ -57,12 +58,7 @@ class ApiAnswer(abc.ABC):
 
     @abc.abstractmethod
     def whole(self) -> Mapping[str, Any]:
-        """The body of an answer that is not streamed."""
-
-    @property
-    def size(self) -> int:
-        """How much ``whole`` has to write, as ``off_loop`` counts it, beside text."""
-        return 0
+        """The body of an answer that is not streamed; long lists are ``Items``."""
 
 
 Parse = Callable[[dict[str, Any], Arrival], Awaitable[ApiAnswer]]
@@ -84,11 +80,11 @@ class Endpoint:
         max_s = service.config.request_deadline_s
         try:
             with service.counting_refusals():
-                caller = service.access.caller(request.headers)
-                body = await read_object(request, service.config.max_body_bytes, max_s)
+                caller: Caller = request.scope["state"]["caller"]
                 name = self._name()
-                arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
-                answer = await self._parse(body, arrival)
+                async with service.bodies.object(request, caller.principal.tenant) as body:
+                    arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
+                    answer = await self._parse(body, arrival)
         except ClientDisconnect:
             service.count_abandoned()
             raise
@@ -105,7 +101,7 @@ class Endpoint:
         with service.counting_refusals():
             answer = await self._parse(body, arrival)
         await self._keep_all(arrival, answer, None)
-        return await off_loop(answer.size, answer.whole)
+        return await asyncio.to_thread(lambda: without_items(answer.whole()))
 
     def _name(self) -> str:
         return f"{self._prefix}{secrets.token_hex(16)}"
@@ -131,8 +127,7 @@ class Endpoint:
     async def _whole(self, arrival: Arrival, answer: ApiAnswer) -> Response:
         headers: dict[str, str] = {}
         await self._keep_all(arrival, answer, headers)
-        body = await off_loop(answer.size, answer.whole)
-        return JSONResponse(body, headers=headers)
+        return JsonStream(answer.whole(), headers)
 
     async def _keep_all(
         self, arrival: Arrival, answer: ApiAnswer, headers: dict[str, str] | None

@@ -7,7 +7,10 @@ know of tools is written into the text of the turns.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,8 +18,15 @@ import pydantic_core
 
 from baton.config.cluster import Config
 from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
-from baton.host.background import off_loop
-from router.inference.sampling_input import SamplingInput, check_token_ids, truncated
+from baton.host.background import INLINE, off_loop
+from router.core.turns import FairTurns
+from router.inference.sampling_input import (
+    SamplingInput,
+    banned_runs,
+    check_prompt_length,
+    check_token_ids,
+    kept_tokens,
+)
 from router.text.chat_template import MAX_WAIT_S, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.tool_calls.formats import ToolFormat
@@ -29,6 +39,20 @@ Ending = Literal["answer", "closed", "open"]
 """How a conversation's prompt ends: the template begins the assistant's turn (``answer``), or ends
 behind the last message (``closed``), or the last message stays open, and the answer goes on there.
 """
+TEXTS_AT_ONCE = 4
+"""Long texts that are rendered and tokenized at a time."""
+_PROMPT_CHARACTERS = 64
+"""Cost of a prompt or message beside its text, as characters."""
+MAX_MESSAGES = 2048
+"""Messages of a conversation, as at OpenAI."""
+MAX_TOLD_TOKENS = 131_072
+"""Tokens to count, spell or detokenize in one request; more where the model's context is longer."""
+MAX_ARGUMENT_VALUES = 131_072
+"""JSON values in the arguments of one call, by its commas and brackets."""
+MAX_PARSED_CHARACTERS = 64 << 10
+"""Arguments that are parsed without yielding to the event loop."""
+MAX_VARIABLES_CHARACTERS = 64 << 10
+"""Maximum size of variables for the template, as JSON."""
 _OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of the template that come from fields of their own."""
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
@@ -36,7 +60,11 @@ _NOTHING_ASKED = SamplingInput()
 
 
 class PromptEncoder:
-    """Makes the token ids of prompts. Texts are rendered and tokenized off the event loop."""
+    """Makes the token ids of prompts. Owned by the event loop.
+
+    Texts are rendered by the template's process and tokenized on threads; those of more than
+    ``INLINE`` characters take turns, fair among tenants.
+    """
 
     def __init__(
         self,
@@ -50,9 +78,11 @@ class PromptEncoder:
         self._tool_format = tool_format
         self._max_characters = config.max_body_bytes
         self._context_length = context_length
+        self._turns = FairTurns("long texts", TEXTS_AT_ONCE)
 
     async def chat_ids(
         self,
+        tenant: str,
         turns: Sequence[Turn],
         tools: ToolUse | None = None,
         sampling: SamplingInput = _NOTHING_ASKED,
@@ -63,32 +93,80 @@ class PromptEncoder:
         """The token ids of a conversation.
 
         ``variables``: more variables of the template, which runs in a sandbox. Raises
-        InvalidRequest, ContextLengthExceeded, DeadlineExceeded.
+        InvalidRequest, ContextLengthExceeded, DeadlineExceeded, Overloaded.
         """
-        size = sum(len(turn["content"]) for turn in turns)
-        size += 0 if tools is None else tools.characters
+        check_message_count(len(turns))
+        size = sum(map(_characters, turns)) + (0 if tools is None else tools.characters)
         # Templates add some text to each message; a runaway one must not fill the memory.
         limit = 4 * self._max_characters if tools else self._max_characters
         limit += 4096 + 256 * len(turns)
-        text = await self._chat_text(turns, tools, limit, ending, variables)
-        return await off_loop(len(text), lambda: self._chat_ids(text, sampling))
+        async with self._turn(tenant, size + _PROMPT_CHARACTERS * len(turns)):
+            text = await self._chat_text(await parsed(turns), tools, size, limit, ending, variables)
+            return await off_loop(len(text), lambda: self._chat_ids(text, sampling))
 
     async def prompt_ids(
-        self, prompts: Sequence[Prompt], sampling: SamplingInput, param: str
+        self, tenant: str, prompts: Sequence[Prompt], sampling: SamplingInput, param: str
     ) -> list[tuple[int, ...]]:
         """The token ids of each of some prompts; ``param`` is what the client calls them.
 
-        Raises InvalidRequest, ContextLengthExceeded.
+        Raises InvalidRequest, ContextLengthExceeded, Overloaded.
         """
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await off_loop(
-            size, lambda: [self._prompt_ids(prompt, sampling, param) for prompt in prompts]
+        size = sum(map(len, prompts)) + _PROMPT_CHARACTERS * len(prompts)
+        async with self._turn(tenant, size):
+            return await off_loop(
+                size, lambda: [self._prompt_ids(prompt, sampling, param) for prompt in prompts]
+            )
+
+    async def text_ids(self, tenant: str, text: str, *, special: bool) -> tuple[int, ...]:
+        """The token ids of a text that is no prompt; ``special``: with the tokenizer's own.
+
+        Raises InvalidRequest, Overloaded.
+        """
+        encode = partial(
+            self._tokenizer.encode,
+            text,
+            add_special_tokens=special,
+            check=lambda count: self.check_count(count, "prompt"),
         )
+        async with self._turn(tenant, len(text)):
+            return await off_loop(len(text), encode)
+
+    async def text_of(self, tenant: str, token_ids: Sequence[int], param: str) -> str:
+        """The text of token ids, special tokens included. Raises InvalidRequest, Overloaded."""
+        self.check_count(len(token_ids), param)
+        check_token_ids(token_ids, self._tokenizer.vocab_size, param)
+        decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
+        async with self._turn(tenant, len(token_ids)):
+            return await off_loop(len(token_ids), decode)
+
+    async def banned_runs(
+        self, tenant: str, words: Sequence[str] | None
+    ) -> tuple[tuple[int, ...], ...]:
+        """The tokens of words that must not be generated. Raises InvalidRequest, Overloaded."""
+        if not words:
+            return ()
+        size = sum(map(len, words))
+        async with self._turn(tenant, size):
+            return await off_loop(
+                32 * len(words) + size, partial(banned_runs, self._tokenizer, words)
+            )
+
+    def check_count(self, tokens: int, param: str) -> None:
+        """Check how many tokens are told as they are, in no prompt. Raises InvalidRequest."""
+        limit = max(MAX_TOLD_TOKENS, self._context_length())
+        if tokens > limit:
+            raise InvalidRequest(
+                f"{param} has {tokens} tokens; at most {limit} are possible", param=param
+            )
+
+    def _turn(self, tenant: str, size: int) -> AbstractAsyncContextManager[None]:
+        return self._turns.turn(tenant) if size > INLINE else nullcontext()
 
     async def _chat_text(
         self,
         turns: Sequence[Turn],
         tools: ToolUse | None,
+        size: int,
         limit: int,
         ending: Ending,
         variables: Mapping[str, Any],
@@ -96,7 +174,7 @@ class PromptEncoder:
         values = None
         if tools is not None or any(is_about_tools(turn) for turn in turns):
             template = self._tokenizer.chat_template.for_tools
-            turns = fitted(turns, tools, template, self._tool_format)
+            turns = await off_loop(size, partial(fitted, turns, tools, template, self._tool_format))
             values = [tool.as_template_value() for tool in tools.tools] if tools else []
         rendering = self._tokenizer.render_chat(
             turns, limit, values, variables, generation_prompt=ending == "answer"
@@ -112,20 +190,30 @@ class PromptEncoder:
         return _cut_behind(text, turns[-1]["content"]) if ending == "open" else text
 
     def _chat_ids(self, text: str, sampling: SamplingInput) -> tuple[int, ...]:
-        if sampling.truncate is None:
-            self._check_size(text, "messages")
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return truncated(ids, sampling, self._context_length())
+        return self._encoded(text, sampling, "messages", special=False)
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingInput, param: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            if sampling.truncate is None:
-                self._check_size(prompt, param)
-            ids = self._tokenizer.encode(prompt)
-        else:
-            check_token_ids(prompt, self._tokenizer.vocab_size, param)
-            ids = prompt
-        return truncated(ids, sampling, self._context_length())
+            return self._encoded(prompt, sampling, param, special=True)
+        last = kept_tokens(sampling, self._context_length())
+        ids = prompt if last is None else prompt[-last:]
+        check_prompt_length(len(ids), self._context_length(), param)
+        check_token_ids(ids, self._tokenizer.vocab_size, param)
+        return ids
+
+    def _encoded(
+        self, text: str, sampling: SamplingInput, param: str, *, special: bool
+    ) -> tuple[int, ...]:
+        context = self._context_length()
+        last = kept_tokens(sampling, context)
+        if last is None:
+            self._check_size(text, param)
+        return self._tokenizer.encode(
+            text,
+            add_special_tokens=special,
+            last=last,
+            check=lambda count: check_prompt_length(count, context, param),
+        )
 
     def _check_size(self, text: str, param: str) -> None:
         """Refuse what cannot fit before spending seconds on tokenising it."""
@@ -155,6 +243,10 @@ def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, 
     if taken := sorted(_OWN_FIELDS & variables.keys()):
         raise InvalidRequest(
             f"{param} must not set {taken[0]}: it has a field of its own", param=param
+        )
+    if variables and len(json.dumps(variables)) > MAX_VARIABLES_CHARACTERS:
+        raise InvalidRequest(
+            f"{param} has at most {MAX_VARIABLES_CHARACTERS} characters as JSON", param=param
         )
     return variables
 
@@ -204,10 +296,13 @@ def _with_instructions(turns: list[Turn], instructions: str) -> list[Turn]:
     return [{"role": "system", "content": instructions}, *turns]
 
 
-def calls_turn(content: str, calls: Sequence[tuple[str, str, str]]) -> Turn:
-    """An assistant's message with calls: their ids, names and arguments as JSON."""
+def calls_turn(content: str, calls: Sequence[tuple[str, str, Any]]) -> Turn:
+    """An assistant's message with calls: their ids, names and arguments.
+
+    Arguments are JSON, until ``parsed``.
+    """
     values = [
-        {"id": name, "type": "function", "function": {"name": tool, "arguments": _value(given)}}
+        {"id": name, "type": "function", "function": {"name": tool, "arguments": given}}
         for name, tool, given in calls
     ]
     # Some templates fail on a content that is null.
@@ -219,8 +314,45 @@ def result_turn(call_id: str, content: str) -> Turn:
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 
-def _value(arguments: str) -> Any:
+def check_message_count(messages: int) -> None:
+    """Raises InvalidRequest."""
+    if messages > MAX_MESSAGES:
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages are possible", param="messages")
+
+
+def _characters(turn: Turn) -> int:
+    calls = turn.get("tool_calls", ())
+    return len(turn["content"]) + sum(len(call["function"]["arguments"]) for call in calls)
+
+
+async def parsed(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns with the arguments of their calls as values. Raises InvalidRequest."""
+    found, size = list[Turn](), 0
+    for place, turn in enumerate(turns):
+        if "tool_calls" not in turn:
+            found.append(turn)
+            continue
+        calls = []
+        for call in turn["tool_calls"]:
+            function = call["function"]
+            value = _value(function["arguments"], f"messages[{place}].tool_calls")
+            calls.append({**call, "function": {**function, "arguments": value}})
+            size += len(function["arguments"])
+            if size > MAX_PARSED_CHARACTERS:
+                await asyncio.sleep(0)
+                size = 0
+        found.append({**turn, "tool_calls": calls})
+    return found
+
+
+def _value(arguments: str, param: str) -> Any:
     """Templates write arguments as JSON themselves; what is none is passed on as text."""
+    if len(arguments) > MAX_PARSED_CHARACTERS:
+        values = sum(arguments.count(mark) for mark in ",[{")
+        if values > MAX_ARGUMENT_VALUES:
+            raise InvalidRequest(
+                f"the arguments of a call have at most {MAX_ARGUMENT_VALUES} values", param=param
+            )
     try:
         value = pydantic_core.from_json(arguments or "{}", allow_inf_nan=False)
     except ValueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,18 @@ from router.text.tokenizer import Tokenizer
 
 MAX_WORDS = 128
 """Words that must not be generated, in one request."""
+MAX_WORD_CHARACTERS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 128
 MAX_BIASES = 300
+MAX_ALLOWED = 16_384
+"""Token ids that alone may be drawn."""
+MAX_SCORES = 768 << 10
+"""Log probabilities of one request: the sum over its tokens of one and of the likeliest that are
+asked for. A router holds them in 8 to 20 bytes each."""
+MAX_LINE_SCORES = MAX_SCORES // 8
+"""The same of a batch's line, whose answer is kept as text."""
 MAX_BAD_RUNS = 256
 MAX_BAD_RUN_TOKENS = 64
 _MIN_TEMPERATURE = 1e-3
@@ -78,12 +86,7 @@ def final_sampling(
     ``default_max_tokens`` None takes the rest of the context; ``prompt_param`` is what the client
     calls its prompt. Raises InvalidRequest, naming the parameter, and ContextLengthExceeded.
     """
-    if prompt_tokens >= context_length:
-        raise ContextLengthExceeded(
-            f"the model's context is {context_length} tokens, the prompt has {prompt_tokens}:"
-            " nothing is left for an answer",
-            param=prompt_param,
-        )
+    check_prompt_length(prompt_tokens, context_length, prompt_param)
     asked = 1 if given.no_answer and given.max_tokens == 0 else given.max_tokens
     max_tokens = _max_tokens(asked, prompt_tokens, context_length, default_max_tokens)
     temperature = _within("temperature", given.temperature, 0, 2, 1)
@@ -142,6 +145,8 @@ def _allowed(given: SamplingInput, vocab_size: int) -> tuple[int, ...]:
         return ()
     if not ids:
         raise InvalidRequest(f"{name} must not be empty", param=name)
+    if len(ids) > MAX_ALLOWED:
+        raise InvalidRequest(f"{name} has at most {MAX_ALLOWED} ids", param=name)
     if given.grammar is not None:
         raise InvalidRequest(f"{name} is not possible with a form of the answer", param=name)
     check_token_ids(ids, vocab_size, name)
@@ -160,20 +165,29 @@ def _bad_words(given: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tup
     return given
 
 
-def truncated(
-    token_ids: tuple[int, ...], given: SamplingInput, context_length: int
-) -> tuple[int, ...]:
-    """The end of a prompt, as its client asks for it. Raises InvalidRequest."""
+def kept_tokens(given: SamplingInput, context_length: int) -> int | None:
+    """How many tokens of a prompt's end are taken; None: all of them. Raises InvalidRequest."""
     most = given.truncate
-    if most is None:
-        return token_ids
     if most == -1:
         most = context_length - max(1, given.max_tokens or 1)
-    if most < 1:
+    if most is not None and most < 1:
         raise InvalidRequest(
             "truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens"
         )
-    return token_ids[-most:]
+    return most
+
+
+def check_prompt_length(tokens: int, context_length: int, param: str) -> None:
+    """Raises ContextLengthExceeded where nothing is left for an answer.
+
+    ``param`` is what the client calls its prompt.
+    """
+    if tokens >= context_length:
+        raise ContextLengthExceeded(
+            f"the model's context is {context_length} tokens, the prompt has {tokens}: nothing is"
+            " left for an answer",
+            param=param,
+        )
 
 
 def _within(name: str, value: float | None, low: float, high: float, default: float) -> float:
@@ -247,7 +261,32 @@ def _stop_token_ids(given: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     return given
 
 
-def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+def scored_tokens(given: SamplingInput, choices: int, limit: int) -> int | None:
+    """The most tokens of each answer whose log probabilities are within ``limit``; None: any."""
+    return None if given.logprobs is None else max(1, limit // (choices * (1 + given.logprobs)))
+
+
+def check_scores(requests: Sequence[tuple[int, SamplingParams, int]], limit: int) -> None:
+    """Check that all log probabilities of a request are at most ``limit``.
+
+    ``requests``: for each prompt its tokens, its sampling and its choices. Raises InvalidRequest.
+    """
+    answers = prompts = 0
+    for tokens, sampling, choices in requests:
+        if sampling.logprobs is not None:
+            answers += choices * sampling.max_tokens * (1 + sampling.logprobs)
+        if sampling.prompt_logprobs is not None:
+            prompts += choices * tokens * (1 + sampling.prompt_logprobs)
+    if answers + prompts > limit:
+        raise InvalidRequest(
+            f"this request asks for up to {answers + prompts} log probabilities, its prompts and"
+            f" answers, their tokens, and the likeliest at each place multiplied; at most {limit}"
+            " are possible: ask for fewer prompts, answers, tokens or likeliest ones",
+            param="logprobs" if answers > prompts else "prompt_logprobs",
+        )
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises InvalidRequest when an id is not in the vocabulary."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         raise InvalidRequest(
@@ -292,6 +331,12 @@ def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tupl
     if len(words) > MAX_WORDS:
         raise InvalidRequest(f"bad_words has at most {MAX_WORDS} words", param="bad_words")
     runs: set[tuple[int, ...]] = set()
+    for place, word in enumerate(words):
+        if len(word) > MAX_WORD_CHARACTERS:
+            raise InvalidRequest(
+                f"bad_words[{place}] has at most {MAX_WORD_CHARACTERS} characters",
+                param="bad_words",
+            )
     for place, word in enumerate(words):
         bare = word.strip()
         if not bare:

@@ -30,6 +30,7 @@ from router.core.accounting import (
 )
 from router.core.request import Choice, Dispatcher, GenerationRequest, OutputDelta
 from router.core.served_model import ServedModel
+from router.http.client import BodyReader
 from router.inference.builder import Arrival, RequestBuilder
 from router.text.tokenizer import Tokenizer
 
@@ -67,6 +68,9 @@ class InferenceService:
             tokenizer.grammars, stats.metrics.grammar_compile_seconds.labels(role="router").observe
         )
         self.builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars)
+        self.bodies = BodyReader(
+            config.max_body_bytes, config.request_deadline_s, model.context_length
+        )
         self._dispatcher = dispatcher
         self._stats = stats
         self._class_of = config.class_of
@@ -107,10 +111,7 @@ class InferenceService:
         raised. When the caller is cancelled, every prompt is aborted at the workers before this
         returns.
         """
-        if arrival.background:
-            await self._run_all(arrival, requests, sink, at_once)
-            return
-        async with self.access.entered(arrival.caller, requests, choices) as headers:
+        async with self.access.charged(arrival.caller, requests, choices) as headers:
             if on_admitted is not None:
                 await on_admitted(headers)
             await self._run_all(arrival, requests, sink, at_once)
@@ -122,14 +123,21 @@ class InferenceService:
         sink: Sink,
         at_once: int | None,
     ) -> None:
-        turns = asyncio.Semaphore(at_once or len(requests))
         if len(requests) == 1:
-            await self._run_one(0, requests[0], arrival.at, sink, turns)
+            await self._run_one(0, requests[0], arrival.at, sink)
             return
+        begun, waiting = self._clock(), iter(enumerate(requests))
+
+        async def run_next() -> None:
+            for place, request in waiting:
+                left = replace(request, deadline_s=request.deadline_s - (self._clock() - begun))
+                await self._run_one(place, left, arrival.at, sink)
+
         try:
             async with asyncio.TaskGroup() as group:
-                for place, request in enumerate(requests):
-                    group.create_task(self._run_one(place, request, arrival.at, sink, turns))
+                # To begin thousands of prompts at once would hold the event loop.
+                for _ in range(min(at_once or len(requests), len(requests))):
+                    group.create_task(run_next())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
@@ -139,7 +147,6 @@ class InferenceService:
         request: GenerationRequest,
         received_at: float,
         sink: Sink,
-        turns: asyncio.Semaphore,
     ) -> None:
         """Run one prompt, and record it exactly once."""
         background = request.background
@@ -151,7 +158,7 @@ class InferenceService:
         timeout = asyncio.timeout(BACKGROUND_WAIT_S if background else request.deadline_s)
         with of_request(request.request_id, recorder.trace_id):
             try:
-                async with timeout, turns:
+                async with timeout:
                     await self._stream(place, request, recorder, sink)
             except asyncio.CancelledError:
                 recorder.abort()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.inference.prompt import Turn
-from router.inference.sampling_input import check_token_ids
 from router.inference.service import InferenceService
 from router.tool_calls.tools import ToolUse
 
@@ -50,22 +48,23 @@ class TokenService:
         if model_id:
             self._builder.check_model(model_id)
 
-    async def ids_of_text(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """``special``: with the special tokens that the tokenizer adds."""
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
+    async def ids_of_text(self, text: str, tenant: str, *, special: bool) -> tuple[int, ...]:
+        """``special``: with the special tokens that the tokenizer adds. Raises InvalidRequest."""
+        return await self._builder.encoder.text_ids(tenant, text, special=special)
 
-    async def ids_of_turns(self, turns: Sequence[Turn], tools: ToolUse | None) -> tuple[int, ...]:
+    async def ids_of_turns(
+        self, turns: Sequence[Turn], tools: ToolUse | None, tenant: str
+    ) -> tuple[int, ...]:
         """A conversation, ready for the answer. Raises InvalidRequest."""
-        return await self._builder.encoder.chat_ids(turns, tools)
+        return await self._builder.encoder.chat_ids(tenant, turns, tools)
 
-    def spellings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary writes it."""
-        return [self._tokenizer.spell(number) for number in token_ids]
+    def spelling(self, token_id: int) -> str:
+        """A token as the vocabulary writes it."""
+        return self._tokenizer.spell(token_id)
 
-    async def text(self, token_ids: tuple[int, ...], param: str) -> str:
+    async def text(self, token_ids: Sequence[int], param: str, tenant: str) -> str:
         """Special tokens included. Raises InvalidRequest."""
-        check_token_ids(token_ids, self._tokenizer.vocab_size, param)
-        return await asyncio.to_thread(self._tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self._builder.encoder.text_of(tenant, token_ids, param)
 
     def facts(self) -> ModelFacts:
         return ModelFacts(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from baton.errors import UnsupportedParameter
-from router.http.client import read_object, validate
+from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.sampling_input import SamplingInput
@@ -33,34 +31,24 @@ class MessagesApi:
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a conversation has as a prompt."""
-        config = self._service.config
         with self._service.counting_refusals():
-            self._service.access.caller(request.headers)
-            raw = await read_object(request, config.max_body_bytes, config.request_deadline_s)
-            body = validate(CountTokensRequest, raw)
-            self._builder.check_model(body.model)
-            ids = await self._builder.encoder.chat_ids(message_turns(body), message_tools(body))
+            tenant = self._service.access.caller(request.headers).principal.tenant
+            async with self._service.bodies.object(request, tenant) as raw:
+                body = validate(CountTokensRequest, raw)
+                self._builder.check_model(body.model)
+                turns, tools = message_turns(body), message_tools(body)
+                ids = await self._builder.encoder.chat_ids(tenant, turns, tools)
         return JSONResponse({"input_tokens": len(ids)})
 
     async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(MessagesRequest, raw)
         self._builder.check_model(body.model)
-        _refuse_unserved(raw)
         use = message_tools(body)
         built = await self._builder.chat(
             arrival, message_turns(body), _sampling(body), body.priority, use
         )
         form = self._builder.tool_format
         return MessagesAnswer(built, body.model, form, use, stream=bool(body.stream))
-
-
-def _refuse_unserved(raw: Mapping[str, Any]) -> None:
-    thinking = raw.get("thinking")
-    if thinking is not None and thinking != {"type": "disabled"}:
-        raise UnsupportedParameter("thinking is not supported", param="thinking")
-    for name in ("mcp_servers", "container", "output_format", "output_config"):
-        if raw.get(name):
-            raise UnsupportedParameter(f"{name} is not supported", param=name)
 
 
 def _sampling(body: MessagesRequest) -> SamplingInput:

@@ -1,14 +1,22 @@
-"""The request of ``POST /v1/messages``, as far as it is served. Unknown fields are ignored."""
+"""The request of ``POST /v1/messages``, as far as it is served."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from router.http.client import Int, Strings
+from router.http.client import Int, RequestBody, Strings
+from router.inference.prompt import MAX_MESSAGES
 
-_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+_IGNORED = frozenset({"betas", "inference_geo", "metadata", "service_tier"})
+_OF_ANSWERS = frozenset(
+    {"max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"},
+)
+"""Fields of `/v1/messages` that change no count of a prompt's tokens."""
 
 
 class MessageInput(BaseModel):
@@ -20,14 +28,22 @@ class MessageInput(BaseModel):
     """Text, or a list of blocks: text, calls of tools and their results."""
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(RequestBody):
     """The body of `POST /v1/messages/count_tokens`."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+    ignored = _IGNORED | _OF_ANSWERS
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "container": ("",),
+        "context_management": ({},),
+        "mcp_servers": ([],),
+        "output_config": ({},),
+        "output_format": ({},),
+        "thinking": ({"type": "disabled"},),
+    }
 
     model: str
     """The served model's id; see `GET /v1/models`."""
-    messages: Annotated[list[MessageInput], Field(fail_fast=True)]
+    messages: Annotated[list[MessageInput], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     """The conversation; its last message is the user's."""
     system: str | _Objects | None = None
     """The system message."""

@@ -95,11 +95,6 @@ class _OpenAiAnswer(ApiAnswer):
         details.complete(body, places)
         return body
 
-    @property
-    def size(self) -> int:
-        """See ``ApiAnswer``."""
-        return 0 if self._details is None else self._details.entries
-
     @abc.abstractmethod
     def _chunks(self, place: int, delta: OutputDelta, *, first: bool) -> list[str]:
         """The events of a delta, as JSON; none while there is nothing to show."""

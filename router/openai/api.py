@@ -16,7 +16,7 @@ from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.prompt import Prompt, Turn, calls_turn, result_turn
-from router.inference.sampling_input import SamplingInput, banned_runs
+from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.openai.answer import ChatAnswer, CompletionAnswer, ToolChatAnswer
 from router.openai.answer_details import AnswerDetails
@@ -36,8 +36,6 @@ from router.openai.protocol import (
     Model,
     ModelList,
     SamplingFields,
-    refuse_unsupported_chat,
-    refuse_unsupported_completion,
 )
 from router.tool_calls.tools import check_name, tool_use
 
@@ -69,13 +67,12 @@ class OpenAiApi:
     async def _chat(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(ChatCompletionRequest, raw)
         self._builder.check_model(body.model)
-        refuse_unsupported_chat(raw)
         options, (ending, variables) = chat_options(body), template_options(body)
         tools = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         request = await self._builder.chat(
             arrival,
             openai_turns(body.messages),
-            self._with_options(_chat_sampling(body), body, options),
+            await self._with_options(_chat_sampling(body), body, options, arrival),
             body.priority,
             tools,
             choices=options.best_of,
@@ -94,13 +91,12 @@ class OpenAiApi:
     async def _completion(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(CompletionRequest, raw)
         self._builder.check_model(body.model)
-        refuse_unsupported_completion(raw)
         prompts = prompts_of(body.prompt)
         options = completion_options(body, len(prompts))
         requests = await self._builder.prompts(
             arrival,
             prompts,
-            self._with_options(sampling_of(body), body, options),
+            await self._with_options(sampling_of(body), body, options, arrival),
             priority=body.priority,
             choices=options.best_of,
         )
@@ -128,13 +124,17 @@ class OpenAiApi:
         self._builder.check_model(model_id)
         return self._model_card()
 
-    def _with_options(
-        self, sampling: SamplingInput, body: SamplingFields, options: AnswerOptions
+    async def _with_options(
+        self,
+        sampling: SamplingInput,
+        body: SamplingFields,
+        options: AnswerOptions,
+        arrival: Arrival,
     ) -> SamplingInput:
         logprobs, prompt_logprobs = scoring(options)
         return replace(
             sampling,
-            bad_words=banned_runs(self._tokenizer, body.bad_words),
+            bad_words=await self._builder.encoder.banned_runs(arrival.tenant, body.bad_words),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             no_answer=options.no_answer,

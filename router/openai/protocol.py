@@ -1,33 +1,96 @@
 """The OpenAI API's requests and responses, as far as they are served.
 
-Unknown fields are ignored. Fields that are known and not served are refused by name.
+A field that is neither served nor known to change nothing is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton.errors import UnsupportedParameter
-from router.http.client import Count, Int, Ints, Strings
+from router.http.client import Count, Int, IntLists, Ints, RequestBody, Strings
+from router.inference.prompt import MAX_MESSAGES
 from router.tool_calls.tools import MessageToolCall, MessageToolCalls, ToolDefinitions
 
+MAX_PARTS = 2048
+"""Parts of a message."""
 
-class _Request(BaseModel):
+
+IGNORED = frozenset(
+    {
+        "include_reasoning",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "spaces_between_special_tokens",
+        "store",
+        "user",
+    }
+)
+"""Fields that clients of OpenAI and vLLM send, and that change nothing here."""
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "logits_processors": ([],),
+    "guided_decoding_backend": ("auto", "guidance", "llguidance"),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "return_tokens_as_token_ids": (False,),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "mm_processor_kwargs": (),
+    "vllm_xargs": (),
+}
+"""Known fields that would change the answer, and values of them that ask for nothing."""
+_UNSERVED_IN_CHATS: dict[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "documents": ([],),
+}
+_UNSERVED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "add_special_tokens": (True,),
+}
+
+
+class _Part(BaseModel):
+    """Part of a body. Clients send back what other servers have sent them, so more is ignored."""
+
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
 
-class StreamOptions(_Request):
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+
+    include_obfuscation: bool | None = None
+    """Ignored: chunks are not padded."""
     include_usage: bool | None = None
     """Send a last chunk with the usage of the whole request."""
     continuous_usage_stats: bool | None = None
     """With `include_usage`: every chunk has the usage so far (extension)."""
 
 
-class SamplingFields(_Request):
+class SamplingFields(RequestBody):
     """What both endpoints have in common."""
+
+    ignored = IGNORED
 
     model: str
     """The served model's id; see `GET /v1/models`."""
@@ -99,16 +162,19 @@ class SamplingFields(_Request):
     """One of `json`, `regex`, `choice`, `grammar` and `json_object`, as above (extension)."""
 
 
-class ContentPart(_Request):
+class ContentPart(_Part):
     type: str
     """`text` is served."""
     text: str | None = None
 
 
-class Message(_Request):
+_Parts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+class Message(_Part):
     role: str
     """`system`, `developer`, `user`, `assistant` or `tool`."""
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | _Parts | None = None
     """Text, or a list of text parts; null only beside `tool_calls`."""
     tool_calls: MessageToolCalls | None = None
     """The calls of an earlier answer."""
@@ -120,10 +186,15 @@ class Message(_Request):
     """Not supported."""
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
 class ChatCompletionRequest(SamplingFields):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)]
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, **_UNSERVED_IN_CHATS}
+
+    messages: Messages
     """The conversation; the model's chat template is applied to it."""
     max_completion_tokens: Int | None = None
     """Another name for `max_tokens`. Default: what is left of the context."""
@@ -149,7 +220,9 @@ class ChatCompletionRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | Strings | Ints | Annotated[list[Ints], Field(fail_fast=True)]
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, **_UNSERVED_IN_COMPLETIONS}
+
+    prompt: str | Strings | Ints | IntLists
     """Text, a list of texts, a list of token ids, or a list of lists of token ids."""
     logprobs: Count = None
     """Tell the log probability of each token, and those of so many of the likeliest ones: 0 … 20
@@ -239,67 +312,3 @@ class Model(BaseModel):
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[Model]
-
-
-# Known fields that would change the answer and are not served: they are refused by name, never
-# ignored. Field → values that ask for nothing; null always does.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "logits_processors": ([],),
-    "guided_decoding_backend": ("auto", "guidance", "llguidance"),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "return_tokens_as_token_ids": (False,),
-    "cache_salt": (),
-    "kv_transfer_params": (),
-    "mm_processor_kwargs": (),
-    "vllm_xargs": (),
-}
-_REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "moderation": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "add_special_tokens": (False,),
-    "chat_template": (),
-    "documents": ([],),
-}
-_REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "prompt_embeds": (),
-    "add_special_tokens": (True,),
-}
-
-
-def refuse_unsupported_chat(body: Mapping[str, Any]) -> None:
-    """Raises UnsupportedParameter that names the field."""
-    _refuse(body, {**_REFUSED, **_REFUSED_IN_CHATS})
-
-
-def refuse_unsupported_completion(body: Mapping[str, Any]) -> None:
-    """Raises UnsupportedParameter that names the field."""
-    _refuse(body, {**_REFUSED, **_REFUSED_IN_COMPLETIONS})
-
-
-def _refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]) -> None:
-    for name in table.keys() & body.keys():
-        if body[name] is not None and not _is_one_of(body[name], table[name]):
-            raise UnsupportedParameter(
-                f"'{name}' is not supported with this value by this server", param=name
-            )
-
-
-def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
-    # True equals 1 in Python, but not in JSON.
-    return any(
-        value == candidate and isinstance(value, bool) == isinstance(candidate, bool)
-        for candidate in harmless
-    )

@@ -8,7 +8,8 @@ a token, as OpenAI's have.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from baton.logprobs import TokenLogprobs
@@ -25,65 +26,68 @@ class TokenShapes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def chat(self, scored: Iterable[ScoredToken]) -> list[dict[str, Any]]:
+    def chat(self, scored: Iterable[ScoredToken]) -> Iterator[dict[str, Any]]:
         """``logprobs.content``. A token that ends the answer is no part of it."""
-        return [self._chat_token(token) for token in scored if not token.hidden]
+        return (self._chat_token(token) for token in scored if not token.hidden)
 
     def completion(
         self, scored: Iterable[ScoredToken], after: int = 0, top: int = 0
-    ) -> dict[str, list[Any]]:
+    ) -> dict[str, Iterator[Any]]:
         """``logprobs`` of a completion, its text behind ``after`` characters of its prompt.
 
-        A token that ends the answer has an entry too: whoever counts generated tokens finds it.
+        ``scored`` is read once for each column. A token that ends the answer has an entry too, so
+        that there is one for each token that was generated.
         """
-        found = _Columns()
-        for token in scored:
-            found.add(
-                self.text(token.token_id),
-                finite(token.logprobs.logprob),
-                self._tops(token.token_id, token.logprobs, top),
-                after + token.offset,
-            )
-        return found.as_dict()
+        return {
+            "tokens": (self.text(token.token_id) for token in scored),
+            "token_logprobs": (finite(token.logprobs.logprob) for token in scored),
+            "top_logprobs": (self._tops(token.token_id, token.logprobs, top) for token in scored),
+            "text_offset": (after + token.offset for token in scored),
+        }
 
     def completion_prompt(
         self,
         token_ids: Sequence[int],
-        offsets: Sequence[int],
+        offsets: Iterable[int],
         logprobs: Sequence[TokenLogprobs],
         top: int,
-    ) -> dict[str, list[Any]]:
+    ) -> dict[str, Iterator[Any]]:
         """The same of a prompt; its first token has nothing before it, and so no probability."""
-        found = _Columns()
-        for place, (token_id, offset) in enumerate(zip(token_ids, offsets, strict=True)):
-            scored = logprobs[place - 1] if 0 < place <= len(logprobs) else None
-            found.add(
-                self.text(token_id),
-                None if scored is None else finite(scored.logprob),
-                None if scored is None else self._tops(token_id, scored, top),
-                offset,
-            )
-        return found.as_dict()
+
+        def scored() -> Iterator[TokenLogprobs | None]:
+            return chain([None], logprobs, repeat(None))
+
+        # There may be no log probabilities; the ids bound the columns.
+        return {
+            "tokens": map(self.text, token_ids),
+            "token_logprobs": (
+                None if one is None else finite(one.logprob)
+                for _, one in zip(token_ids, scored(), strict=False)
+            ),
+            "top_logprobs": (
+                None if one is None else self._tops(token_id, one, top)
+                for token_id, one in zip(token_ids, scored(), strict=False)
+            ),
+            "text_offset": iter(offsets),
+        }
 
     def prompt_logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int
-    ) -> list[dict[str, Any] | None]:
+        self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs], top: int
+    ) -> Iterator[dict[str, Any] | None]:
         """vLLM's field of that name: by token id. The rank is known of the likeliest alone."""
-        shapes: list[dict[str, Any] | None] = [None]
+        yield None
         for token_id, scored in zip(token_ids[1:], logprobs, strict=True):
-            ranks = {token: rank for rank, (token, _) in enumerate(scored.top, 1)}
-            pairs = dict([*scored.top[:top], (token_id, scored.logprob)])
-            shapes.append(
-                {
-                    str(token): {
-                        "logprob": finite(logprob),
-                        "rank": ranks.get(token),
-                        "decoded_token": self._readable(token),
-                    }
-                    for token, logprob in pairs.items()
+            likeliest = tuple(scored.top)
+            ranks = {token: rank for rank, (token, _) in enumerate(likeliest, 1)}
+            pairs = dict([*likeliest[:top], (token_id, scored.logprob)])
+            yield {
+                str(token): {
+                    "logprob": finite(logprob),
+                    "rank": ranks.get(token),
+                    "decoded_token": self._readable(token),
                 }
-            )
-        return shapes
+                for token, logprob in pairs.items()
+            }
 
     def text(self, token_id: int) -> str:
         """A token as completions have it."""
@@ -112,22 +116,6 @@ class TokenShapes:
         """The likeliest, and the token that stands there, which may be another one."""
         pairs = [*scored.top[:top], (token_id, scored.logprob)]
         return {self.text(token): finite(logprob) for token, logprob in pairs}
-
-
-class _Columns:
-    """The four lists of a completion's ``logprobs``."""
-
-    def __init__(self) -> None:
-        self._lists: dict[str, list[Any]] = {
-            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        }
-
-    def add(self, *values: Any) -> None:
-        for column, value in zip(self._lists.values(), values, strict=True):
-            column.append(value)
-
-    def as_dict(self) -> dict[str, list[Any]]:
-        return self._lists
 
 
 def finite(logprob: float) -> float:

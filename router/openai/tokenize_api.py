@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
-from router.http.client import Int, Ints, read_object, validate
+from router.http.client import Int, Ints, RequestBody, validate
+from router.http.json_stream import Items, JsonStream
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
 from router.openai.api import openai_turns
-from router.openai.protocol import Message
+from router.openai.protocol import Messages
 from router.tool_calls.tools import ToolDefinitions, tool_use
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
-
+class _Body(RequestBody):
     model: str | None = None
     """The served model's id; may be left out."""
 
@@ -27,9 +27,17 @@ class _Body(BaseModel):
 class TokenizeRequest(_Body):
     """The body of `POST /tokenize`: a prompt, or messages."""
 
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_generation_prompt": (True,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "mm_processor_kwargs": (),
+    }
+
     prompt: str | None = None
     """Text, as `/v1/completions` takes it."""
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
+    messages: Messages | None = None
     """A conversation, as `/v1/chat/completions` takes it."""
     tools: ToolDefinitions | None = None
     """Tools of the conversation."""
@@ -88,24 +96,29 @@ class TokenizeApi:
 
     async def tokenize(self, request: Request) -> Response:
         """Text or messages to token ids."""
-        self._service.access.caller(request.headers)
-        body = validate(TokenizeRequest, await self._read(request))
-        self._tokens.check_model(body.model)
-        ids = await self._ids(body)
-        answer = Tokenized(
-            count=len(ids),
-            max_model_len=self._tokens.context_length,
-            tokens=list(ids),
-            token_strs=self._tokens.spellings(ids) if body.return_token_strs else None,
+        tenant = self._service.access.caller(request.headers).principal.tenant
+        async with self._service.bodies.object(request, tenant) as raw:
+            body = validate(TokenizeRequest, raw)
+            self._tokens.check_model(body.model)
+            ids = await self._ids(body, tenant)
+        return JsonStream(
+            {
+                "count": len(ids),
+                "max_model_len": self._tokens.context_length,
+                "tokens": Items(ids),
+                "token_strs": Items(map(self._tokens.spelling, ids))
+                if body.return_token_strs
+                else None,
+            }
         )
-        return JSONResponse(answer.model_dump())
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text, special tokens included."""
-        self._service.access.caller(request.headers)
-        body = validate(DetokenizeRequest, await self._read(request))
-        self._tokens.check_model(body.model)
-        text = await self._tokens.text(tuple(body.tokens), "tokens")
+        tenant = self._service.access.caller(request.headers).principal.tenant
+        async with self._service.bodies.object(request, tenant) as raw:
+            body = validate(DetokenizeRequest, raw)
+            self._tokens.check_model(body.model)
+            text = await self._tokens.text(body.tokens, "tokens", tenant)
         return JSONResponse(Detokenized(prompt=text).model_dump())
 
     async def model_info(self, request: Request) -> ModelInfo:
@@ -113,15 +126,11 @@ class TokenizeApi:
         self._service.access.caller(request.headers)
         return ModelInfo.model_validate(self._tokens.facts())
 
-    async def _read(self, request: Request) -> dict[str, Any]:
-        config = self._service.config
-        return await read_object(request, config.max_body_bytes, config.request_deadline_s)
-
-    async def _ids(self, body: TokenizeRequest) -> tuple[int, ...]:
+    async def _ids(self, body: TokenizeRequest, tenant: str) -> tuple[int, ...]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("one of prompt and messages is required", param="prompt")
         if body.messages is not None:
             tools = tool_use(body.tools, None, parallel=None)
-            return await self._tokens.ids_of_turns(openai_turns(body.messages), tools)
+            return await self._tokens.ids_of_turns(openai_turns(body.messages), tools, tenant)
         special = body.add_special_tokens is not False
-        return await self._tokens.ids_of_text(body.prompt or "", special=special)
+        return await self._tokens.ids_of_text(body.prompt or "", tenant, special=special)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,25 +26,8 @@ from router.responses.text_format import format_grammar, text_format
 from router.responses.tools import response_choice, response_tools
 from router.tool_calls.tools import ToolUse, use_of
 
-# Known fields that are not served, and the values of them that ask for nothing; null always does.
-_UNSERVED: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "context_management": ([],),
-    "moderation": (),
-    # Of chat completions.
-    "n": (1,),
-    "logprobs": (False,),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "bad_words": ([],),
-}
+MAX_REPEATED_CHARACTERS = 128 << 10
+"""Maximum size of a field that answers repeat, as JSON. A grammar's text has the same bound."""
 _INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
 """There is no such reasoning, so that leaving it out changes nothing."""
 
@@ -86,6 +70,12 @@ def _asked(body: ResponsesRequest) -> _Asked:
     tools = response_tools(body.tools)
     choice = response_choice(body.tool_choice, parallel=body.parallel_tool_calls)
     form = text_format(body.text)
+    for value, param in (
+        (body.metadata, "metadata"),
+        (form, "text.format"),
+        (body.tool_choice, "tool_choice"),
+    ):
+        _check_repeated(value, param)
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
     sampling = sampling_of(body, body.max_output_tokens)
@@ -106,17 +96,20 @@ def _asked(body: ResponsesRequest) -> _Asked:
     return _Asked(turns, sampling, repeated, use_of(tools, choice))
 
 
+def _check_repeated(value: Any, param: str) -> None:
+    """Check the size of a field that each event of the answer may repeat. Raises InvalidRequest."""
+    if len(json.dumps(value)) > MAX_REPEATED_CHARACTERS:
+        raise InvalidRequest(
+            f"{param} has at most {MAX_REPEATED_CHARACTERS} characters as JSON", param=param
+        )
+
+
 def _refuse_unserved(raw: Mapping[str, Any]) -> None:
     if raw.get("previous_response_id") is not None:
         raise UnsupportedParameter(
             "previous_response_id: no response is stored; send the whole conversation as input",
             param="previous_response_id",
         )
-    for name, harmless in _UNSERVED.items():
-        if raw.get(name) is not None and raw[name] not in harmless:
-            raise UnsupportedParameter(
-                f"'{name}' is not supported with this value by this server", param=name
-            )
     include = raw.get("include")
     if include is not None and not isinstance(include, list):
         raise InvalidRequest("include must be a list", param="include")

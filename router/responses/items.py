@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.inference.prompt import Turn, calls_turn, result_turn
-from router.tool_calls.tools import check_name
+from router.tool_calls.tools import MAX_CALLS, check_name
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = {"input_text", "output_text", "text"}
@@ -67,6 +67,10 @@ def _add_call(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
     last = turns[-1] if turns else None
     if last is not None and last["role"] == "assistant":
         calls = [*last.get("tool_calls", ()), *turn["tool_calls"]]
+        if len(calls) > MAX_CALLS:
+            raise InvalidRequest(
+                f"{where}: at most {MAX_CALLS} calls follow each other", param=where
+            )
         turns[-1] = {**last, "tool_calls": calls}
     else:
         turns.append(turn)

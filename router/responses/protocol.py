@@ -1,19 +1,45 @@
-"""The request of ``POST /v1/responses``, as far as it is served. Unknown fields are ignored."""
+"""The request of ``POST /v1/responses``, as far as it is served."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from router.http.client import Int
-from router.openai.protocol import SamplingFields
+from router.inference.prompt import MAX_MESSAGES
+from router.openai.protocol import IGNORED, UNSERVED, SamplingFields
 
-_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    "moderation": (),
+    # Of chat completions.
+    "n": (1,),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "bad_words": ([],),
+}
+_IGNORED = frozenset({"max_tool_calls", "reasoning"})
+_CHECKED = frozenset({"include", "previous_response_id"})
+"""Fields with a check of their own."""
 
 
 class ResponsesRequest(SamplingFields):
     """The body of `POST /v1/responses`."""
+
+    ignored = IGNORED | _IGNORED | _CHECKED
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, **_UNSERVED}
 
     input: str | _Objects
     """Text, or a list of items: messages, function calls and their outputs."""

@@ -153,7 +153,7 @@ def route_settings(config: Config) -> RouteSettings:
 
 MIN_CHUNK_TOKENS = 16
 """A local prompt makes at least this progress in a step, whatever it costs the others
-(``worker.core.prefill_budget``)."""
+(``worker.core.step_planner``)."""
 _MIN_MS = 1e-3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,10 @@ from router.text.output_processor import (
     WindowDetokenizer,
 )
 
+PIECE_CHARACTERS = 1 << 18
+"""Longer texts are counted in pieces of this size before they are tokenized as a whole."""
+PIECES_SHARE = 0.95
+"""The tokens of a text, as a share of those of its pieces, at least."""
 _CONTEXT_TOKENS = 8
 """Tokens at the prompt's end that influence the text of the answer's first token."""
 
@@ -78,12 +82,46 @@ class Tokenizer:
             chat_template=load_chat_template(folder, settings, special),
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of ``text``. Releases the interpreter lock."""
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        last: int | None = None,
+        check: Callable[[int], None] = lambda count: None,
+    ) -> tuple[int, ...]:
+        """Token ids of ``text``, of its end if there are more than ``last``.
+
+        ``check`` is given their number before they are read, which holds the interpreter lock;
+        tokenizing releases it. Raises what ``check`` raises.
+        """
+        if len(text) > PIECE_CHARACTERS:
+            text = self._within_bounds(text, last, check)
+        found = self._encoded(text, special=add_special_tokens)
+        if last is not None and len(found) > last:
+            found.truncate(last, direction="left")
+        check(len(found))
+        return tuple(found.ids)
+
+    def _encoded(self, text: str, *, special: bool) -> tokenizers.Encoding:
         # Of the library's calls, only the batched ones release the interpreter lock.
-        return tuple(
-            self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        )
+        return self._backend.encode_batch_fast([text], add_special_tokens=special)[0]
+
+    def _within_bounds(self, text: str, last: int | None, check: Callable[[int], None]) -> str:
+        """``text``, or as much of its end as has ``last`` tokens. Raises what ``check`` raises.
+
+        The library takes some 380 bytes for each token, so tokens are counted piece by piece first.
+        """
+        count = 0
+        for end in range(len(text), 0, -PIECE_CHARACTERS):
+            begin = max(0, end - PIECE_CHARACTERS)
+            if last is not None and count * PIECES_SHARE > last:
+                return text[begin:]
+            count += len(self._encoded(text[begin:end], special=False))
+            if last is None:
+                # Where pieces meet, a word may have more tokens than it has in the whole.
+                check(int(count * PIECES_SHARE))
+        return text
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound on the tokens of ``text``, without tokenizing it."""

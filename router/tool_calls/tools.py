@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from baton.errors import InvalidRequest, UnsupportedParameter
 
 MAX_TOOLS = 128
+MAX_CALLS = 128
+"""Calls in a message."""
 MAX_TOOL_CHARACTERS = 1 << 18
 """Maximum size of all definitions of a request together, as JSON."""
 Mode = Literal["none", "auto", "required"]
@@ -94,8 +96,8 @@ class MessageToolCall(_Part):
     function: CalledFunction
 
 
-ToolDefinitions = Annotated[list[ToolDefinition], Field(fail_fast=True)]
-MessageToolCalls = Annotated[list[MessageToolCall], Field(fail_fast=True)]
+ToolDefinitions = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TOOLS)]
+MessageToolCalls = Annotated[list[MessageToolCall], Field(fail_fast=True, max_length=MAX_CALLS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +156,15 @@ def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
 
 def check_tools(tools: Sequence[Tool]) -> None:
     """Check the number of tools and that names are unique. Raises InvalidRequest."""
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"at most {MAX_TOOLS} tools are possible", param="tools")
+    check_tool_count(len(tools))
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequest("two tools have the same name", param="tools")
+
+
+def check_tool_count(tools: int) -> None:
+    """Raises InvalidRequest."""
+    if tools > MAX_TOOLS:
+        raise InvalidRequest(f"at most {MAX_TOOLS} tools are possible", param="tools")
 
 
 def checked_tool(

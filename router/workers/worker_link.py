@@ -23,9 +23,10 @@ import grpc.aio
 from baton.errors import BatonError, WorkerFailed
 from baton.host.background import end_tasks, spawn
 from baton.request import LoadSnapshot
-from baton.rpc.grpc_channel import by_size, open_channel
+from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import error_from_code, error_from_rpc
-from baton.security.tls import Renewal, TlsFiles
+from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
+from baton.security.tls import Renewal
 from baton.store.registry import DRAINING, WorkerRecord
 from baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.workers.breaker import Breaker
@@ -196,11 +197,11 @@ def error_from_gone(incarnation: str) -> WorkerFailed:
 class WorkerLink:
     """A connection to one incarnation."""
 
-    def __init__(self, record: WorkerRecord, tls: TlsFiles | None = None) -> None:
-        """``tls``: what this router shows the worker. Raises ConfigError."""
+    def __init__(self, record: WorkerRecord, plane: WorkerPlane = OPEN_PLANE) -> None:
+        """``plane``: how this router calls the worker. Raises ConfigError."""
         self.record = record
-        self._renewal = None if tls is None else Renewal(tls)
-        self.channel = open_channel(record.address, tls, "worker")
+        self._renewal = None if plane.tls is None else Renewal(plane.tls)
+        self.channel = plane.channel(record.address)
         self.prefills = PrefillStream(self.channel, record.incarnation)
         self.load: LoadSnapshot = record.load
         self.follower: asyncio.Task[None] | None = None

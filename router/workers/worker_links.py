@@ -27,7 +27,7 @@ from baton.liveness.silence import SilenceWatch
 from baton.request import TokenOutput
 from baton.rpc import convert
 from baton.rpc.grpc_errors import call_errors
-from baton.security.tls import TlsFiles
+from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
 from baton.store.registry import WorkerRecord
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.worker_link import Abort, TokenStream, WorkerLink, error_from_gone
@@ -71,9 +71,11 @@ class _Listener(NamedTuple):
 class WorkerLinks:
     """All links by incarnation."""
 
-    def __init__(self, router_id: str, *, heartbeat_s: float, tls: TlsFiles | None = None) -> None:
-        """``tls`` has the certificates that this router shows workers."""
-        self._tls = tls
+    def __init__(
+        self, router_id: str, *, heartbeat_s: float, plane: WorkerPlane = OPEN_PLANE
+    ) -> None:
+        """``plane``: how this router calls workers."""
+        self._plane = plane
         self._router_id = router_id
         self._readers: dict[tuple[str, int], _Reader] = {}
         self._listeners: list[_Listener] = []
@@ -223,7 +225,7 @@ class WorkerLinks:
                 link = None
             if link is None:
                 try:
-                    link = WorkerLink(record, self._tls)
+                    link = WorkerLink(record, self._plane)
                 except ConfigError as error:  # certificates that are being replaced: later
                     log.warning("worker %s cannot be reached: %s", incarnation, error.message)
                     continue

@@ -28,10 +28,10 @@ import pytest
 
 from baton.config.tls import TlsConfig
 from baton.valkey_binary import valkey_binary
-from deploy.store.redis_access import StoreUser, url_with_certificates, user_rules
+from deploy.store.redis_access import StoreUser, url_with_certificates
 from tests.support.machines import Machine, machines
 from tests.support.models import make_tiny_model
-from tests.support.tls_redis import PASSWORDS, PROGRAM, needs_redis
+from tests.support.tls_redis import PASSWORDS, commands
 
 BATON, RAY = (str(Path(sys.executable).with_name(name)) for name in ("baton", "ray"))
 START_S = 180.0
@@ -113,12 +113,13 @@ class Network:
         """What the configuration says of the store, and of who may come."""
         return f'redis_url = "redis://{self.head.address}:{REDIS_PORT}/0"\ninsecure_listen = true'
 
-    def store(self) -> list[str]:
-        return [valkey_binary(), "--port", str(REDIS_PORT), "--protected-mode", "no"]
+    def start_store(self) -> None:
+        where = ("--bind", self.head.address, "--port", str(REDIS_PORT), "--protected-mode", "no")
+        data = ("--save", "", "--dir", str(self.folder))
+        self.start(self.head, "store", valkey_binary(), *where, *data)
 
     def start_head(self) -> None:
-        data = ("--bind", self.head.address, "--save", "", "--dir", str(self.folder))
-        self.start(self.head, "store", *self.store(), *data)
+        self.start_store()
         self.env |= {
             # Seconds, and not by far: machines of tests are slow now and then.
             "RAY_health_check_period_ms": "2000",
@@ -235,15 +236,10 @@ class SecuredNetwork(Network):
         }
         return "\n".join(f'{name} = "{value}"' for name, value in fields.items())
 
-    def store(self) -> list[str]:
-        assert PROGRAM is not None
-        users = self.folder / "users.acl"
-        owner = "user owner on >owner ~* &* +@all"
-        users.write_text("\n".join(["user default off", owner, *user_rules(PASSWORDS), ""]))
-        files = {"cert": "redis.pem", "key": "redis.key", "ca-cert": "ca.pem"}
-        shown = [w for n, f in files.items() for w in (f"--tls-{n}-file", str(self.certs / f))]
-        port = ("--port", "0", "--tls-port", str(REDIS_PORT), "--tls-auth-clients", "yes")
-        return [PROGRAM, *port, *shown, "--aclfile", str(users)]
+    def start_store(self) -> None:
+        made = commands(f"{self.head.address}:{REDIS_PORT}", self.certs, self.folder)
+        for name, command in zip(("store", "tls"), made, strict=True):
+            self.start(self.head, name, *command)
 
     def from_there(self, machine: Machine, script: str, *arguments: str) -> Any:
         """What a script prints on a machine, as JSON."""
@@ -408,7 +404,6 @@ with redis.Redis.from_url(sys.argv[1], decode_responses=True) as client:
 
 
 @pytest.mark.long
-@needs_redis
 @pytest.mark.timeout(600)
 def test_with_keys_and_certificates_kv_crosses_by_mutual_tls() -> None:
     with network(4, SecuredNetwork) as net:

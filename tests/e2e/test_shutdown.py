@@ -14,15 +14,18 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from tests.support.e2e.answers import answer_of
+from tests.support.e2e.answers import answer_burst, answer_of
 from tests.support.e2e.cluster import END_S, UpProcess, processes_of, wait_until_gone
 
 T = TypeVar("T")
 
 
-def test_ctrl_c_ends_everything_with_exit_code_0() -> None:
+def test_with_its_defaults_it_answers_bursts_and_ctrl_c_ends_everything_with_exit_code_0() -> None:
+    """No option, no variable: what a new user runs, its short leases and deadlines included."""
     with UpProcess() as up:
         up.wait_ready()
+        for _ in range(2):
+            answer_burst(up)
         cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
         names = set(told_by(cluster_id, psutil.Process.name))
         assert {"raylet", "gcs_server", "valkey-server"} <= names, names

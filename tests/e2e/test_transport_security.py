@@ -25,7 +25,7 @@ from baton.v1 import cache_pb2, cache_pb2_grpc
 from deploy import certificates
 from tests.support.certificates import Authority
 from tests.support.e2e.cluster import BATON, PATIENT, START_S, UpProcess
-from tests.support.tls_redis import PROGRAM, owner_of, tls_redis, urls_of
+from tests.support.tls_redis import owner_of, tls_redis, urls_of
 
 pytestmark = pytest.mark.timeout(300)
 FEW = Sampling(max_tokens=4, temperature=0.0)
@@ -78,7 +78,7 @@ class Secured:
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    """Its store is a Redis with TLS where there is one: then all of it runs by the roles' users."""
+    """Its store speaks TLS, and all of it runs by the roles' users."""
     folder = tmp_path_factory.mktemp("secured")
     authority, stranger = Authority(folder), Authority(folder, "stranger")
     # Whoever deploys keeps the authority's key elsewhere.
@@ -89,10 +89,9 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     options = ["--certs", str(authority.folder), "--keys-file", keys, "--routers", "2"]
     options += ["--client-ca", str(authority.certificate), "--transport", "grpc"]
     with ExitStack() as stack:
-        env, port = dict(PATIENT), 0
-        if PROGRAM is not None:
-            port = stack.enter_context(tls_redis(authority, folder))
-            env |= {f"BATON_{name.upper()}": url for name, url in urls_of(port).items()}
+        port = stack.enter_context(tls_redis(authority, folder))
+        urls = {f"BATON_{name.upper()}": url for name, url in urls_of(port).items()}
+        env = PATIENT | urls
         up = stack.enter_context(UpProcess(*options, "--local-prefill", "never", env=env))
         up.wait_ready()
         (folder / "kept.key").rename(authority.folder / "ca.key")
@@ -236,9 +235,6 @@ def _shown(secured: Secured, address: str) -> bytes | None:
         return connection.getpeercert(binary_form=True)
 
 
-@pytest.mark.skipif(
-    PROGRAM is None, reason="no redis-server with TLS: apt-get install redis-server"
-)
 def test_no_role_has_asked_the_store_for_more_than_it_may(secured: Secured) -> None:
     with owner_of(secured.redis_port, secured.authority) as owner:
         denied = [one for one in owner.acl_log() if one["object"] != "client|setinfo"]

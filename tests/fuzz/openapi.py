@@ -50,7 +50,8 @@ def fuzzed_cluster(folder: Path) -> Iterator[UpProcess]:
     model = router_model(folder)
     hashed = hashlib.sha256(_KEY.encode()).hexdigest()
     keys = folder / "keys.json"
-    keys.write_text(json.dumps({"keys": [{"name": "fuzz", "sha256": hashed, "scopes": _SCOPES}]}))
+    key = {"name": "fuzz", "tenant": "default", "sha256": hashed, "scopes": _SCOPES}
+    keys.write_text(json.dumps({"keys": [key]}))
     keys.chmod(0o600)
     env = {"BATON_DATA_DIR": str(folder / "data"), "BATON_REQUEST_DEADLINE_S": str(_REQUEST_S)}
     with UpProcess("--model", str(model), "--keys-file", str(keys), env=env) as up:

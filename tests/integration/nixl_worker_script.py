@@ -12,9 +12,9 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports.nixl.transport import NixlTransport
-from kvtransfer.transports.transport import Batch, Parts, Peer
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, Peer
 
 BLOCKS, BLOCK_BYTES = 32, 1 << 20
 WHOLE = Parts(tuple(range(BLOCKS)), 0, BLOCK_BYTES)
@@ -33,7 +33,7 @@ def _read_for_ever(transport: NixlTransport, memory: HostMemory, offer: bytes) -
     number = 0
     while True:
         number += 1
-        link.receive(Batch(number, WHOLE, WHOLE, sums), PATIENCE_S).wait(PATIENCE_S)
+        link.receive(AnnouncedBatch(number, WHOLE, WHOLE, sums), PATIENCE_S).wait(PATIENCE_S)
         if number == 1:
             print("reading", flush=True)  # noqa: T201
 

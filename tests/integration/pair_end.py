@@ -19,11 +19,17 @@ from typing import Any, Protocol
 import torch
 
 from baton.errors import BatonError, Unavailable
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.transports.process_group.transport import Backend, GroupTransport
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink
+from kvtransfer.transports.transport import (
+    AnnouncedBatch,
+    Packed,
+    Parts,
+    Peer,
+    ReceiveLink,
+    SendLink,
+)
 from worker.device.gpu_memory import GpuMemory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +124,7 @@ class LocalEnd:
         count = len(checksums)
         source = Parts(tuple(range(count)), 0, BLOCK_BYTES)
         target = Parts(tuple(range(HALF, HALF + count)), 0, BLOCK_BYTES)
-        batch = Batch(number, source, target, tuple(checksums))
+        batch = AnnouncedBatch(number, source, target, tuple(checksums))
         self._transfers["receive", number] = self._receiver.receive(batch, deadline_s)
 
     def wait(self, side: str, number: int) -> str:

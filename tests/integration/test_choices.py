@@ -66,7 +66,7 @@ async def answers_of(
             if delta.prompt_logprobs:
                 assert not answers.prompt_logprobs
                 assert delta.choice == 0
-                answers.prompt_logprobs = delta.prompt_logprobs
+                answers.prompt_logprobs = tuple(delta.prompt_logprobs)
             answers.cached += delta.cached_prompt_tokens
     assert all(choice.finish for choice in answers.choices)
     return answers

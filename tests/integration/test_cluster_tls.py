@@ -15,7 +15,7 @@ from baton.errors import BatonError
 from baton.rpc.grpc_channel import listen, make_server, open_channel
 from baton.sampling_params import SamplingParams
 from baton.security.peer_roles import callers_of
-from baton.security.tls import LiveContext, PeerRole, TlsFiles, client_context
+from baton.security.tls import PeerRole, TlsFiles
 from baton.v1 import (
     cache_pb2,
     cache_pb2_grpc,
@@ -30,6 +30,9 @@ from baton.v1 import (
 )
 from router.admin import cluster_metrics
 from router.admin.cluster_metrics import cluster_page
+from router.console import worker_page
+from router.console.worker_page import WorkerPages
+from router.http.metrics_pages import MetricsPages
 from tests.support.certificates import Authority
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 
@@ -229,10 +232,25 @@ async def test_metrics_are_for_routers(
     registry, address = cluster.metrics.registry, record.metrics_address
 
     async def page(files: TlsFiles | None) -> str:
-        context = None if files is None else LiveContext(client_context(files), files)
-        return (await cluster_page(registry, [address], None, context)).decode()
+        return (await cluster_page(registry, [address], None, MetricsPages(files))).decode()
 
     assert "1 of 1 workers" in await page(TlsFiles.in_folder(authority.folder, "router"))
     assert "0 of 1 workers" in await page(TlsFiles.in_folder(authority.folder, "client"))
     assert "0 of 1 workers" in await page(TlsFiles.in_folder(stranger.folder, "router"))
     assert "0 of 1 workers" in await page(None)
+
+
+async def test_the_console_reads_workers_pages_with_a_router_s_certificate(
+    cluster: MiniCluster, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_page, "DEADLINE_S", DEADLINE_S)
+    record = cluster.workers["decode-0"].record
+    assert record is not None
+    seen = {}
+    for role in ("router", "client", None):
+        files = None if role is None else TlsFiles.in_folder(authority.folder, role)
+        pages = WorkerPages(MetricsPages(files))
+        seen[role] = await pages.read({"decode-0": record.metrics_address})
+        await pages.close()
+    assert seen["router"]["decode-0"].batch_fill is not None
+    assert (seen["client"], seen[None]) == ({}, {})

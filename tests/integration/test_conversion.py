@@ -140,12 +140,12 @@ def held(cluster: MiniCluster, slot: str, prompt: tuple[int, ...]) -> torch.Tens
 def converted(cluster: MiniCluster, prompt: tuple[int, ...]) -> torch.Tensor:
     """What the decode worker should hold, made of what the prefill worker does."""
     source = context_of(cluster, "prefill-0").engine.cache
-    target = KvLayout.of(context_of(cluster, "decode-0").engine.cache.geometry())
+    target = KvLayout.of(context_of(cluster, "decode-0").engine.cache.geometry)
     table = table_of(cluster, "prefill-0", prompt)
     wanted = range(len(prompt) // target.block_size)
     out = torch.empty((len(wanted), target.block_bytes), dtype=torch.uint8)
     tokens = len(table) * source.block_size
-    converter = Converter(KvLayout.of(source.geometry()), target)
+    converter = Converter(KvLayout.of(source.geometry), target)
     converter.convert(source.bytes, table, tokens, wanted, out)
     return out
 
@@ -205,7 +205,7 @@ async def test_blocks_are_not_pulled_from_a_worker_with_others(
         prompt = prompt_of(64)
         await cluster.answer(prompt, GREEDY)
         holder, reader = context_of(cluster, "decode-0"), context_of(cluster, "prefill-0")
-        geometry = reader.engine.cache.geometry()
+        geometry = reader.engine.cache.geometry
         identity = Identity(reader.incarnation, reader.engine.fingerprint, geometry)
         hashes = block_hashes(prompt, HASH_BLOCK, hash_key(reader.engine.fingerprint))
         with pytest.raises(GeometryMismatch, match=r"prefill-0.*=16.*decode-0.*=32"):

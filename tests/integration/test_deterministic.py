@@ -25,12 +25,12 @@ from engine.build import build_engine
 from engine.engine import Engine, EngineSettings, make_sequence
 from engine.execution.runner import ModelRunner
 from engine.offline import generate
+from engine.sampling.step import StepInput, StepModel, StepOutput
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.speculation import MAX_DRAFT_TOKENS, Speculation
-from engine.step.step import StepInput, StepModel, StepOutput
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from tests.support.engine.drafters import Oracle, WholeDrafts
 from tests.support.mini_cluster import mini_cluster
 from tests.support.models import VOCAB, make_tiny_model

@@ -16,7 +16,7 @@ from router.core.request import OutputDelta
 from tests.support.integration.handoff import BLOCK, prompt_of
 from tests.support.integration.moves import Asked, busiest_decode, moved
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
-from worker.costs.unit_cost import UnitCost
+from worker.costs.step_costs import UnitCost
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from baton.errors import (
 )
 from baton.request import SequenceSpec
 from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import error_from_code
 from baton.sampling_params import SamplingParams
 from baton.v1 import (
@@ -35,17 +34,23 @@ from baton.v1 import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
-from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.pairs.pair import segment_checksum
 from kvtransfer.transports.grpc_transport import GrpcTransport
 from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.shm_transport import ShmCopier
-from kvtransfer.transports.transport import Batch, Packed, Parts
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts
 from router.core.request import OutputDelta
 from router.workers.worker_link import PrefillStream
 from tests.support.integration.faults import outcomes
 from tests.support.integration.handoff import local_answer, prompt_of
-from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, valkey
+from tests.support.mini_cluster import (
+    DEADLINE_S,
+    MiniCluster,
+    mini_cluster,
+    valkey,
+    worker_channel,
+)
 from tests.support.proxy import flip_one_byte, proxy
 from tests.support.standing_engine import standing_engine
 from worker.exchange.handoff_calls import HandoffCalls
@@ -71,7 +76,7 @@ def reserve_request(
     context = context_of(cluster, "decode-0")
     return decode_pb2.ReserveRequest(
         fingerprint=context.engine.fingerprint,
-        geometry=convert.geometry_to_proto(context.engine.cache.geometry()),
+        geometry=convert.geometry_to_proto(context.engine.cache.geometry),
         incarnation=context.incarnation,
         writer=writer,
         sequence=convert.sequence_to_proto(spec),
@@ -86,7 +91,7 @@ def spec_of(request_id: str, length: int) -> SequenceSpec:
 async def channel_to(cluster: MiniCluster, slot: str):  # type: ignore[no-untyped-def]
     record = cluster.workers[slot].record
     assert record is not None
-    channel = open_channel(record.address)
+    channel = worker_channel(record.address)
     try:
         yield channel
     finally:
@@ -143,7 +148,7 @@ async def open_pair(cluster: MiniCluster, channel: grpc.aio.Channel) -> Pair:
     pair: Pair = transfer_pb2_grpc.TransferServiceStub(channel).Transfer(timeout=60)
     hello = transfer_pb2.OpenPair(
         fingerprint=receiver.engine.fingerprint,
-        geometry=convert.geometry_to_proto(receiver.engine.cache.geometry()),
+        geometry=convert.geometry_to_proto(receiver.engine.cache.geometry),
         writer="a-test",
         receiver=receiver.incarnation,
         offers=[
@@ -189,7 +194,7 @@ async def test_a_block_that_changes_on_its_way_fails_the_handoff(
         pack, copy = ReadSendLink.pack, ShmCopier.copy
         copied = threading.Event()
 
-        def watched(copier: ShmCopier, batch: Batch) -> tuple[int, ...]:
+        def watched(copier: ShmCopier, batch: AnnouncedBatch) -> tuple[int, ...]:
             found = copy(copier, batch)
             copied.set()
             return found

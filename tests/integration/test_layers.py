@@ -57,7 +57,7 @@ async def test_layers_leave_before_the_step_ends(
         await cluster.until_idle()
         context = cluster.workers["prefill-0"].context
         assert context is not None
-        whole = (0, context.engine.cache.geometry().layers)
+        whole = (0, context.engine.cache.geometry.layers)
     assert any(part != whole for part in parts), "every block went whole"
 
 

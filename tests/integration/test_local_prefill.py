@@ -14,13 +14,12 @@ import pytest
 from baton.errors import DeadlineExceeded, HandoffError
 from baton.request import SequenceSpec
 from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
 from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from router.workers.worker_link import PrefillStream
 from tests.support.integration.handoff import ANSWER, BLOCK, SAMPLINGS, local_answer, prompt_of
-from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, worker_channel
 
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 ROUTER = "a-router"
@@ -112,7 +111,7 @@ class Client:
 async def client_of(cluster: MiniCluster, slot: str = "decode-0") -> AsyncIterator[Client]:
     record = cluster.workers[slot].record
     assert record is not None
-    async with open_channel(record.address) as channel:
+    async with worker_channel(record.address) as channel:
         client = Client(record, channel)
         reader = asyncio.create_task(client.read())
         try:
@@ -228,7 +227,7 @@ async def test_a_handoff_reports_what_the_transfer_added(tiny_model: Path, redis
             decode_address=target.address,
             decode_incarnation=target.incarnation,
         )
-        async with open_channel(source.address) as channel:
+        async with worker_channel(source.address) as channel:
             first, committed = await responses_of(channel, message)
         assert (first.computed_tokens, first.cached_prompt_tokens) == (64, 0)
         assert first.compute_ms > 0

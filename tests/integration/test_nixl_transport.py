@@ -16,10 +16,10 @@ import pytest
 
 from baton.errors import DeadlineExceeded, WorkerFailed
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports.nixl.transport import NixlReceiveLink, NixlTransport
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Parts, Peer
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, Peer
 from tests.integration.nixl_worker_script import (
     BLOCK_BYTES,
     BLOCKS,
@@ -97,7 +97,7 @@ class Receiver:
         self._number += 1
         parts = Parts(blocks, 0, BLOCK_BYTES)
         sums = tuple(self.sums[block] for block in blocks)
-        return link.receive(Batch(self._number, parts, parts, sums), deadline_s)
+        return link.receive(AnnouncedBatch(self._number, parts, parts, sums), deadline_s)
 
     def has(self, *blocks: int) -> bool:
         """Whether these have arrived, and nothing else."""

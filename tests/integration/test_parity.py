@@ -22,7 +22,7 @@ from engine.build import build_engine
 from engine.engine import EngineSettings
 from engine.execution.runner import ModelRunner
 from engine.offline import generate
-from engine.step.step import StepInput, StepModel, StepOutput
+from engine.sampling.step import StepInput, StepModel, StepOutput
 from router.text.tokenizer import Tokenizer
 from tests.support.models import real_model
 

@@ -20,7 +20,7 @@ from baton.store.redis_client import redis_client
 from baton.telemetry.metrics import RouterMetrics
 from router.access import limit_scripts, rate_limits
 from router.access.access import Access
-from router.access.rate_limits import Charge, RateLimits
+from router.access.rate_limits import RateLimits, Visit
 from router.core.request import GenerationRequest
 from tests.chaos.harness.clock import Clock
 from tests.support.mini_cluster import free_port, valkey
@@ -33,7 +33,7 @@ SHOWN = {"authorization": "Bearer a-key"}
 
 def key(**limits: int) -> KeyConfig:
     digest = hashlib.sha256(b"a-key").hexdigest()
-    return KeyConfig(name="k", sha256=digest, **limits)
+    return KeyConfig(name="k", tenant="default", sha256=digest, **limits)
 
 
 @pytest.fixture(autouse=True)
@@ -67,20 +67,41 @@ async def limits(client: redis.asyncio.Redis, cluster_id: str) -> AsyncIterator[
 
 async def enter(
     limits: RateLimits, limited: KeyConfig, tokens: int = 1, deadline_s: float = 300.0
-) -> Charge:
-    charge = await limits.enter(limited, tokens, deadline_s)
-    assert charge is not None
-    return charge
+) -> Visit:
+    visit = await limits.arrive(limited, deadline_s)
+    assert visit is not None
+    try:
+        await limits.charge(visit, tokens, ())
+    except errors.BatonError:
+        limits.leave(visit)
+        raise
+    return visit
 
 
 async def refused(limits: RateLimits, limited: KeyConfig, tokens: int = 1) -> Any:
     with pytest.raises(errors.RateLimitExceeded) as caught:
-        await limits.enter(limited, tokens, 300.0)
+        await enter(limits, limited, tokens)
     return caught.value
 
 
-async def left(limits: RateLimits, charge: Charge, generated: int, *, refund: bool = False) -> None:
-    limits.leave(charge, generated, refund=refund)
+async def uncounted(limits: RateLimits, limited: KeyConfig) -> Visit:
+    """A request that arrives while Redis does not answer."""
+    visit = await limits.arrive(limited, 300.0)
+    assert visit is not None
+    assert visit.unsure
+    return visit
+
+
+def leave(limits: RateLimits, visit: Visit, generated: int, *, turned_away: bool = False) -> None:
+    if not turned_away:
+        limits.answered(visit, visit.reserved, [generated])
+    limits.leave(visit)
+
+
+async def left(
+    limits: RateLimits, visit: Visit, generated: int, *, turned_away: bool = False
+) -> None:
+    leave(limits, visit, generated, turned_away=turned_away)
     await limits.close()
 
 
@@ -100,20 +121,62 @@ async def test_requests_per_minute_are_one_limit_for_all_routers(
     assert error.facts["x-ratelimit-remaining-requests"] == "0"
     assert error.facts["x-ratelimit-reset-requests"].endswith("s")
     # Another key has a limit of its own, and so has another cluster.
-    await enter(limits, KeyConfig(name="other", requests_per_minute=1))
+    await enter(limits, KeyConfig(name="other", tenant="default", requests_per_minute=1))
     await enter(RateLimits(client, secrets.token_hex(4), metrics()), limited)
 
 
-async def test_what_was_refused_is_not_charged(limits: RateLimits) -> None:
+async def test_what_was_refused_costs_a_request_and_no_tokens(limits: RateLimits) -> None:
     limited = key(requests_per_minute=5, tokens_per_minute=100)
     await enter(limits, limited, 60)
     error = await refused(limits, limited, 60)
     assert "100 tokens a minute" in error.message
     assert 2.0 < error.retry_after <= 12.0
-    charge = await enter(limits, limited, 40)
-    requests, tokens = charge.allowances
-    assert (requests.remaining, tokens.remaining) == (3, 0)
+    visit = await enter(limits, limited, 40)
+    requests, tokens = visit.allowances
+    assert (requests.remaining, tokens.remaining) == (2, 0)
     assert 30.0 < tokens.reset_s <= 60.0
+
+
+async def test_refusals_by_the_limit_of_requests_cost_nothing(limits: RateLimits) -> None:
+    limited = key(requests_per_minute=6)
+    for _ in range(6):
+        await enter(limits, limited)
+    waits = [(await refused(limits, limited)).retry_after for _ in range(5)]
+    assert max(waits) <= 10.0
+
+
+async def test_answers_are_charged_in_advance_what_they_may_cost(limits: RateLimits) -> None:
+    """Otherwise a key could begin any number of long answers at once."""
+    limited = key(tokens_per_minute=1000)
+    visits = []
+    for _ in range(20):
+        visit = await limits.arrive(limited, 300.0)
+        assert visit is not None
+        visits.append(visit)
+    await limits.charge(visits[0], 10, [512] * 8)
+    for visit in visits[1:]:
+        with pytest.raises(errors.RateLimitExceeded):
+            await limits.charge(visit, 10, [512] * 8)
+    assert [visit.reserved for visit in visits[:2]] == [1000, 0]
+    limits.answered(visits[0], 10, [90])
+    limits.leave(visits[0])
+    await limits.close()
+    # What was not used came back.
+    await limits.charge(visits[1], 100, [100])
+    (allowance,) = visits[1].allowances
+    assert allowance.remaining >= 700
+    assert visits[1].reserved == 200
+
+
+async def test_long_limits_are_charged_as_the_key_s_answers_were(limits: RateLimits) -> None:
+    limited = key(tokens_per_minute=100_000)
+    for length, expected in ((7, 512), (600, 600), (5, 600)):
+        visit = await enter(limits, limited, 10)
+        leave(limits, visit, length)
+        visit = await enter(limits, limited, 10)
+        await limits.charge(visit, 10, [8192, 100])
+        assert visit.reserved == 10 + expected + 100
+        leave(limits, visit, 1)
 
 
 async def test_answers_are_charged_when_they_have_ended(limits: RateLimits) -> None:
@@ -125,14 +188,15 @@ async def test_answers_are_charged_when_they_have_ended(limits: RateLimits) -> N
     assert 20.0 < error.retry_after <= 36.6
 
 
-async def test_who_was_turned_away_elsewhere_gets_all_back(
+async def test_who_was_turned_away_elsewhere_gets_tokens_and_place_back(
     client: redis.asyncio.Redis, limits: RateLimits, cluster_id: str
 ) -> None:
-    limited = key(requests_per_minute=1, tokens_per_minute=100, concurrency=1)
+    limited = key(requests_per_minute=4, tokens_per_minute=100, concurrency=1)
     for _ in range(3):
         charge = await enter(limits, limited, 100)
-        await left(limits, charge, 0, refund=True)
-    await enter(limits, limited, 100)
+        await left(limits, charge, 0, turned_away=True)
+    requests, _ = (await enter(limits, limited, 100)).allowances
+    assert requests.remaining == 0
     await refused(limits, limited)
     # Nothing stays for ever.
     for name in await client.keys(f"*{cluster_id}*"):
@@ -141,7 +205,7 @@ async def test_who_was_turned_away_elsewhere_gets_all_back(
 
 async def test_more_tokens_than_there_ever_are(limits: RateLimits) -> None:
     with pytest.raises(errors.RequestTooLarge, match="101 tokens"):
-        await limits.enter(key(tokens_per_minute=100), 101, 1.0)
+        await enter(limits, key(tokens_per_minute=100), 101, 1.0)
 
 
 async def test_concurrency(limits: RateLimits) -> None:
@@ -173,10 +237,10 @@ async def test_a_request_whose_router_died_counts_until_its_deadline(limits: Rat
 async def test_many_at_once_never_exceed_the_limit(limits: RateLimits) -> None:
     limited = key(requests_per_minute=20, concurrency=15)
     answers = await asyncio.gather(
-        *(limits.enter(limited, 1, 300.0) for _ in range(60)),
+        *(enter(limits, limited) for _ in range(60)),
         return_exceptions=True,
     )
-    assert sum(isinstance(answer, Charge) for answer in answers) == 15
+    assert sum(isinstance(answer, Visit) for answer in answers) == 15
     assert sum(isinstance(answer, errors.RateLimitExceeded) for answer in answers) == 45
 
 
@@ -186,62 +250,136 @@ async def test_without_redis_nobody_is_refused_and_it_is_counted() -> None:
     limits = RateLimits(client, "c", counted, lambda: now[0])
     limited = key(requests_per_minute=1)
     for _ in range(5):
-        assert await limits.enter(limited, 1, 1.0) is None
+        await uncounted(limits, limited)
     value = counted.registry.get_sample_value("baton_rate_limit_failures_total")
     assert value == 5
     await client.aclose()
 
 
-async def test_five_minutes_without_redis_leave_nothing_behind(
+async def test_five_minutes_without_redis_are_charged_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What is remembered is bounded by what ran before, and by the number of keys."""
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.01)
-    monkeypatch.setattr(rate_limits, "MAX_LEAVES", 50)
     port, now = free_port(), [0.0]
-    limited = key(requests_per_minute=1000, concurrency=200)
+    limited = key(requests_per_minute=1000, tokens_per_minute=100_000, concurrency=200)
     with valkey(port) as url:
         client = redis_client(url)
         limits = RateLimits(client, "c", metrics(), lambda: now[0])
-        charges = [await enter(limits, limited) for _ in range(60)]
-        entries = [charge.entry for charge in charges]
+        visits = [await enter(limits, limited) for _ in range(60)]
         tasks = len(asyncio.all_tasks())
     for second in range(300):
         now[0] = float(second)
-        assert await limits.enter(limited, 1, 300.0) is None
-        if charges:
-            limits.leave(charges.pop(), 1, refund=False)
+        for visit in (await uncounted(limits, limited), *visits[:1]):
+            leave(limits, visit, 100)
+        visits = visits[1:]
         assert not limits._queue._waiting
         assert len(asyncio.all_tasks()) <= tasks + 1, (
             "the task that reports requests that have left"
         )
-    # The oldest ones' deadlines are over soonest.
-    assert list(limits._leaves) == entries[49::-1]
+    assert len(limits._reports) <= 60 + limit_scripts.MAX_TOGETHER
     with valkey(port):
         async with asyncio.timeout(DEADLINE_S):
-            while limits._leaves:
+            while limits._reports:
                 await asyncio.sleep(0.01)
         assert await client.zcard("baton:{c}:limit:k:running") == 0
         now[0] += 1.0
-        await enter(limits, limited)
+        requests, tokens = (await enter(limits, limited)).allowances
+        # Redis has lost what was before. Some of the 300 are there again by now.
+        assert 698 <= requests.remaining < 900
+        assert 69_900 <= tokens.remaining < 90_000
     await limits.close()
     await client.aclose()
 
 
-async def test_an_answer_that_comes_too_late_is_undone(
-    client: redis.asyncio.Redis, limits: RateLimits, monkeypatch: pytest.MonkeyPatch
+async def test_an_answer_that_comes_too_late_counts_once(
+    client: redis.asyncio.Redis,
+    limits: RateLimits,
+    cluster_id: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A request that went on uncounted holds no place."""
-    limited = key(requests_per_minute=1, concurrency=1)
+    """A request that went on unsure holds no place once it has left, and is charged."""
+    limited = key(requests_per_minute=2, tokens_per_minute=100, concurrency=1)
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
     monkeypatch.setattr(rate_limits, "ANSWER_S", 0.0)
     await client.client_pause(100)
-    assert await limits.enter(limited, 1, 300.0) is None
+    visit = await uncounted(limits, limited)
+    assert visit.sent
+    leave(limits, visit, 60)
     monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):
-        while not limits._reporting:
+        while limits._queue._carrying or limits._reports:
             await asyncio.sleep(0.01)
+    assert await running(client, cluster_id) == 0
+    requests, tokens = (await enter(limits, limited, 0)).allowances
+    assert requests.remaining == 0
+    assert 40 <= tokens.remaining <= 45
+
+
+@pytest.mark.parametrize("pause_ms", [20, 200, 1000])
+async def test_a_pause_of_any_length_leaks_no_place_and_loses_no_charge(
+    client: redis.asyncio.Redis,
+    limits: RateLimits,
+    cluster_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    pause_ms: int,
+) -> None:
+    """It is longer than the deadlines of requests and of calls, whose connections are then cut."""
+    limited = key(requests_per_minute=1000, tokens_per_minute=100_000, concurrency=500)
+    before = [await enter(limits, limited, 100) for _ in range(100)]
+    for name, value in (("ANSWER_S", 0.02), ("AWAY_S", 0.05)):
+        monkeypatch.setattr(rate_limits, name, value)
+    monkeypatch.setattr(limit_scripts, "CALL_S", 0.1)
+    await client.client_pause(pause_ms)
+    during = [await limits.arrive(limited, 300.0) for _ in range(100)]
+    for visit in (*before, *during):
+        assert visit is not None
+        limits.answered(visit, 100, [200])
+        limits.leave(visit)
+    monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        while limits._queue._carrying or limits._reports:
+            await asyncio.sleep(0.01)
+    assert await running(client, cluster_id) == 0
+    monkeypatch.setattr(limits, "_away_until", 0.0)
+    requests, tokens = (await enter(limits, limited, 0)).allowances
+    # 201 requests and 60,000 tokens, less what has come back in a few seconds.
+    assert 799 <= requests.remaining <= 799 + 140
+    assert 40_000 <= tokens.remaining <= 40_000 + 20_000
+
+
+async def test_a_request_that_redis_hears_of_after_its_end_holds_no_place(
+    client: redis.asyncio.Redis, limits: RateLimits, cluster_id: str
+) -> None:
+    """Two connections: the first call may be served last."""
+    limited = key(requests_per_minute=10, concurrency=1)
+    visit = Visit(limited, "late", 300.0, 0.0, sent=True)
+    for _ in range(2):
+        limits.leave(visit)
+        await limits.close()
+    await limit_scripts.call_together(client, [limits._call(visit, 1, 0)])
+    assert await running(client, cluster_id) == 0
+    (requests,) = (await enter(limits, limited)).allowances
+    assert requests.remaining == 8
+
+
+async def test_a_request_without_a_deadline_is_renewed(
+    client: redis.asyncio.Redis,
+    limits: RateLimits,
+    cluster_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rate_limits, "_RENEW_S", 0.01)
+    visit = await limits.arrive(key(concurrency=1), None)
+    assert visit is not None
+    name = f"baton:{{{cluster_id}}}:limit:k:running"
+    began = await client.zscore(name, visit.entry)
+    async with asyncio.timeout(DEADLINE_S):
+        while await client.zscore(name, visit.entry) == began:
+            await asyncio.sleep(0.01)
+    limits.leave(visit)
     await limits.close()
-    await enter(limits, limited)
+    assert await running(client, cluster_id) == 0
 
 
 async def running(client: redis.asyncio.Redis, cluster_id: str) -> int:
@@ -260,10 +398,10 @@ async def test_requests_that_end_while_redis_is_away_are_reported_when_it_is_bac
     monkeypatch.setattr(rate_limits, "ANSWER_S", 0.01)
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.01)
     await client.client_pause(100)
-    assert await limits.enter(limited, 1, 300.0) is None
+    limits.leave(await uncounted(limits, limited))
     monkeypatch.setattr(limits, "_away_until", float("inf"))
     for charge in charges:
-        limits.leave(charge, 30, refund=False)
+        leave(limits, charge, 30)
     async with asyncio.timeout(DEADLINE_S):
         while await running(client, cluster_id):
             await asyncio.sleep(0.01)
@@ -290,12 +428,12 @@ async def test_a_leave_whose_answer_is_lost_is_charged_once(
         return answers
 
     monkeypatch.setattr(rate_limits, "call_together", call)
-    limits.leave(charges[0], 300, refund=False)
-    limits.leave(charges[1], 0, refund=True)
+    leave(limits, charges[0], 300)
+    leave(limits, charges[1], 0, turned_away=True)
     await limits.close()
     assert len(lost) == 3
     requests, tokens = (await enter(limits, limited, 1)).allowances
-    assert requests.remaining == 8
+    assert requests.remaining == 7
     assert 599 <= tokens.remaining <= 620
 
 
@@ -314,7 +452,7 @@ async def test_a_leave_that_redis_refuses_is_logged_and_told_again(
         return [refusals.pop()] if refusals else await answered(*args)
 
     monkeypatch.setattr(rate_limits, "call_together", call)
-    limits.leave(charge, 0, refund=False)
+    leave(limits, charge, 0)
     async with asyncio.timeout(DEADLINE_S):
         while await running(client, cluster_id):
             await asyncio.sleep(0.01)
@@ -324,10 +462,9 @@ async def test_a_leave_that_redis_refuses_is_logged_and_told_again(
 async def test_limits_that_close_leave_no_task_behind(
     client: redis.asyncio.Redis, limits: RateLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What closing ends may have been counted: it is taken back before the end, not after it."""
     monkeypatch.setattr(rate_limits, "ANSWER_S", 0.0)
     await client.client_pause(100)
-    assert await limits.enter(key(concurrency=1), 1, 300.0) is None
+    leave(limits, await uncounted(limits, key(concurrency=1)), 1)
     monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
     before = asyncio.all_tasks()
     await limits.close()
@@ -348,10 +485,10 @@ async def test_no_request_waits_for_a_connection_for_longer_than_for_an_answer(
     monkeypatch.setattr(rate_limits, "ANSWER_S", 0.01)
     await client.client_pause(300)
     for _ in range(rate_limits.MAX_CONNECTIONS + 2):
-        assert await limits.enter(limited, 1, 300.0) is None
+        limits.leave(await uncounted(limits, limited))
     monkeypatch.setattr(rate_limits, "ANSWER_S", DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):
-        while limits._queue._carrying or limits._leaves:
+        while limits._queue._carrying or limits._reports:
             await asyncio.sleep(0.01)
     assert await running(client, cluster_id) == 1
 
@@ -374,7 +511,7 @@ async def test_a_server_that_has_forgotten_the_scripts(
     await refused(limits, limited)
 
 
-@pytest.mark.parametrize("kind", ["requests", "tokens", "running", "clock"])
+@pytest.mark.parametrize("kind", ["requests", "tokens", "running", "clock", "charged"])
 @pytest.mark.parametrize("ended", [0, 1, 2])
 async def test_a_lost_key_limits_again_once_what_ran_has_ended(
     client: redis.asyncio.Redis, limits: RateLimits, cluster_id: str, kind: str, ended: int
@@ -442,9 +579,9 @@ async def test_headers(limits: RateLimits, stream: bool) -> None:
             assert answer.headers["x-ratelimit-limit-requests"] == "2"
             assert answer.headers["x-ratelimit-remaining-requests"] == remaining
             assert answer.headers["x-ratelimit-limit-tokens"] == "12"
-            # 3 of the prompt, 2 of the first answer, 3 of the second prompt; every 5 s one is back.
+            # 3 of the prompt and 2 of the answer, twice; every 5 s one is back.
             assert int(answer.headers["x-ratelimit-remaining-tokens"]) in (
-                {9} if remaining == "1" else range(4, 9)
+                {7} if remaining == "1" else range(2, 8)
             )
             await limits.close()
         answer = await http.post("/v1/completions", json=PROMPT, headers=SHOWN)
@@ -462,14 +599,29 @@ async def test_headers(limits: RateLimits, stream: bool) -> None:
     }
 
 
-async def test_who_is_shed_keeps_the_allowance(limits: RateLimits) -> None:
+async def test_who_is_shed_keeps_the_tokens(limits: RateLimits) -> None:
     async def full(request: GenerationRequest) -> Any:
         raise errors.Overloaded("full", retry_after=1.0)
         yield
 
-    front = make_front(full, keys=[key(requests_per_minute=1).model_dump()])
+    front = make_front(
+        full, keys=[key(requests_per_minute=3, tokens_per_minute=6, concurrency=1).model_dump()]
+    )
     async with app_of(front, limits) as http:
         for _ in range(3):
             answer = await http.post("/v1/completions", json=PROMPT, headers=SHOWN)
             assert answer.json()["error"]["code"] == "overloaded"
+            await limits.close()
+        answer = await http.post("/v1/completions", json=PROMPT, headers=SHOWN)
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_a_body_that_is_refused_counts_as_a_request(limits: RateLimits, path: str) -> None:
+    """Otherwise a client could have any number of bodies read and checked."""
+    front = make_front(keys=[key(requests_per_minute=2, concurrency=1).model_dump()])
+    async with app_of(front, limits) as http:
+        for status in (400, 400, 429):
+            answer = await http.post(path, content=b"{", headers=SHOWN)
+            assert answer.status_code == status
             await limits.close()

@@ -19,8 +19,7 @@ from engine.execution.runner import ModelRunner
 from engine.offline import generate
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.drafter import NgramDrafter
-from engine.speculation.speculation import Speculation
+from engine.speculation.speculation import NgramDrafter, Speculation
 from router.text.tokenizer import Tokenizer
 from tests.support.engine.drafters import WholeDrafts
 from tests.support.mini_cluster import mini_cluster

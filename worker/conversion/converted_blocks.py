@@ -73,11 +73,11 @@ class ConvertedBlocks(PartByPart):
 
         Raises GeometryMismatch, which names both sides, where ``cache`` cannot be converted.
         """
-        source, self._layout = KvLayout.of(cache.geometry()), KvLayout.of(target)
+        source, self._layout = KvLayout.of(cache.geometry), KvLayout.of(target)
         if target.tensor_parallel != 1:
             raise GeometryMismatch(
                 f"blocks go to one rank, and the target has {target}; the source has "
-                f"{cache.geometry()}"
+                f"{cache.geometry}"
             )
         self._converter = Converter(source, self._layout)
         self._cache = cache

@@ -39,10 +39,9 @@ from engine.scheduling.sequence import Sequence, SequenceUpdate
 from worker.core.engine_thread import EngineThread
 from worker.core.failed_steps import FailedSteps
 from worker.core.gauges import WorkerGauges
-from worker.core.prefill_budget import PrefillBudget
-from worker.core.step_planner import StepPlanner
+from worker.core.step_planner import PrefillBudget, StepPlanner
 from worker.cores.core_board import CoreBoard
-from worker.costs.unit_cost import UnitCost
+from worker.costs.step_costs import UnitCost
 from worker.device.device_fault import described, is_out_of_memory
 from worker.offload.kv_tiers import KvTiers
 
@@ -198,7 +197,8 @@ class EngineCore:
             self._broken.append((plan, result))
         else:
             self.steps += 1
-            self._failed_steps.end_row()
+            if self._failed_steps.count:
+                self._failed_steps.end_row()
             self._observe(plan, result, updates, wall_s)
             # Before the tokens are emitted: the engine computes meanwhile.
             self.schedule_steps()

@@ -16,9 +16,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.step.step import CoreShare
-from worker.cores.core_sharing import BREAK_S, PATIENCE_S, pause_after, threads_for
+from engine.cpu.library import CoreShare
+from worker.cores.core_sharing import BREAK_S, PATIENCE_S
 
+PAUSE = 1.0
+"""Pause after a decode step, as a share of its time, while prompts are computed."""
+_MAX_PAUSE_S = 0.1
 NICENESS = 10
 """Of threads that compute; about a tenth of the weight of others (sched(7)). engine/cpu/board.h has
 the same."""
@@ -31,6 +34,16 @@ _TIME, _THREADS = struct.Struct("=q"), struct.Struct("=i")
 _URGENT_AT, _BUSY_SINCE_AT = 8, 16
 _STALE_NS = 5 * 10**9
 _HAND_IN_S, _LOOK_AGAIN_S = 0.001, 0.00002
+
+
+def threads_for(cores: int, yields: bool, others: int) -> int:
+    """Threads of a step, while ``others`` workers of the host compute too."""
+    return cores if yields else max(1, cores // (1 + others))
+
+
+def pause_after(step_s: float) -> float:
+    """Seconds between the end of a decode step and the next one, while prompts are computed."""
+    return min(_MAX_PAUSE_S, PAUSE * step_s)
 
 
 def give_way() -> None:

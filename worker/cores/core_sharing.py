@@ -17,25 +17,12 @@ Whatever is short goes before all of these: the event loop, gRPC's threads, thos
 Threads that compute have a nice value of their own for that; without it the kernel leaves them on
 their core until its next tick, 4 ms later, once the event loop has used what it was owed.
 
-Plain Python: workers and the simulator use the same rules.
+``worker/cores/core_board.py`` applies these rules. The simulator has the same times.
 """
 
 from __future__ import annotations
 
-PAUSE = 1.0
-"""Pause after a decode step, as a share of its time, while prompts are computed."""
 PATIENCE_S = 0.15
 """How long prefill computes without a break before decode pauses for it."""
 BREAK_S = 0.005
 """Less than that between two steps is no break."""
-_MAX_PAUSE_S = 0.1
-
-
-def threads_for(cores: int, yields: bool, others: int) -> int:
-    """Threads of a step, while ``others`` workers of the host compute too."""
-    return cores if yields else max(1, cores // (1 + others))
-
-
-def pause_after(step_s: float) -> float:
-    """Seconds between the end of a decode step and the next one, while prompts are computed."""
-    return min(_MAX_PAUSE_S, PAUSE * step_s)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.kv.kv_cache import KvCache, allocate_plain
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.memory.shared_pool import SharedPool, allocate
 
 

@@ -1,6 +1,6 @@
 """The receiving side of every transfer to this worker: promises blocks, lets copies in, ends them.
 
-Owned by the event loop. The states are those of ``kvtransfer.tickets.ticket``; ``now`` is
+Owned by the event loop. The states are those of ``kvtransfer.tickets``; ``now`` is
 passed in.
 """
 
@@ -20,9 +20,8 @@ from engine.scheduling.block_pool import BlockPool
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.shard_layout import ShardLayout, shards_to
 from kvtransfer.pairs.push_fan import fail
-from kvtransfer.tickets.ticket import Attempt, Purpose, Ticket
+from kvtransfer.tickets import Attempt, Purpose, Ticket, TicketReceiver
 from worker.exchange.rank_link import RankLinks
-from worker.exchange.ticket_receiver import TicketReceiver
 
 NO_TRANSPORT = "none"
 """Counts as the transport of a ticket that ended before a byte of it came."""

@@ -13,9 +13,8 @@ import grpc.aio
 
 from baton.errors import BatonError, GeometryMismatch
 from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import call_errors
-from baton.security.tls import TlsFiles
+from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.inbound import Inbound
@@ -46,14 +45,14 @@ class Exchange:
         *,
         address: str = "",
         ranks: RankLinks | None = None,
-        tls: TlsFiles | None = None,
+        plane: WorkerPlane = OPEN_PLANE,
         recall: Recall | None = None,
     ) -> None:
         """``transports`` are registered; ``executor`` reads blocks.
 
         ``address``: host:port of this worker's gRPC server; empty for one that receives nothing.
-        ``ranks`` are the worker's other ranks, and open; None: it has one only. ``tls``: what this
-        worker shows others. ``recall`` is that of the tiers, where there are any.
+        ``ranks`` are the worker's other ranks, and open; None: it has one only. ``plane``: how
+        this worker calls others. ``recall`` is that of the tiers, where there are any.
         """
         self.identity = identity
         self.address = address
@@ -62,19 +61,15 @@ class Exchange:
         self.inbound = Inbound(identity, transports, receiver, limits, rank_addresses)
         receiver.subscribe(self.inbound.released)
         self._transports = transports
-        self._tls = tls
         self._pool = receiver.pool
         self._pairs = OutboundPairs(
-            identity, transports, limits, executor, self._connect, receiver.clock
+            identity, transports, limits, executor, plane.channel, receiver.clock
         )
         self._sender = RankSender(identity, self._pairs)
         self._ranks = ranks
         self._recall = recall
         self._pulls_served = 0
         self._calls: dict[Outbound, HandoffCalls] = {}
-
-    def _connect(self, address: str) -> grpc.aio.Channel:
-        return open_channel(address, self._tls, "worker")
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The one channel to a worker's gRPC server."""

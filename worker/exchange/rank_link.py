@@ -23,13 +23,12 @@ from baton.liveness.listening import listening
 from baton.liveness.silence import SilenceWatch
 from baton.request import Geometry
 from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
-from baton.security.tls import TlsFiles
+from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.pairs.push_fan import fail
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.tickets import Ticket
 from worker.exchange.sender import RankedPeer
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class RankLink:
         limits: PairLimits,
         silence_s: float,
         listeners: Sequence[RankListener] = (),
-        tls: TlsFiles | None = None,
+        plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
         """``address`` is host:port of the rank's gRPC server, ``limits`` are those of its pairs.
 
@@ -79,7 +78,7 @@ class RankLink:
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self._limits = limits
         self._silence = SilenceWatch[int](silence_s)
-        self._channel = open_channel(address, tls, "worker")
+        self._channel = plane.channel(address)
         self._call: Call | None = None
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._pushes: dict[str, RankPush] = {}
@@ -318,7 +317,7 @@ class RankLinks:
         addresses: Sequence[str],
         limits: PairLimits,
         silence_s: float,
-        tls: TlsFiles | None = None,
+        plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
         """``addresses`` are those of the ranks from 1 on, ``limits`` are of their pairs with peers.
 
@@ -326,7 +325,7 @@ class RankLinks:
         """
         self._listeners: list[RankListener] = []
         self.links = [
-            RankLink(rank, address, limits, silence_s, self._listeners, tls)
+            RankLink(rank, address, limits, silence_s, self._listeners, plane)
             for rank, address in enumerate(addresses, 1)
         ]
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()

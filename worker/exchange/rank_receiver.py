@@ -19,8 +19,7 @@ from baton.v1 import rank_pb2
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.shard_layout import shards_to
 from kvtransfer.pairs.pair import Identity
-from kvtransfer.tickets.ticket import Ticket
-from worker.exchange.ticket_receiver import TicketReceiver
+from kvtransfer.tickets import Ticket, TicketReceiver
 
 Event = rank_pb2.RankEvent
 

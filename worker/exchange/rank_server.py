@@ -22,15 +22,14 @@ from baton.errors import BatonError, HandoffError, Unavailable, WorkerFailed
 from baton.host.background import end_tasks
 from baton.liveness.listening import ListeningClock
 from baton.rpc import convert
-from baton.rpc.grpc_channel import listen, make_server, open_channel
+from baton.rpc.grpc_channel import listen
 from baton.rpc.grpc_errors import grpc_boundary
-from baton.security.peer_roles import PeerRoles
-from baton.security.tls import TlsFiles
+from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
 from baton.v1 import rank_pb2, rank_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from kvtransfer.pairs.inbound import Inbound
 from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.pairs.push_fan import PushFan
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.tickets import Ticket
 from kvtransfer.transports.transport import Transport
 from worker.exchange.rank_receiver import RankReceiver
 from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
@@ -55,7 +54,7 @@ class RankServer:
         make_transports: MakeTransports,
         executor: Executor,
         host: str = "127.0.0.1",
-        tls: TlsFiles | None = None,
+        plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
         """``executor`` reads blocks; ``host`` is where the server listens."""
         self.address = ""
@@ -63,15 +62,15 @@ class RankServer:
         self._make_transports = make_transports
         self._executor = executor
         self._host = host
-        self._tls = tls
-        self._server = make_server(gates=() if tls is None else (PeerRoles(),))
+        self._plane = plane
+        self._server = plane.server()
         self._life: RankLife | None = None
 
     async def start(self) -> None:
         """Serve, on a port that the system chooses."""
         rank_pb2_grpc.add_RankServiceServicer_to_server(_RankServicer(self), self._server)
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(_PairServicer(self), self._server)
-        self.address = f"{self._host}:{listen(self._server, f'{self._host}:0', self._tls)}"
+        self.address = f"{self._host}:{listen(self._server, f'{self._host}:0', self._plane.tls)}"
         await self._server.start()
 
     async def join(
@@ -83,7 +82,7 @@ class RankServer:
             raise HandoffError("a rank's first command must begin its life")
         if self._life is not None:
             await self._life.end()
-        life = RankLife(first.commands[0].begin, self._make_transports, self._executor, self._tls)
+        life = RankLife(first.commands[0].begin, self._make_transports, self._executor, self._plane)
         self._life = life
         try:
             life.take(first.commands[1:])
@@ -116,7 +115,7 @@ class RankLife:
         begin: rank_pb2.BeginRank,
         make_transports: MakeTransports,
         executor: Executor,
-        tls: TlsFiles | None = None,
+        plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
         geometry = convert.geometry_from_proto(begin.geometry)
         self.identity = Identity(begin.incarnation, begin.fingerprint, geometry, begin.rank)
@@ -135,7 +134,7 @@ class RankLife:
             self._transports,
             limits,
             executor,
-            lambda address: open_channel(address, tls, "worker"),
+            plane.channel,
             self._clock,
         )
         self._sender = RankSender(self.identity, self._pairs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from worker.costs.unit_cost import UnitCost
+from worker.costs.step_costs import UnitCost
 
 FIXED_S = 0.002
 """Two threads that have to be woken, and the plan that follows."""

@@ -3,7 +3,7 @@
     (no ticket) ─promise→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED (they are the sequence's)
     RESERVED, RECEIVING ─holder gone, refused, too slow, damaged, aborted→ RELEASED
 
-The states are those of ``kvtransfer.tickets.ticket``: here the reader's own. Whatever goes wrong
+The states are those of ``kvtransfer.tickets``: here the reader's own. Whatever goes wrong
 costs time, never the request: the blocks are computed then. Owned by the event loop.
 """
 
@@ -20,7 +20,7 @@ from baton.hashing import last_hashes
 from baton.request import Geometry
 from baton.v1 import prefill_pb2
 from engine.scheduling.sequence import Sequence
-from kvtransfer.tickets.ticket import Purpose, Ticket
+from kvtransfer.tickets import Purpose, Ticket
 from kvtransfer.transports.transport import Peer
 from worker.exchange.block_receiver import NO_TRANSPORT
 from worker.prefill.fetch_estimates import FetchEstimates
@@ -43,11 +43,8 @@ class PrefixSource:
     """On how many ranks they lie; 0: on as many as here."""
 
 
-def source_of(request: prefill_pb2.PrefillRequest) -> PrefixSource | None:
-    """The worker that holds more of a request's prompt, if the router names one."""
-    if not request.HasField("source"):
-        return None
-    source = request.source
+def source_of(source: prefill_pb2.PrefixSource) -> PrefixSource:
+    """The worker that holds more of a request's prompt, as the router names it."""
     holder = Peer(source.incarnation, source.address)
     return PrefixSource(holder, source.blocks, source.tensor_parallel)
 

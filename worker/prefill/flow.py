@@ -26,7 +26,7 @@ from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2
 from engine.scheduling.sequence import Sequence, SequenceUpdate
-from kvtransfer.tickets.ticket import Attempt
+from kvtransfer.tickets import Attempt
 from worker.prefill.fetch import Fetcher, PrefixSource, source_of
 from worker.prefill.fetch_estimates import FetchEstimates
 from worker.prefill.service import Send
@@ -135,14 +135,17 @@ class PrefillFlow:
             try:
                 matcher = None
                 if spec.sampling.grammar is not None:
-                    matcher = await self._context.grammars.ready(spec.sampling.grammar, deadline)
+                    matcher = await self._context.grammars.ready(
+                        spec.sampling.grammar, spec.cache_salt, deadline
+                    )
                 sequence = self._context.make_sequence(
                     spec, arrived=arrived, deadline=deadline, prefill_only=self._prefill_only
                 )
                 sequence.follow(matcher)
                 await sink.reserve(sequence)
                 updates.check()
-                blocks = await self._cached_blocks(sequence, source_of(request), updates, deadline)
+                source = source_of(request.source) if request.HasField("source") else None
+                blocks = await self._cached_blocks(sequence, source, updates, deadline)
                 # The sequence has no siblings any more once they have begun with it.
                 choices = (sequence, *sequence.siblings)
                 firsts = await sink.compute(sequence, blocks)

@@ -77,7 +77,7 @@ async def _measured(
     """The profile's fields. Raises BatonError."""
     from baton.client.http_api import open_async_api  # noqa: PLC0415
     from baton.errors import ConfigError  # noqa: PLC0415
-    from engine.scheduling.limits import SchedulerLimits  # noqa: PLC0415
+    from engine.scheduling.sequence import SchedulerLimits  # noqa: PLC0415
     from planning.simulator.calibration.live_probe import LiveProbe  # noqa: PLC0415
     from planning.simulator.calibration.live_timings import live_costs  # noqa: PLC0415
     from planning.simulator.calibration.probe_requests import Limits, ProbeRequests  # noqa: PLC0415

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from baton.config.access import KeyConfig
-from baton.config.choices import Scope
+from baton.config.choices import DEFAULT_TENANT, Scope
 from baton.config.cluster import Config
 from baton.config.errors import plain_faults
 from baton.config.keys_file import hash_of
@@ -66,4 +66,4 @@ def requiring(config: Config, keys: Sequence[KeyConfig]) -> Config:
 
 
 def _entry(name: str, key: str) -> KeyConfig:
-    return KeyConfig(name=name, sha256=hash_of(key), scopes=_SCOPES)
+    return KeyConfig(name=name, sha256=hash_of(key), tenant=DEFAULT_TENANT, scopes=_SCOPES)

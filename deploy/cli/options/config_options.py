@@ -1,9 +1,9 @@
 """The options of `baton serve`, made from the configuration's fields.
 
 Every field has one: a field of a table is ``--TABLE-FIELD``, and an entry of a list of tables is
-``--pool FIELD=VALUE,…``. Only API keys have no option, since every user of the machine can read a
-command line; ``--keys-file`` and ``--api-key-file`` name files of keys. Importing this module
-imports pydantic: only commands that run, or show their help, do so.
+``--pool FIELD=VALUE,…``. Only API keys and the cluster's secret have no option, since every user of
+the machine can read a command line; ``--keys-file`` and ``--api-key-file`` name files of keys.
+Importing this module imports pydantic: only commands that run, or show their help, do so.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _LISTS: Mapping[str, str] = MappingProxyType(
     {"pools": "pool", "classes": "context_class", "tenants": "tenant"}
 )
 """By list of tables: the option for one entry."""
-_NO_OPTION = frozenset({"keys"})
+_NO_OPTION = frozenset({"keys", "cluster_secret"})
 _SHORT: Mapping[Path, str] = MappingProxyType(
     {
         ("tls", "folder"): "certs",
@@ -275,7 +275,7 @@ def option_type(field: FieldInfo) -> Any:
 
 
 def option_flag(path: Path) -> str:
-    """The flag of a field, or of one entry of a list of tables; empty for API keys."""
+    """The flag of a field, or of one entry of a list of tables; empty for secrets."""
     if path[0] in _NO_OPTION:
         return ""
     if path[0] in _LISTS:

@@ -30,7 +30,7 @@ _UNITS: tuple[tuple[str, str], ...] = (
     (r"^count$|^(min|max)_(prefill|decode|workers)$", "workers"),
     (r"^routers$", "processes"),
     (r"^(concurrency|max_waiting_requests|max_batch_in_flight)$", "requests"),
-    (r"^max_connections_per_client$", "connections"),
+    (r"^max_connections(_per_client)?$", "connections"),
     (r"^weight$", "relative to other tenants"),
     (r"^priority$", "rank, lower first"),
 )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.sampling.sampling import SampleRow, draw_of
+from engine.sampling.step import StepInput, StepModel
 from engine.scheduling.plan import PlanRow
 from engine.speculation.heads.eagle_model import EagleModel
 from engine.speculation.model_drafter import (
@@ -28,7 +29,6 @@ from engine.speculation.model_drafter import (
     part_of,
 )
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
-from engine.step.step import StepInput, StepModel
 
 _MAX_WAITING = 16
 """Tokens of a sequence whose rows may wait until it drafts: so many cost little more than one."""

@@ -19,8 +19,8 @@ from engine.model.model import DecoderModel, Layer, StepTokens
 from engine.model.named_tensors import Matrix, NamedTensors
 from engine.model.rope import rope_table
 from engine.model.torch_step import TorchStepModel
+from engine.sampling.step import StepInput, StepOutput
 from engine.speculation.heads.eagle_config import FEATURE_LAYERS, EagleConfig
-from engine.step.step import StepInput, StepOutput
 
 _LAYERS = ("midlayer", "layers.0", "model.layers.0")
 """What the names of the layer's tensors begin with: as published, and as some convert it."""
@@ -154,7 +154,7 @@ def _token_ids(config: EagleConfig, weights: Mapping[str, Matrix]) -> torch.Tens
 
 
 class EagleTorchStep(TorchStepModel):
-    """The reference implementation of ``engine.step.step.StepModel`` for a head.
+    """The reference implementation of ``engine.sampling.step.StepModel`` for a head.
 
     It takes ``StepInput.features`` or ``states``; its ``hidden`` is what its one layer puts out.
     """

@@ -19,13 +19,13 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from baton.errors import ConfigError
 from engine.checkpoint.config_fields import ConfigFields
 from engine.checkpoint.model_config import ModelConfig
+from engine.cpu.library import CoreShare
 from engine.model.layers import Linear
 from engine.model.model import DecoderModel
 from engine.model.named_tensors import Matrix, NamedTensors
 from engine.sampling.sampling import draw_of
 from engine.scheduling.plan import PlanRow
 from engine.speculation.model_drafter import ComputedRow, DraftDraws, DraftQuery, Sampler
-from engine.step.step import CoreShare
 
 
 @dataclass(frozen=True, slots=True)

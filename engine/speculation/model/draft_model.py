@@ -16,7 +16,7 @@ import torch
 from baton.errors import ConfigError
 from engine.checkpoint.model_config import ModelConfig
 from engine.sampling.sampling import draw_of
-from engine.sampling.step_work import StepWork
+from engine.sampling.step import StepInput, StepModel, StepWork
 from engine.scheduling.plan import PlanRow
 from engine.speculation.model_drafter import (
     CachedDrafter,
@@ -27,7 +27,6 @@ from engine.speculation.model_drafter import (
     part_of,
 )
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
-from engine.step.step import StepInput, StepModel
 
 _GAP = 2 * MAX_DRAFT_TOKENS
 """Most tokens before a chunk that are taken in with it."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.speculation.costs import DraftingTime
-from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal, best_count
+from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal, best_count, towards
 
 EVIDENCE = 4
 """Of a draft's first token, in the measure of ``DraftLength``: a model guesses better than a single
@@ -37,6 +36,53 @@ _PROMPT_EVERY = 15
 """Of so many prompts one is taken in where drafts do not pay, to see whether they would. An odd
 number: for a prompt that is computed elsewhere it is asked twice, when blocks are promised, and
 when they have come."""
+
+
+_STEP_SHARE = 0.1
+"""What a step of the drafter is taken to cost until one was seen: this part of the model's."""
+_TOKENS_A_STEP = 8
+"""So many tokens of a backlog are taken to cost what a step does, until some were seen: a step of
+few tokens is bound by memory."""
+
+
+class DraftingTime:
+    """What a drafter's own model takes to draft, learned from the drafts themselves.
+
+    A draft of k tokens is k steps of a small model, one after another, of all sequences that draft.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, float] = {}
+        self._token: float | None = None
+
+    def observe(self, sequences: int, steps: int, seconds: float) -> None:
+        """``steps`` steps of so many sequences, without a backlog, took so long."""
+        found = seconds / steps
+        key = _power_of_two(sequences)
+        self._steps[key] = towards(self._steps.get(key), found)
+
+    def observe_tokens(self, tokens: int, seconds: float) -> None:
+        """Taking in so many tokens, of a prompt or a backlog, took so long."""
+        self._token = towards(self._token, seconds / tokens)
+
+    def step(self, sequences: int, model_step: float) -> float:
+        """Seconds of one step of so many; ``model_step`` are those of one of the model."""
+        if not self._steps:
+            return _STEP_SHARE * model_step
+        key = min(self._steps, key=lambda known: abs(known - _power_of_two(sequences)))
+        return self._steps[key]
+
+    def backlog(self, tokens: int, model_step: float) -> float:
+        """Seconds of taking in so many tokens."""
+        token = self._token
+        if token is None:
+            token = self.step(1, model_step) / _TOKENS_A_STEP
+        return tokens * token
+
+
+def _power_of_two(count: int) -> int:
+    """To a power of two, upwards."""
+    return 1 << (count - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)

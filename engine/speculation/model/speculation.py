@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
+from engine.cpu.library import CoreShare
 from engine.scheduling.plan import KnownSequence, PlanRow
 from engine.speculation.model.length import EVIDENCE, PIECE, Candidate, ModelDraftLength
 from engine.speculation.model_drafter import ComputedRow, DraftQuery, ModelDrafter
-from engine.speculation.speculation import DraftedRow, with_draft
-from engine.step.step import CoreShare
+from engine.speculation.speculation import with_draft
 
 
 class ModelSpeculation:
@@ -39,18 +39,16 @@ class ModelSpeculation:
     def hidden_layers(self) -> tuple[int, ...]:
         return self.model.hidden_layers
 
-    def extend(
-        self, rows: Sequence[DraftedRow], known: Mapping[int, KnownSequence]
-    ) -> list[DraftedRow]:
+    def extend(self, rows: Sequence[PlanRow], known: Mapping[int, KnownSequence]) -> list[PlanRow]:
         """See ``StepSpeculation``."""
         began = time.perf_counter()
         found = list(rows)
         if self.length.looks(len(rows)):
-            drafts = self._drafts([drafted.row for drafted in rows], known)
-            for place, drafted in enumerate(rows):
-                if draft := drafts.get(drafted.row.sequence_id):
-                    found[place] = with_draft(drafted.row, draft)
-        self.model.begin([drafted.row for drafted in found])
+            drafts = self._drafts(rows, known)
+            for place, row in enumerate(rows):
+                if draft := drafts.get(row.sequence_id):
+                    found[place] = with_draft(row, draft)
+        self.model.begin(found)
         self._drafting_s = time.perf_counter() - began
         return found
 

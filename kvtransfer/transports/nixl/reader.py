@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import OpenTransfers, place
 from kvtransfer.transports.nixl.agent import NixlAgent
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import AnnouncedBatch, place
 
 SLOT_BYTES = 8 << 20
 """Of one read. UCX emulates reads over TCP, and not more of them at once would be faster."""
@@ -48,7 +47,7 @@ class WriterMemory:
 
 @dataclass(eq=False, slots=True)
 class _Incoming:
-    batch: Batch
+    batch: AnnouncedBatch
     transfer: Transfer
     deadline: float
     """On the monotonic clock."""
@@ -78,7 +77,7 @@ class Source:
         self._arrived: deque[_Incoming] = deque()
         self.incoming: list[_Incoming] = []
 
-    def add(self, batch: Batch, transfer: Transfer, deadline_s: float) -> None:
+    def add(self, batch: AnnouncedBatch, transfer: Transfer, deadline_s: float) -> None:
         """A batch to read; from any thread."""
         incoming = _Incoming(batch, transfer, time.monotonic() + deadline_s)
 

@@ -28,7 +28,7 @@ from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.nixl.agent import NixlAgent
 from kvtransfer.transports.nixl.reader import SLOT_BYTES, NixlReader, Source, WriterMemory
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Peer
+from kvtransfer.transports.transport import AnnouncedBatch, Peer
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class NixlReceiveLink:
         self._memory = memory
         self._reader = reader
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+    def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """See ``ReceiveLink``."""
         transfer = self._source.transfers.new()
         if not wanted:
@@ -139,7 +139,7 @@ class NixlReceiveLink:
         self._reader.wake()
         return transfer
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: AnnouncedBatch) -> None:
         """Raises HandoffError: peers name parts, and may be wrong."""
         theirs, source, target = self._source.memory, batch.source, batch.target
         end = source.offset + source.length

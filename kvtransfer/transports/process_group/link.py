@@ -37,7 +37,7 @@ from kvtransfer.transports.process_group.messages import (
 from kvtransfer.transports.process_group.process_pair import MAX_TAG, ProcessPair, StagingBuffer
 from kvtransfer.transports.process_group.rendezvous import Opener, PairStore
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts
 
 log = logging.getLogger(__name__)
 
@@ -375,7 +375,7 @@ class GroupSendLink(_Link):
 class GroupReceiveLink(_Link):
     """A receiver's end: a ``ReceiveLink``."""
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+    def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """See ``ReceiveLink``.
 
         A batch of several messages runs from its first one on: a cancel then has to wait for the

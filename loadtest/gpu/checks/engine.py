@@ -18,9 +18,9 @@ from engine.kv.kv_cache import KvCache
 from engine.model.model import DecoderModel
 from engine.model.torch_step import TorchStepModel
 from engine.model.weights import load_weights
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
 from engine.scheduling.sequence import Sequence
-from engine.step.step import StepInput
 from loadtest.gpu.common.drafts import run_to_end
 from loadtest.gpu.common.models import write_folder
 from loadtest.gpu.common.place import Place

@@ -17,8 +17,8 @@ from engine.gpu.runner import GpuRunner
 from engine.kv.kv_cache import KvCache
 from engine.model.torch_step import TorchStepModel
 from engine.quantization.weight import KINDS, QuantKind
+from engine.sampling.step import StepInput, StepModel
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
-from engine.step.step import StepInput, StepModel
 from loadtest.gpu.common.models import random_model
 from loadtest.gpu.common.place import Place, permutation
 from loadtest.gpu.common.results import Check, Item

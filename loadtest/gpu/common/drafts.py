@@ -22,17 +22,15 @@ from engine.execution.runner import Ending, ModelRunner
 from engine.gpu.decoder import GpuStepModel
 from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.runner import GpuRunner
-from engine.gpu.speculation import OverlapSpeculation, make_overlap_speculation
+from engine.gpu.speculation import OverlapCosts, OverlapSpeculation, make_overlap_speculation
 from engine.kv.kv_cache import KvCache
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SchedulerLimits
 from engine.scheduling.sequence import Sequence as EngineSequence
-from engine.speculation.costs import DraftCosts, OverlapCosts
-from engine.speculation.drafter import Draft, Drafter
-from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal
-from engine.speculation.speculation import MAX_DRAFT_TOKENS
+from engine.speculation.length import MAX_IN_A_STEP, DraftCosts, DraftLength, Proposal
+from engine.speculation.speculation import MAX_DRAFT_TOKENS, Draft, Drafter
 from loadtest.gpu.common.models import random_model
 from loadtest.gpu.common.place import Place
 from loadtest.gpu.common.results import Check, Item, Timing

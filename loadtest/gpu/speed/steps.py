@@ -23,8 +23,8 @@ from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.runner import GpuRunner
 from engine.kv.kv_cache import KvCache, block_bytes
 from engine.quantization.weight import QuantKind
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
-from engine.step.step import StepInput
 from loadtest.gpu.common.cases import BLOCK, Step, config_of, small, step_cases
 from loadtest.gpu.common.models import random_model
 from loadtest.gpu.common.place import Place

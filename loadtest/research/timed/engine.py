@@ -14,10 +14,10 @@ from engine.checkpoint.model_config import load_model_config
 from engine.engine import Engine
 from engine.execution.runner import ModelRunner
 from engine.kv.kv_cache import Allocate, KvCache, block_bytes
+from engine.sampling.step import StepInput, StepOutput
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
-from engine.step.step import StepInput, StepOutput
+from engine.scheduling.sequence import SchedulerLimits
 from planning.simulator.costs.step_model import StepCostModel, shape_of_rows
 from worker.settings import WorkerSettings
 
@@ -44,7 +44,7 @@ class StepTiming:
 
 
 class TimedStepModel:
-    """An implementation of ``engine.step.step.StepModel``."""
+    """An implementation of ``engine.sampling.step.StepModel``."""
 
     def __init__(
         self,

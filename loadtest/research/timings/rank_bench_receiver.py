@@ -12,7 +12,7 @@ from baton.rpc.grpc_channel import make_server
 from baton.v1 import transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.pairs.pair import Identity
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.tickets import Ticket
 from loadtest.common.child_processes import LOOPBACK
 from loadtest.common.json_worker import Asker, Fields, run_helper
 from loadtest.handoff.transfer_end import bench_pool, transfer_end

@@ -16,8 +16,8 @@ from baton.sampling_params import SamplingParams
 from engine.cpu.sampler import cpu_sampler
 from engine.engine import Engine
 from engine.sampling.sampling import SampleRow, sample
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 from loadtest.engine.speculation_prompts import copying_tasks
 from router.text.tokenizer import Tokenizer
 

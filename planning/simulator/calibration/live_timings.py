@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.sequence import SchedulerLimits
 from planning.simulator.costs.sharing import ALONE, Sharing
 from worker.costs.step_costs import StepCosts, fit
 

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-from worker.core.prefill_budget import PRIOR_MS, PrefillBudget
 from worker.core.step_planner import KEPT as KEPT_STEPS
-from worker.core.step_planner import StepPlanner
-from worker.costs.step_costs import StepCosts
-from worker.costs.unit_cost import KEPT, UnitCost
+from worker.core.step_planner import PRIOR_MS, PrefillBudget, StepPlanner
+from worker.costs.step_costs import KEPT, StepCosts, UnitCost
 
 
 class LeapingPlanner(StepPlanner):

@@ -19,10 +19,9 @@ from typing import Protocol
 
 from baton.request import LoadSnapshot
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.sequence import SchedulerLimits, SequenceUpdate
 from engine.scheduling.sequence import Sequence as EngineSequence
-from engine.scheduling.sequence import SequenceUpdate
 from planning.simulator.cluster.event_queue import STEP_END, EventQueue
 from planning.simulator.cluster.host import Host, Wire, WorkClock
 from planning.simulator.cluster.leaping import LeapingPlanner, LeapingScheduler

@@ -34,8 +34,10 @@ export function wireKey(changed) {
   const input = byId("key-input");
   const ask = (why) => {
     say(byId("key-why"), why);
+    // Several requests may be refused, one after another: what is typed meanwhile stays.
+    if (dialog.open) return;
     input.value = "";
-    if (!dialog.open) dialog.showModal();
+    dialog.showModal();
     input.focus();
   };
   byId("key-button").addEventListener("click", () =>

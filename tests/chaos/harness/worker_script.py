@@ -44,7 +44,7 @@ from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan, StepResult
 from kvtransfer.pairs import outbound
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.tickets import Ticket
 from prefill_worker.handoff import Handoff
 from prefill_worker.role import PrefillRole
 from worker.exchange.block_receiver import BlockReceiver

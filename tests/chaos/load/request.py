@@ -14,12 +14,12 @@ import grpc.aio
 from baton.errors import BatonError
 from baton.request import SequenceSpec, TokenOutput
 from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
 from baton.rpc.grpc_errors import error_from_rpc
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from router.workers.worker_link import PrefillStream
 from tests.chaos.harness.worker_child import WorkerChild
+from tests.support.mini_cluster import worker_channel
 
 DEADLINE_S = 90.0
 
@@ -55,7 +55,10 @@ class Request:
         )
 
     async def __aenter__(self) -> Self:
-        self._channels = [open_channel(self._prefill.address), open_channel(self._decode.address)]
+        self._channels = [
+            worker_channel(self._prefill.address),
+            worker_channel(self._decode.address),
+        ]
         opened = asyncio.Event()
         self._stream = asyncio.create_task(self._read_tokens(opened))
         async with asyncio.timeout(DEADLINE_S):

@@ -14,9 +14,9 @@ from playwright.async_api import Page, async_playwright
 from tests.support.e2e.stage import Stage, console_stage
 from tests.support.mini_cluster import valkey
 from tests.support.models import make_tiny_model
+from tests.support.programs import chromium
 from tests.support.router.front_fakes import TEMPLATE
 
-CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 WAIT_MS = 60_000
 OpenPage = Callable[..., AbstractAsyncContextManager[Page]]
 
@@ -44,13 +44,15 @@ async def stage(chat_model: Path, console_redis: str) -> AsyncIterator[Stage]:
 @pytest.fixture
 async def open_page() -> AsyncIterator[OpenPage]:
     """Opens pages in a browser of their own; fails where one complained."""
-    if not CHROMIUM.is_file():  # noqa: ASYNC240 - before anything runs
-        pytest.skip(f"there is no browser at {CHROMIUM}: apt-get install chromium")
+    found = chromium()
     complaints: list[str] = []
     async with async_playwright() as playwright:
         # In a container root may not use namespaces, on which its sandbox rests.
         browser = await playwright.chromium.launch(
-            executable_path=str(CHROMIUM), args=["--no-sandbox"], timeout=WAIT_MS
+            executable_path=str(found.program),
+            env={**os.environ, **found.environment},
+            args=["--no-sandbox"],
+            timeout=WAIT_MS,
         )
 
         @asynccontextmanager

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Response, expect
 
 from baton.host.background import end_tasks
 from tests.e2e.console.conftest import WAIT_MS, OpenPage
@@ -109,6 +110,10 @@ async def test_what_if_is_answered(stage: Stage, open_page: OpenPage) -> None:
         )
 
 
+def _asked_with(key: str) -> Callable[[Response], bool]:
+    return lambda response: response.request.headers.get("authorization") == f"Bearer {key}"
+
+
 async def test_keys(chat_model: Path, console_redis: str, open_page: OpenPage) -> None:
     """It asks for a key, keeps it for the tab alone, and says when it is no good."""
     keys = (admin("boss"),)
@@ -122,8 +127,11 @@ async def test_keys(chat_model: Path, console_redis: str, open_page: OpenPage) -
         field = page.get_by_label("Key", exact=True)
         await expect(field).to_be_focused()
         await page.keyboard.type("wrong")
-        await page.keyboard.press("Enter")
+        # The dialog is closed by then, and opens again once the answer is read.
+        async with page.expect_response(_asked_with("wrong")):
+            await page.keyboard.press("Enter")
         await expect(dialog).to_be_visible()
+        await expect(field).to_be_focused()
         await expect(page.locator("#connection-text")).to_have_text("no access")
         await page.keyboard.type("boss")
         await page.keyboard.press("Enter")

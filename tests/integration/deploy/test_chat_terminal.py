@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ from tests.support.terminal import ALT_ENTER, CTRL_C, CTRL_D, CTRL_J, ENTER, UP,
 
 WORKERS = "prefill-3 → decode-4"
 """At the end of the line of figures, behind a whole answer."""
+
+
+def is_begun(shown: str) -> bool:
+    """Whether the answer is there, and not a part of the question alone: Ctrl-C would be typed."""
+    return re.search(r"begun wait\s+begun", shown) is not None
 
 
 @pytest.fixture
@@ -83,7 +89,7 @@ def test_ctrl_c_ends_an_answer_and_what_was_typed_meanwhile_is_kept(
     with chats.begin("--grpc", address) as terminal:
         terminal.wait_for("\n>")
         terminal.type(f"begun wait{ENTER}")
-        terminal.wait_until(lambda text: "begun" in text.split("begun wait")[-1])
+        terminal.wait_until(is_begun)
         terminal.type(CTRL_C)
         terminal.wait_for("interrupted")
         assert parrot.cancelled.wait(DEADLINE_S)
@@ -100,7 +106,7 @@ def test_sigterm_leaves_the_terminal_as_it_was(chats: Chats, address: str, typed
         terminal.wait_for("\n>")
         terminal.type(typed)
         if typed:
-            terminal.wait_until(lambda text: "begun" in text.split("begun wait")[-1])
+            terminal.wait_until(is_begun)
         terminal.process.terminate()
         assert terminal.wait_end() == 128 + signal.SIGTERM
         assert terminal.echoes

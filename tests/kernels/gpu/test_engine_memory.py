@@ -19,7 +19,7 @@ from engine.gpu.memory_plan import MemoryPlan, StepLimits, memory_plan
 from engine.model.weights import load_weights
 from engine.quantization.formats import NATIVE_CONFIG, native_tensors
 from engine.quantization.weight import quantize
-from engine.scheduling.limits import SCORED_TOKENS
+from engine.scheduling.sequence import SCORED_TOKENS
 from tests.kernels.gpu.fake.device import CUDA, FakeGpu, fake_gpu
 from tests.support.models import make_tiny_model
 

@@ -20,8 +20,8 @@ from engine.execution.runner import ModelRunner
 from engine.gpu.decoder import Masks, StartedStep
 from engine.gpu.draws import Draw
 from engine.gpu.runner import GpuRunner
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
-from engine.step.step import StepInput
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.models import make_tiny_model
 

@@ -7,11 +7,10 @@ from random import Random
 
 import pytest
 
-from engine.gpu.speculation import OverlapSpeculation
+from engine.gpu.speculation import OverlapCosts, OverlapSpeculation
 from engine.scheduling.plan import PlanRow
-from engine.speculation.costs import DraftCosts, OverlapCosts
-from engine.speculation.drafter import Draft
-from engine.speculation.speculation import DraftedRow, kept_tokens
+from engine.speculation.length import DraftCosts
+from engine.speculation.speculation import Draft, kept_tokens
 from tests.support.engine.drafters import known_as
 
 
@@ -144,7 +143,7 @@ class Service:
         for _ in range(steps):
             scale = 1 + noise * random.random()
             rows = [
-                DraftedRow(PlanRow(n, len(tokens) - 1, 1, (), True, limit=10**6), ())
+                PlanRow(n, len(tokens) - 1, 1, (), True, limit=10**6)
                 for n, tokens in enumerate(self.sequences)
             ]
             if self._named and not self._promised(rows):
@@ -163,7 +162,7 @@ class Service:
             # The noise is no part of what drafts cost.
             self.seconds += seconds / scale
 
-    def _promised(self, rows: list[DraftedRow]) -> bool:
+    def _promised(self, rows: list[PlanRow]) -> bool:
         drawn = [tokens[-1] for tokens in self.sequences]
         for tokens in self.sequences:
             tokens[-1] = -1

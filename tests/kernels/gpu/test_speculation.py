@@ -32,8 +32,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as EngineSequence
-from engine.speculation.drafter import Draft, Drafter
-from engine.speculation.speculation import MAX_DRAFT_TOKENS, DraftedRow
+from engine.speculation.speculation import MAX_DRAFT_TOKENS, Draft, Drafter
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.engine.drafters import Oracle, WholeDrafts, known_as
 from tests.support.engine.speculation import (
@@ -280,8 +279,8 @@ def test_prompt_lookup_by_measured_costs(plain: GpuBench) -> None:
 def test_a_drafted_token_is_a_row_of_its_own() -> None:
     plain_row = PlanRow(1, 7, 1, (4, 5), True)
     chunk = PlanRow(2, 0, 9, (6,), False)
-    drafted = DraftedRow(PlanRow(3, 15, 3, (8, 9), True, limit=20), (11, 12))
-    rows = verification_rows([DraftedRow(plain_row, ()), drafted, DraftedRow(chunk, ())])
+    drafted = PlanRow(3, 15, 3, (8, 9), True, limit=20, draft=(11, 12))
+    rows = verification_rows([plain_row, drafted, chunk])
     assert rows[0] == plain_row
     assert [(row.sequence_id, row.start, row.count) for row in rows[1:4]] == [
         (3, 15, 1),
@@ -324,7 +323,7 @@ class Verified(WholeDrafts):
         self.seen.append((sequence_id, evidence, drafted, kept))
 
 
-ROW = [DraftedRow(PlanRow(0, 3, 1, (1,), True, limit=9), ())]
+ROW = [PlanRow(0, 3, 1, (1,), True, limit=9)]
 
 
 def test_what_follows_a_token_that_is_being_drawn_is_guessed() -> None:
@@ -345,7 +344,7 @@ def test_a_guess_is_compared_with_what_was_drawn(drawn: int, kept: int) -> None:
     speculation = OverlapSpeculation(Said([5, 6]), length, AnyCosts())
     speculation.promises(ROW, {0: known_as([1, 2, 3, -1])})
     assert length.seen == []
-    row = [DraftedRow(PlanRow(0, 4, 1, (1,), True, limit=9), ())]
+    row = [PlanRow(0, 4, 1, (1,), True, limit=9)]
     speculation.promises(row, {0: known_as([1, 2, 3, drawn, -1])})
     assert length.seen == [(0, 2, 1, kept)]
     speculation.forget(0)
@@ -357,11 +356,11 @@ def test_no_draft_goes_further_than_the_answer() -> None:
     """Of a limit of six tokens, with the one that is being drawn the fourth."""
     drafter = Said([5, 6, 7, 8])
     speculation = OverlapSpeculation(drafter, WholeDrafts(), AnyCosts())
-    row = [DraftedRow(PlanRow(0, 3, 1, (1,), True, limit=6), ())]
+    row = [PlanRow(0, 3, 1, (1,), True, limit=6)]
     assert speculation.promises(row, {0: known_as([1, 2, 3, -1])})
     (drafted,) = speculation.extend_overlapping(row, {0: known_as([1, 2, 3, 9])})
     assert drafted.draft == (5,)
-    row = [DraftedRow(PlanRow(0, 3, 1, (1,), True, limit=5), ())]
+    row = [PlanRow(0, 3, 1, (1,), True, limit=5)]
     assert not speculation.promises(row, {0: known_as([1, 2, 3, -1])})
 
 

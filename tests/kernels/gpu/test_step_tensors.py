@@ -14,8 +14,8 @@ from engine.gpu.step_tensors import (
     step_shape,
     step_tensors,
 )
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 
 SIZE = 4
 WARM = Draw(0.5, (3, 2**32 - 1), 0, 1.0, 0.0)

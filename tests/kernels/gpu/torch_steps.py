@@ -9,7 +9,7 @@ import torch
 from engine.gpu.decoder import Masks, StartedStep
 from engine.gpu.draws import Draw, keep_allowed
 from engine.gpu.kernels.sample import draw_reference, forbid_reference
-from engine.step.step import StepInput, StepModel, StepOutput
+from engine.sampling.step import StepInput, StepModel, StepOutput
 
 
 class _Running:

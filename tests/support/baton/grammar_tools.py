@@ -90,11 +90,13 @@ def allowed_in(state: GrammarState) -> set[int]:
 class SlowGrammars:
     """Compiles when it is let; a text that begins with "bad" is refused."""
 
-    def __init__(self, most: int = 64) -> None:
+    def __init__(self, max_grammars: int = 64) -> None:
         self.may_go = threading.Event()
         self.compiled: list[str] = []
         self.seconds: list[float] = []
-        self.grammars = CompiledGrammars(lambda: self.compile, vocab_size(), most=most)
+        self.grammars = CompiledGrammars(
+            lambda: self.compile, vocab_size(), max_grammars=max_grammars
+        )
         self.gate = GrammarGate(self.grammars, self.seconds.append)
 
     def compile(self, grammar: Grammar) -> TokenMatcher:

@@ -21,14 +21,14 @@ from baton.request import (
 )
 from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
+from decode_worker import requests as requests_module
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import SchedulerLimits, Sequence
 from worker.exchange.block_receiver import BlockReceiver
 from worker.role import Intake, WorkerContext
 
@@ -90,7 +90,8 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(role_module, "time", clock)
+        for module in (requests_module, role_module):
+            monkeypatch.setattr(module, "time", clock)
         self.pool = BlockPool(32)
         scheduler = Scheduler(self.pool, SchedulerLimits(4, 64, 8, 64))
         self.core = Control(scheduler, clock.monotonic)
@@ -108,7 +109,7 @@ class World:
                 scheduler=scheduler,
                 pool=self.pool,
                 fingerprint="model",
-                cache=SimpleNamespace(geometry=lambda: GEOMETRY, block_size=4),
+                cache=SimpleNamespace(geometry=GEOMETRY, block_size=4),
                 runner=SimpleNamespace(takes_prompt=lambda: False),
             ),
             core=self.core,

@@ -49,6 +49,7 @@ def admin(key: str) -> KeyConfig:
     """The entry of an operator's key."""
     return KeyConfig(
         name=key,
+        tenant="default",
         sha256=hashlib.sha256(key.encode()).hexdigest(),
         scopes=("admin", "inference", "metrics"),
     )

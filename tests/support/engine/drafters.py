@@ -7,10 +7,9 @@ from random import Random
 
 from baton.sampling_params import SamplingParams
 from engine.scheduling.plan import KnownSequence
-from engine.speculation.drafter import Draft
 from engine.speculation.length import DraftLength, Proposal
 from engine.speculation.model.length import Candidate, ModelDraftLength
-from engine.speculation.speculation import MAX_DRAFT_TOKENS
+from engine.speculation.speculation import MAX_DRAFT_TOKENS, Draft
 
 
 class WholeDrafts(DraftLength):

@@ -13,10 +13,9 @@ from baton.hashing import hash_key, last_hashes
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence, SequenceUpdate
+from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceUpdate
 from tests.support.engine.fake_engine import VOCAB, FakeEngine, answer, kv_of, next_token
 
 KEY = hash_key("model")

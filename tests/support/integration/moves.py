@@ -63,7 +63,7 @@ class Asked:
                 choice.logprobs += [scored.logprobs.logprob for scored in delta.scored]
                 choice.ended = delta.finish_reason is not None
                 assert not (self.prompt_logprobs and delta.prompt_logprobs), "told twice"
-                self.prompt_logprobs += delta.prompt_logprobs
+                self.prompt_logprobs += tuple(delta.prompt_logprobs)
                 if delta.cached_prompt_tokens:
                     self.cached.append(delta.cached_prompt_tokens)
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 
 from baton.request import SequenceSpec
 from baton.rpc import convert
-from baton.rpc.grpc_channel import open_channel
 from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
 from router.workers.worker_link import PrefillStream
-from tests.support.mini_cluster import DEADLINE_S, MiniCluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, worker_channel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=35, ignore_eos=True)
 
@@ -47,7 +46,7 @@ async def first_token_at(
     request_id = secrets.token_hex(8)
     spec = SequenceSpec(request_id, 0, "nobody", prompt, len(prompt), ONE, deadline_s=DEADLINE_S)
     message = prefill_pb2.PrefillRequest(sequence=convert.sequence_to_proto(spec), source=source)
-    async with open_channel(address) as channel:
+    async with worker_channel(address) as channel:
         stream = PrefillStream(channel, "prefill")
         try:
             async with asyncio.timeout(DEADLINE_S), aclosing(stream.run(message)) as responses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.speculation.costs import OverlapCosts
+from engine.gpu.speculation import OverlapCosts
 
 
 class AnyCosts(OverlapCosts):

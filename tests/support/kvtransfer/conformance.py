@@ -22,7 +22,14 @@ import pytest
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, WorkerFailed
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts, Peer, ReceiveLink, SendLink
+from kvtransfer.transports.transport import (
+    AnnouncedBatch,
+    Packed,
+    Parts,
+    Peer,
+    ReceiveLink,
+    SendLink,
+)
 from tests.support.kvtransfer.ends import BLOCK_BYTES, BLOCKS, DEADLINE_S, Bytes, End, some_blocks
 from tests.support.kvtransfer.writer_process import WriterProcess
 
@@ -48,13 +55,13 @@ class Pair:
 
     def announced(
         self, packed: Packed, targets: Sequence[int], *, wanted: bool = True, damaged: bool = False
-    ) -> tuple[Batch, Transfer]:
+    ) -> tuple[AnnouncedBatch, Transfer]:
         """Tell the receiver of a batch; ``damaged``: its last part's checksum is another."""
         parts, checksums = packed.parts, list(packed.checksums)
         if damaged:
             checksums[-1] ^= 1 << 40
         target = Parts(tuple(targets) if wanted else (), parts.offset, parts.length)
-        batch = Batch(self._number, parts, target, tuple(checksums))
+        batch = AnnouncedBatch(self._number, parts, target, tuple(checksums))
         self._number += 1
         return batch, self.receive.receive(batch, DEADLINE_S, wanted=wanted)
 

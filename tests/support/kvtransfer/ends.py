@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.transports.grpc_transport import GrpcTransport
 from kvtransfer.transports.nixl.transport import NixlTransport

@@ -6,9 +6,8 @@ import threading
 
 from baton.errors import HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import OpenTransfers
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer
 
 PART_BYTES, BATCH_BYTES = 64, 128
 
@@ -46,12 +45,12 @@ class FakeReceiveLink:
     """Keeps what it is told of."""
 
     def __init__(self) -> None:
-        self.batches: list[Batch] = []
+        self.batches: list[AnnouncedBatch] = []
         self.transfers: list[Transfer] = []
         self.is_closed = False
         self._transfers = OpenTransfers()
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+    def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """See ``ReceiveLink``."""
         transfer = self._transfers.new()
         if not wanted:

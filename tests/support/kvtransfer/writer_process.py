@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvtransfer.transports.transport import Batch, Parts, Peer
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, Peer
 from tests.support.kvtransfer.ends import BLOCK_BYTES, DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,10 +41,12 @@ class WriterProcess:
         """Tell it what the receiver has answered."""
         self.tell(answer.hex())
 
-    def pack(self, number: int, sources: tuple[int, ...], targets: tuple[int, ...]) -> Batch:
+    def pack(
+        self, number: int, sources: tuple[int, ...], targets: tuple[int, ...]
+    ) -> AnnouncedBatch:
         """Have it pack whole blocks; the batch as the receiver is told of it."""
         self.tell(["pack", list(sources)])
-        return Batch(
+        return AnnouncedBatch(
             number,
             Parts(sources, 0, BLOCK_BYTES),
             Parts(targets, 0, BLOCK_BYTES),

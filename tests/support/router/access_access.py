@@ -9,7 +9,9 @@ from baton.config.choices import Scope
 
 
 def key(name: str, *scopes: Scope) -> KeyConfig:
-    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)
+    return KeyConfig(
+        name=name, tenant="default", sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes
+    )
 
 
 def bearer(secret: str) -> dict[str, str]:

@@ -10,4 +10,6 @@ from baton.config.choices import Scope
 
 def key(name: str, *, admin: bool = False) -> KeyConfig:
     scopes: tuple[Scope, ...] = ("admin",) if admin else ("inference",)
-    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)
+    return KeyConfig(
+        name=name, tenant="default", sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes
+    )

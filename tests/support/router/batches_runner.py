@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,9 +14,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from baton.telemetry.metrics import RouterMetrics
-from router.batches.batch import Batch, BatchStatus, LineResult
+from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
 from router.batches.database import Database
 from router.batches.line import Line
+from router.batches.quota import Quota
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore
 
@@ -25,6 +25,7 @@ DEADLINE_S = 20.0
 
 
 ENDPOINT = "/v1/completions"
+QUOTA = Quota(1 << 20, 1 << 20)
 
 
 Script = Callable[[Line], Awaitable[bool]]
@@ -63,17 +64,21 @@ class Process:
     now: float = 1000.0
     model: str = "tiny"
     most: int = 8
+    quota: Quota = QUOTA
+    keys: set[str] = field(default_factory=lambda: {""})
+    """The ids of keys that are not revoked."""
     lease_s: float = 60.0
     """For tests that are not about it: on a busy machine a beat comes late."""
 
     def __post_init__(self) -> None:
-        self.store = BatchStore(self.folder, 1 << 20)
+        self.store = BatchStore(self.folder, self.quota)
         self.metrics = RouterMetrics(CollectorRegistry())
         self.runner = BatchRunner(
             self.store,
             self.lines.run,
             self.model,
             self.metrics,
+            has_key=lambda batch: batch.key_id in self.keys,
             max_in_flight=self.most,
             max_line_bytes=10_000,
             poll_s=0.01,
@@ -84,7 +89,7 @@ class Process:
     async def begin(self, count: int, tenant: str = "acme", **changes: Any) -> Batch:
         """Upload a file and make a batch of it."""
         content = b"".join(text(f"line-{number}") for number in range(count))
-        file = await self.store.add_file(io.BytesIO(content), tenant, "in.jsonl", "batch")
+        file = await stored_file(self.store, content, tenant)
         batch = Batch(
             f"batch_{file.id}", tenant, "", "tiny", ENDPOINT, file.id, "1h", 1000, 4600, {}
         )
@@ -106,6 +111,19 @@ class Process:
             return []
         path = self.store.path(await self.store.ask(Database.file, file_id, "acme"))
         return [json.loads(row)["custom_id"] for row in path.read_text().splitlines()]
+
+
+async def stored_file(
+    store: BatchStore,
+    content: bytes,
+    tenant: str = "acme",
+    filename: str = "in.jsonl",
+    expires_s: int | None = None,
+) -> StoredFile:
+    """Upload a batch's input."""
+    async with store.incoming(tenant) as incoming:
+        await incoming.write(content)
+        return await incoming.keep(filename, "batch", expires_s)
 
 
 def text(name: str) -> bytes:

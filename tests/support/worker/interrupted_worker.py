@@ -34,16 +34,14 @@ from engine.execution.runner import Ending, ModelRunner
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import make_overlap_speculation
 from engine.sampling.sampling import sample
+from engine.sampling.step import StepInput, StepOutput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tier import BlockTier
 from engine.scheduling.block_tiers import BlockTiers
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence, SequenceUpdate
-from engine.speculation.drafter import NgramDrafter
-from engine.speculation.speculation import Speculation
-from engine.step.step import StepInput, StepOutput
+from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceUpdate
+from engine.speculation.speculation import NgramDrafter, Speculation
 from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.engine.drafters import WholeDrafts
 from tests.support.fake_grammars import FakeMatcher
@@ -60,7 +58,7 @@ _TOKENS = np.arange(1, VOCAB + 1, dtype=np.uint64)
 
 
 class MadeUpModel:
-    """Implements ``engine.step.step.StepModel``, and copies blocks."""
+    """Implements ``engine.sampling.step.StepModel``, and copies blocks."""
 
     layers_done = 0
 

@@ -19,16 +19,16 @@ from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SchedulerLimits
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transport import Peer
 from tests.support.engine.fake_engine import FakeEngine
 from worker.core import engine_core
 from worker.core.engine_core import EngineCore
 from worker.core.gauges import WorkerGauges
-from worker.core.prefill_budget import PrefillBudget
+from worker.core.step_planner import PrefillBudget
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.prefill import fetch
@@ -109,7 +109,7 @@ class ManualWorker:
             fingerprint="model",
             context_length=limits.context_length,
             config=SimpleNamespace(eos_ids=()),
-            cache=SimpleNamespace(block_size=SIZE, geometry=lambda: GEOMETRY),
+            cache=SimpleNamespace(block_size=SIZE, geometry=GEOMETRY),
             runner=runner,
         )
         gauges = WorkerGauges(self.metrics, "worker-0", "decode")

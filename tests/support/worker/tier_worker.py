@@ -20,7 +20,7 @@ from engine.build import build_engine
 from engine.engine import Engine, EngineSettings, make_sequence
 from engine.offline import generate
 from engine.scheduling.sequence import Sequence, SequenceUpdate
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from worker.core.engine_core import EngineCore
 from worker.core.gauges import WorkerGauges
 from worker.costs.step_costs import StepCosts

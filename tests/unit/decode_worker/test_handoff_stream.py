@@ -16,7 +16,7 @@ from baton.rpc import convert
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2
 from decode_worker import receiver as receiver_module
-from decode_worker.handoff_stream import Context
+from decode_worker.service import HandoffsContext, HandoffStream
 from tests.support.decode_worker.decode_worker_role import (
     BLOCK_BYTES,
     GEOMETRY,
@@ -46,9 +46,9 @@ class Stream:
         self.answers: asyncio.Queue[Response] = asyncio.Queue()
         self.writing = 0
         self._requests: asyncio.Queue[Request | None] = asyncio.Queue()
-        context = cast(Context, self)
+        context = cast(HandoffsContext, self)
         self.served = asyncio.ensure_future(
-            world.role.answer_handoffs(self._each_request(), context)
+            HandoffStream(world.role, context).run(self._each_request())
         )
 
     async def _each_request(self) -> AsyncIterator[Request]:

@@ -20,6 +20,7 @@ from baton.request import FinishReason, SequenceSpec, TokenOutput
 from baton.rpc import convert
 from baton.v1 import prefill_pb2
 from decode_worker import local_prefill
+from decode_worker import requests as requests_module
 from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
@@ -55,7 +56,7 @@ class World(ManualWorker):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_sequences: int = 8) -> None:
         super().__init__(monkeypatch, max_sequences=max_sequences)
-        for module in (role_module, local_prefill, flow):
+        for module in (requests_module, role_module, local_prefill, flow):
             monkeypatch.setattr(module, "time", self.clock)
         self.asked = asyncio.Event()
         self.holder_answers = asyncio.Event()

@@ -28,11 +28,9 @@ from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
 from decode_worker.receiver import HandoffReceiver, Offer
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
-from kvtransfer.tickets.ticket import Ticket, TicketState
-from kvtransfer.tickets.ticket_book import TOMBSTONE_S
+from engine.scheduling.sequence import SchedulerLimits, Sequence
+from kvtransfer.tickets import TOMBSTONE_S, Ticket, TicketState
 from worker.exchange.block_receiver import NO_TRANSPORT, BlockReceiver
 
 GEOMETRY = Geometry(2, 1, 1, 8, "float32")
@@ -95,10 +93,11 @@ def receive_all(receiver: HandoffReceiver, ticket: Ticket) -> None:
 
 def commit(receiver: HandoffReceiver, ticket: Ticket, now: float) -> Sequence:
     """As ``DecodeRole.commit``."""
-    receipt = receiver.commit(ticket.ticket_id, ticket.writer, now)
-    sequence = Sequence(0, receipt.spec, stop_ids=(), hash_key=hash_key("model"))
+    offer, committed = receiver.commit(ticket.ticket_id, ticket.writer, now)
+    sequence = Sequence(0, offer.spec, stop_ids=(), hash_key=hash_key("model"))
     sequence.token_ids.append(5)
-    receiver._scheduler.add_computed(sequence, receipt.blocks, len(receipt.spec.token_ids))
+    blocks = committed.pinned + committed.missing
+    receiver._scheduler.add_computed(sequence, blocks, len(offer.spec.token_ids))
     return sequence
 
 
@@ -314,9 +313,9 @@ def test_a_handoff_from_reserve_to_commit_is_counted() -> None:
     ticket = receiver.reserve(make_offer([1, 2, 3]), 10.0)
     assert (len(ticket.pinned), len(ticket.missing)) == (0, 2)
     receive_all(receiver, ticket)
-    receipt = receiver.commit(ticket.ticket_id, "w", 10.5)
-    assert receipt.blocks == ticket.missing
-    assert receipt.bytes == 2 * BLOCK_BYTES
+    _, committed = receiver.commit(ticket.ticket_id, "w", 10.5)
+    assert committed is ticket
+    assert committed.expected_bytes == 2 * BLOCK_BYTES
     registry = receiver.blocks._metrics.registry
     shm = {"transport": "shm"}
     assert registry.get_sample_value("baton_handoff_bytes_total", shm) == 2 * BLOCK_BYTES

@@ -10,9 +10,8 @@ import pytest
 from baton.errors import HandoffError, NoRoom, TicketEnded
 from baton.request import Geometry, SequenceSpec
 from baton.sampling_params import SamplingParams
-from decode_worker.receiver import Offer
-from decode_worker.reserve_queue import ReserveQueue
-from kvtransfer.tickets.ticket import Ticket
+from decode_worker.receiver import Offer, ReserveQueue
+from kvtransfer.tickets import Ticket
 
 Asked = asyncio.Future[Ticket]
 

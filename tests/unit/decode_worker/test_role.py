@@ -11,7 +11,7 @@ from baton.request import (
     FinishReason,
     FirstToken,
 )
-from decode_worker.role import ROUTER_GRACE_S
+from decode_worker.requests import ROUTER_GRACE_S
 from tests.support.decode_worker.decode_worker_role import BLOCK_BYTES, ROUTER, World, token
 
 

@@ -9,8 +9,8 @@ from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from decode_worker.room import CLAIM_S, Claims, Room
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SchedulerLimits
 
 
 def spec(name: str = "r", *, choices: int = 1, preemptions: int = 0) -> SequenceSpec:

@@ -13,7 +13,8 @@ from baton.request import LoadSnapshot, TokenOutput
 from baton.rpc.grpc_channel import MESSAGE_LIMIT
 from baton.v1 import decode_pb2
 from decode_worker.role import DecodeRole
-from decode_worker.service import DecodeServicer, Outbox
+from decode_worker.sequences import Outbox
+from decode_worker.service import DecodeServicer
 from worker.services import DEFAULT_KEEPALIVE
 
 
@@ -23,7 +24,7 @@ class Role:
     def __init__(self) -> None:
         self.box = Outbox(0.0)
         self.clock = time.monotonic
-        self.closing = False
+        self.closing = asyncio.Event()
         self.keepalive = DEFAULT_KEEPALIVE
         self.context = SimpleNamespace(core=SimpleNamespace(load=LoadSnapshot))
         self.sequences = SimpleNamespace(outbox=lambda _: self.box)
@@ -49,7 +50,7 @@ async def test_what_gathered_while_a_router_stood_still_goes_in_several_messages
     assert all(message.ByteSize() < MESSAGE_LIMIT for message in messages)
     told = [output.index for message in messages for output in message.outputs]
     assert told == list(range(count))
-    role.closing = True
+    role.closing.set()
     role.box.hurry()
     assert [list(message.outputs) async for message in stream] in ([[]], [[], []])
 

@@ -26,6 +26,7 @@ from deploy.cli.main import app
 from deploy.launcher.node_agent import ENDING_S as LEAVING_S
 from deploy.processes.ports import free_port
 from deploy.workers.ranks import WORKER_RESOURCE
+from router.access.access import listed_scope, scope_of_service
 from tests.support.deploy.baton_commands import parse, unknown_variables
 from tests.support.deploy.chart import (
     VALUE_SETS,
@@ -52,7 +53,7 @@ Redis 5, Ray 10, the stores 3, what is left 2; and some."""
 INGRESS = ("--set=ingress.enabled=true", "--set=ingress.host=a.example.com")
 BRIEFLY = Retry(ConstantBackoff(0.02), 500)
 """Until a server that starts is there."""
-KEY = "--set=auth.keys[0].name=a,auth.keys[0].sha256=" + "0" * 64
+KEY = "--set=auth.keys[0].name=a,auth.keys[0].tenant=default,auth.keys[0].sha256=" + "0" * 64
 
 
 def each_set(function: Any) -> Any:
@@ -411,9 +412,11 @@ def test_answers_stream_through_the_ingress() -> None:
     assert int(notes[prefix + "proxy-send-timeout"]) > 600
     assert notes[prefix + "limit-connections"] == "100"
     paths = [path["path"] for path in ingress["spec"]["rules"][0]["http"]["paths"]]
-    assert not any("/metrics".startswith(path) for path in paths)
+    assert {listed_scope(path) for path in paths} == {"inference"}
     grpc = the(render("production-values.yaml"), "Ingress", "demo-baton-grpc")
     assert grpc["metadata"]["annotations"][prefix + "backend-protocol"] == "GRPC"
+    services = [path["path"].lstrip("/") for path in grpc["spec"]["rules"][0]["http"]["paths"]]
+    assert {scope_of_service(one) for one in services} == {"inference", None}
 
 
 def test_pools_of_kuberay_have_pods_of_their_own() -> None:
@@ -457,8 +460,8 @@ def test_ray_takes_its_parameters() -> None:
 
 def test_rays_version_is_the_one_that_is_installed() -> None:
     (cluster,) = of_kind(render("kuberay-values.yaml"), "RayCluster")
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
-    assert f"ray=={cluster['spec']['rayVersion']}" in lines
+    lines = (ROOT / "requirements" / "cuda.lock").read_text().splitlines()
+    assert f"ray=={cluster['spec']['rayVersion']} \\" in lines
 
 
 @pytest.mark.parametrize("store", ["index", "gcs"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -21,6 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from grpc_health.v1.health import HealthServicer  # type: ignore[import-untyped]
 
 from deploy.processes.ports import free_port
+from router.access.access import _BY_PREFIX, _INFERENCE_SERVICES, _OPEN_SERVICES
+from tests.support.programs import nginx
 
 FILE = Path(__file__).parents[3] / "deploy" / "compose" / "nginx.conf"
 _DEADLINE_S = 20.0
@@ -51,7 +52,7 @@ class _Stream(BaseHTTPRequestHandler):
         try:
             self._part(b"first")
             self.go_on.wait(_DEADLINE_S)
-            while self.path == "/endless":
+            while self.path == "/v1/responses/endless":
                 self._part(b"more")
                 time.sleep(0.01)
             self._part(b"second")
@@ -88,9 +89,6 @@ def behind(handler: type[_Stream]) -> Iterator[tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    program = shutil.which("nginx")
-    if program is None:
-        pytest.skip("nginx is not installed: apt-get install nginx")
     folder = tmp_path_factory.mktemp("nginx")
     go_on, gone = threading.Event(), threading.Event()
     handler = type("Handler", (_Stream,), {"go_on": go_on, "gone": gone})
@@ -98,7 +96,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         proxy = Proxy(free_port(), free_port(), go_on, gone)
         file = folder / "nginx.conf"
         file.write_text(_here(proxy, http_port, grpc_port, folder))
-        command = [program, "-p", str(folder), "-c", str(file), "-g", "daemon off;"]
+        command = [nginx(), "-p", str(folder), "-c", str(file), "-g", "daemon off;"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
             try:
                 _listening(server, proxy.http)
@@ -158,7 +156,7 @@ def asked(proxy: Proxy, path: str) -> Iterator[http.client.HTTPResponse]:
 
 def test_a_part_is_passed_on_before_the_next_one_is_made(proxy: Proxy) -> None:
     proxy.go_on.clear()
-    with asked(proxy, "/v1/stream") as answer:
+    with asked(proxy, "/v1/responses/stream") as answer:
         assert answer.read1(100) == b"first"
         proxy.go_on.set()
         assert answer.read() == b"second"
@@ -167,14 +165,34 @@ def test_a_part_is_passed_on_before_the_next_one_is_made(proxy: Proxy) -> None:
 def test_a_client_that_hangs_up_is_told_to_baton(proxy: Proxy) -> None:
     proxy.go_on.clear()
     proxy.gone.clear()
-    with asked(proxy, "/endless") as answer:
+    with asked(proxy, "/v1/responses/endless") as answer:
         assert answer.read1(100) == b"first"
     proxy.go_on.set()
     assert proxy.gone.wait(_DEADLINE_S)
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/metrics/cluster", "/metrics?a=b"])
-def test_metrics_are_not_for_the_world(proxy: Proxy, path: str) -> None:
+def _passes(path: str) -> bool:
+    """Whether a location of the file that passes requests on has the path."""
+    patterns = re.findall(r"location ~ (\S+) \{\s*(?:proxy|grpc)_pass ", FILE.read_text())
+    assert len(patterns) == 2
+    return any(re.search(pattern, path) for pattern in patterns)
+
+
+def test_inference_alone_is_passed_on() -> None:
+    """By the router's own table of scopes."""
+    paths = {path for path in _BY_PREFIX if _passes(path)}
+    assert paths == {path for path, scope in _BY_PREFIX.items() if scope == "inference"}
+    for path in ("/v1/workers/decode-0/drain", "/v1/pools/decode/scale", "/v1/modelsx", "/new"):
+        assert not _passes(path), path
+    assert _passes("/v1/files/file-1/content")
+    services = (*_INFERENCE_SERVICES, *_OPEN_SERVICES)
+    assert all(_passes(f"/{service}/Method") for service in services)
+    for service in ("OperatorService", "WorkerOperatorService", "ControlService"):
+        assert not _passes(f"/baton.v1.{service}/Method"), service
+
+
+@pytest.mark.parametrize("path", ["/metrics?a=b", "/console", "/v1/cluster"])
+def test_operators_paths_are_not_for_the_world(proxy: Proxy, path: str) -> None:
     proxy.go_on.set()
     with asked(proxy, path) as answer:
         assert answer.status == 404

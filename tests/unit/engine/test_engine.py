@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.request import SequenceSpec
+from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.build import build_engine
 from engine.checkpoint.model_config import load_model_config
@@ -57,7 +57,7 @@ def test_the_pool_is_counted_in_blocks_of_the_kv_type(
     assert engine.cache.block_bytes == block_bytes
     assert engine.pool.total == (1 << 20) // block_bytes
     expected = {"auto": "bfloat16"}.get(kv_dtype, kv_dtype)
-    assert engine.cache.geometry().kv_dtype == expected
+    assert engine.cache.geometry.kv_dtype == expected
     warm_up(engine)
 
 
@@ -97,14 +97,14 @@ def test_the_fingerprint_holds_the_lossiest_kv_type_of_those_that_share(
     """Then a worker that is more precise shares its KV, and finds its blocks by the same hashes."""
     lossy = build_engine(replace(base, kv_dtype="int8"))
     precise = build_engine(replace(base, lossiest_kv_dtype="int8"))
-    assert precise.cache.geometry().kv_dtype == "bfloat16"
+    assert precise.cache.geometry.kv_dtype == "bfloat16"
     assert precise.fingerprint == lossy.fingerprint != build_engine(base).fingerprint
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
 def test_a_plain_cache_may_be_narrower_than_the_model(base: EngineSettings, kv_dtype: str) -> None:
     engine = build_engine(replace(base, dtype="float32", kv_dtype=kv_dtype))
-    assert engine.cache.geometry().kv_dtype == kv_dtype
+    assert engine.cache.geometry.kv_dtype == kv_dtype
     plain = answers(build_engine(replace(base, dtype="float32")))
     same = sum(one[0] == other[0] for one, other in zip(answers(engine), plain, strict=True))
     assert same >= len(plain) - 1
@@ -147,6 +147,16 @@ def test_a_bounded_context_changes_no_token(base: EngineSettings) -> None:
 def test_an_answer_ends_where_the_bounded_context_does(base: EngineSettings) -> None:
     engine = build_engine(replace(base, max_model_len=33))
     assert [len(found) for found in answers(engine)] == [3] * 4
+
+
+def test_a_stop_token_before_min_tokens_ends_nothing(base: EngineSettings) -> None:
+    """Where nothing but stop tokens may be drawn they are drawn, and the answer goes on."""
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=9, min_tokens=4, allowed_token_ids=(7,), stop_token_ids=(7,)
+    )
+    (output,) = generate(build_engine(base), [SequenceSpec("r", 0, "", (1, 2), 2, sampling)])
+    assert output.token_ids == (7,) * 5
+    assert output.finish_reason is FinishReason.STOP
 
 
 def test_a_pool_must_hold_a_sequence_of_the_length_that_was_asked_for(

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.links import OpenTransfers, damaged
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer, damaged
 from tests.unit.handoff_model.memory import BLOCK_BYTES, SimulatedMemory
 from tests.unit.handoff_model.network import DATA, Fault, Network, Server, Wire, flip
 from tests.unit.handoff_model.process import Process
@@ -69,7 +68,11 @@ class Placer:
             self._is_busy = False
 
     def place(
-        self, batch: Batch, index: int, data: bytes, after: Callable[[Exception | None], None]
+        self,
+        batch: AnnouncedBatch,
+        index: int,
+        data: bytes,
+        after: Callable[[Exception | None], None],
     ) -> None:
         """Write a part and compare its checksum."""
         block, offset = batch.target.blocks[index], batch.target.offset
@@ -186,7 +189,7 @@ class PullReceiveLink:
         self._theirs = theirs
         self._transfers = OpenTransfers()
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+    def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         transfer = self._transfers.new()
         if wanted:
             self._placer.submit(lambda: self._begin(batch, transfer))
@@ -194,14 +197,14 @@ class PullReceiveLink:
             transfer.cancel()
         return transfer
 
-    def _begin(self, batch: Batch, transfer: Transfer) -> None:
+    def _begin(self, batch: AnnouncedBatch, transfer: Transfer) -> None:
         if transfer.begin():
             self._transport.watch.beginning(batch.target.blocks[0])
             self._copy(batch, transfer, 0)
         else:
             self._placer.next()
 
-    def _copy(self, batch: Batch, transfer: Transfer, index: int) -> None:
+    def _copy(self, batch: AnnouncedBatch, transfer: Transfer, index: int) -> None:
         if index == len(batch.source.blocks):
             transfer.finish()
             self._placer.next()
@@ -226,7 +229,7 @@ class PullReceiveLink:
         transfer.fail(error)
         self._placer.next()
 
-    def _read(self, batch: Batch, index: int) -> bytes:
+    def _read(self, batch: AnnouncedBatch, index: int) -> bytes:
         source = batch.source
         read = self._transport.network.senders.get(self._ends)
         if read is not None:
@@ -367,7 +370,7 @@ class PushSendLink:
 
 @dataclass(slots=True)
 class _Awaited:
-    batch: Batch
+    batch: AnnouncedBatch
     transfer: Transfer
     parts: int = 0
 
@@ -384,7 +387,7 @@ class PushReceiveLink:
         self._early: deque[bytes] = deque()
         self._is_placing = False
 
-    def receive(self, batch: Batch, deadline_s: float, *, wanted: bool = True) -> Transfer:
+    def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         transfer = self._transfers.new()
         if not wanted:
             transfer.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,15 +14,16 @@ from baton.config.advanced import AdvancedConfig
 from baton.hashing import block_hashes, hash_key
 from baton.liveness.listening import ListeningClock
 from baton.request import Geometry
+from baton.rpc.worker_plane import WorkerPlane
 from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
 from decode_worker.role import DecodeRole
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SchedulerLimits
 from kvtransfer.pairs.pair import Identity, PairLimits
-from kvtransfer.tickets.ticket import Attempt, Purpose, Ticket
+from kvtransfer.tickets import Attempt, Purpose, Ticket
 from kvtransfer.transports.transport import Parts, Transport
 from prefill_worker.role import PrefillRole
 from tests.support.engine.fake_engine import next_token
@@ -104,13 +106,14 @@ class SimulatedEngineThread:
         return (tokens[-1],)
 
 
-class SimulatedExchange(Exchange):
+@dataclass(frozen=True, kw_only=True)
+class SimulatedPlane(WorkerPlane):
     """Its channels lead through the simulated network."""
 
     network: Network
     process: Process
 
-    def _connect(self, address: str) -> Any:
+    def channel(self, address: str) -> Any:
         return Channel(self.network, self.process, address)
 
 
@@ -190,7 +193,7 @@ class Worker(Process):
             fingerprint=FINGERPRINT,
             context_length=CONTEXT,
             config=SimpleNamespace(eos_ids=()),
-            cache=SimpleNamespace(block_size=BLOCK_SIZE, geometry=lambda: GEOMETRY),
+            cache=SimpleNamespace(block_size=BLOCK_SIZE, geometry=GEOMETRY),
             runner=SimpleNamespace(
                 worker=self, device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
             ),
@@ -235,7 +238,7 @@ class Worker(Process):
         core.subscribe(self.role)
         core.start()
 
-    def _make_exchange(self, names: tuple[str, ...]) -> SimulatedExchange:
+    def _make_exchange(self, names: tuple[str, ...]) -> Exchange:
         watch = Watch(self._is_given_back, self.complain, self._beginning, self._writing)
         kinds = {"shm": PullTransport, "grpc": PushTransport}
         made: list[Transport] = [
@@ -246,9 +249,8 @@ class Worker(Process):
             for name in names
         ]
         identity = Identity(self.name, FINGERPRINT, GEOMETRY)
-        exchange = SimulatedExchange(identity, made, self.receiver, LIMITS, cast(Any, None))
-        exchange.network, exchange.process = self.network, self
-        return exchange
+        plane = SimulatedPlane(network=self.network, process=self)
+        return Exchange(identity, made, self.receiver, LIMITS, cast(Any, None), plane=plane)
 
     async def _heartbeat(self) -> None:
         while True:
@@ -351,7 +353,8 @@ class Worker(Process):
             assert calls._stream is None or not calls._stream._waiting, "a call waits for ever"
         if isinstance(self.role, DecodeRole):
             assert not self.receiver._completing, "a commit waits for ever"
-            assert not any(stream._waiting for stream in self.role._streams)
+            waiting = {task.get_name() for task in self.loop.tasks} & {"commit", "reserve"}
+            assert not waiting, f"calls wait for ever: {waiting}"
 
     async def shut_down(self) -> None:
         """End as a worker process does."""
@@ -361,6 +364,7 @@ class Worker(Process):
 
 TIMED_MODULES = (
     "decode_worker.local_prefill",
+    "decode_worker.requests",
     "decode_worker.role",
     "kvtransfer.pairs.outbound",
     "prefill_worker.handoff",

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import HandoffError, TicketEnded
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.tickets import Ticket
 
 SIZE = 64
 

@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from baton import errors
+from baton.security.cluster_secret import cache_salt
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.core.request import GenerationRequest
 from tests.support.router.front_fakes import make_front
@@ -85,7 +86,10 @@ async def test_a_keys_tenant_and_priority() -> None:
     assert (mine.priority, given.priority, nobodys.priority) == (7, 1, 0)
     assert nobodys.principal.tenant == "default"
     # No tenant finds what another one has cached.
-    assert mine.cache_salt != nobodys.cache_salt == b""
+    assert (mine.cache_salt, nobodys.cache_salt) == (
+        cache_salt("", "acme"),
+        cache_salt("", "default"),
+    )
 
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN])

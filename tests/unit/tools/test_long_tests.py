@@ -120,10 +120,32 @@ def test_a_shard_is_run_for_a_commit(root: Path, capfd: pytest.CaptureFixture[st
     (root / "test_other.py").write_text(TESTS.replace("assert False", "pass"))
     assert long_files(root) == ["test_long.py", "test_other.py"]
     # A minute each: two shards.
-    assert main(["--commit", "1f", "--minutes", "1"], root) == 0
+    assert main(["--commit", "1f", "--minutes", "1", "--report", str(root / "page.md")], root) == 0
     told = capfd.readouterr().out
     assert "shard 2 of 2, about 60 s: test_other.py" in told
     assert "3 passed, 1 skipped" in told
+
+
+def test_commits_choose_among_files_that_have_run(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (root / "test_other.py").write_text(TESTS.replace("assert False", "pass"))
+    page = root / "page.md"
+    page.write_text(page_of([Row("test_other.py", "2026-11-20", "c", 1, 0, 0, 5.0)]))
+    for commit in ("0", "1"):
+        words = ["--commit", commit, "--minutes", "1", "--report", str(page), "--list"]
+        assert main(words, root) == 0
+        assert "shard 1 of 1, about 5 s: test_other.py" in capfd.readouterr().out
+
+
+def test_a_file_that_is_named_runs_alone_and_other_rows_stay(root: Path) -> None:
+    page = root / "page.md"
+    other = Row("test_other.py", "2026-11-20", "c", 1, 0, 0, 5.0)
+    page.write_text(page_of([other]))
+    assert main(["test_long.py", "--report", str(page)], root) == 1
+    rows = read_page(page.read_text())
+    assert rows["test_other.py"] == other
+    assert rows["test_long.py"].passed == 2
 
 
 def test_what_was_under_way_when_the_time_was_over_has_failed(root: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
 from baton.telemetry.worker_metrics import WorkerMetrics
+from tests.support.programs import promtool
 from tests.unit.tools.metric_lint import problems
 from tools.metrics_reference import Family, families, reference
 
@@ -90,14 +90,11 @@ def test_pages_agree_on_what_they_share() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
-def test_promtool(
+def test_promtool_takes_them(
     kind: type[RouterMetrics] | type[WorkerMetrics] | type[SupervisorMetrics],
 ) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed: it comes with Debian's package prometheus")
     told = subprocess.run(
-        [promtool, "check", "metrics"],
+        [promtool(), "check", "metrics"],
         input=full_page(kind),
         capture_output=True,
         text=True,

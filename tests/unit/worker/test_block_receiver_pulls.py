@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from baton.errors import TicketEnded
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
-from kvtransfer.tickets.ticket import Purpose, Ticket
+from kvtransfer.tickets import Purpose, Ticket
 from worker.exchange.block_receiver import NO_TRANSPORT, BlockReceiver
 
 SIZE = 64

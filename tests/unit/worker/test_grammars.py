@@ -15,10 +15,10 @@ from baton.request import SequenceSpec
 from baton.rpc import convert
 from baton.v1 import decode_pb2, prefill_pb2
 from decode_worker import local_prefill
-from decode_worker import role as decode_module
-from decode_worker.handoff_stream import HandoffStream
+from decode_worker import requests as decode_module
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
+from decode_worker.service import HandoffStream
 from engine.scheduling.plan import StepResult
 from engine.scheduling.sequence import Sequence, SequenceUpdate
 from prefill_worker import role as prefill_module
@@ -54,7 +54,7 @@ class World(ManualWorker):
         self.slow.may_go.set()
         gate = self.context.grammars
         async with asyncio.timeout(WAIT_S):
-            while gate._compiling:
+            while not gate.idle:
                 await asyncio.sleep(0.001)
         await settle()
 

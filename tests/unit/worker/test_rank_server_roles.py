@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from baton.rpc.grpc_channel import open_channel
+from baton.rpc.worker_plane import WorkerPlane
 from baton.security.tls import PeerRole
 from baton.v1 import rank_pb2, rank_pb2_grpc
 from tests.support.certificates import Authority
@@ -22,7 +23,8 @@ DEADLINE_S = 60.0
 async def test_only_workers_may_join_a_rank(tmp_path: Path, role: PeerRole) -> None:
     authority = Authority(tmp_path)
     with ThreadPoolExecutor(1) as executor:
-        server = RankServer(lambda _: (), executor, tls=authority.sign("rank", "worker"))
+        plane = WorkerPlane(authority.sign("rank", "worker"))
+        server = RankServer(lambda _: (), executor, plane=plane)
         await server.start()
         try:
             files = authority.sign("caller", role)

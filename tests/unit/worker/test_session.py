@@ -31,7 +31,7 @@ def test_a_worker_publishes_the_commit_of_its_model() -> None:
     )
     engine = SimpleNamespace(
         fingerprint="f",
-        cache=SimpleNamespace(geometry=lambda: Geometry(16, 2, 3, 64, "bfloat16")),
+        cache=SimpleNamespace(geometry=Geometry(16, 2, 3, 64, "bfloat16")),
         context_length=512,
         pool=SimpleNamespace(total=10),
     )

@@ -58,7 +58,7 @@ are refused here, with what to do. Every one of them has a test.
 {{- fail "auth.keys and auth.tenants belong into the file of existingConfigSecret, which is used as it is" }}
 {{- end }}
 {{- else if and .Values.auth.requireKey (not .Values.auth.keys) }}
-{{- fail "auth.keys: give at least one (name, and sha256 of printf %s KEY | sha256sum), or say auth.requireKey=false: then whoever reaches the service may use it" }}
+{{- fail "auth.keys: give at least one (name, tenant, and sha256 of printf %s KEY | sha256sum), or say auth.requireKey=false: then whoever reaches the service may use it" }}
 {{- end }}
 {{- end }}
 

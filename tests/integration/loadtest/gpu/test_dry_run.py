@@ -24,6 +24,8 @@ TOGETHER = (
     ("kernel speed", "step speed"),
 )
 """Phases of one run: the runs take about as long, and serving has a test of its own beside this."""
+QUICK = "machine"
+"""The run that is no long test; what the kernels of the others compute, tests/kernels/gpu tells."""
 BLOCKED = """
 import sys
 
@@ -53,7 +55,13 @@ def test_every_phase_is_run() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, id=names[0], marks=() if QUICK in names else pytest.mark.long)
+        for names in TOGETHER
+    ],
+)
 def test_phases_run_and_every_check_holds(names: tuple[str, ...], tmp_path: Path) -> None:
     output = tmp_path / "gpu.jsonl"
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)

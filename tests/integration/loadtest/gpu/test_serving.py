@@ -46,6 +46,7 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if each.is_running() and each.status() != "zombie"]
 
 
+@pytest.mark.long
 def test_all_of_the_phase_holds_on_a_cpu(tmp_path: Path) -> None:
     assert missing() == []
     before = set(psutil.Process().children(recursive=True))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 
 from engine.gpu.memory_plan import MemoryPlan, StepLimits, memory_plan
-from engine.scheduling.limits import SCORED_TOKENS
+from engine.scheduling.sequence import SCORED_TOKENS
 from engine.speculation.length import MAX_IN_A_STEP
 from tests.kernels.gpu.fake.device import Noted, Violation, fake_gpu
 from tests.kernels.gpu.fake.models import MODELS, WEIGHT_TYPES, WeightType, real_config

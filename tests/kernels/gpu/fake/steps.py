@@ -16,8 +16,8 @@ from engine.gpu.fused_weights import GpuWeights, gpu_weights
 from engine.gpu.step_tensors import StepShape, buffer_bytes, step_tensors, table_width
 from engine.kv.kv_cache import KvCache
 from engine.sampling.logprobs import Scored, token_logprobs
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 from tests.kernels.gpu.fake.device import CUDA, FakeGpu
 from tests.kernels.gpu.fake.models import WeightType, model_of
 

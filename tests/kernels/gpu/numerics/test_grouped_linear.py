@@ -47,7 +47,7 @@ def test_equals_plain_torch(
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-3)
     factors = torch.rand(tokens, choices)
     total = add_choices(expected, routing, factors)
-    for token, choice in ((0, 0), (tokens - 1, choices - 1)):
+    for token in (0, tokens - 1):
         alone = sum(
             factors[token, other]
             * (
@@ -57,7 +57,6 @@ def test_equals_plain_torch(
             for other in range(choices)
         )
         assert isinstance(alone, torch.Tensor)
-        assert choice < choices
         torch.testing.assert_close(total[token], alone, atol=0.3, rtol=1e-2)
 
 

@@ -17,8 +17,8 @@ from engine.kv.kv_cache import KvCache
 from engine.model.model import DecoderModel
 from engine.model.torch_step import TorchStepModel
 from engine.model.weights import load_weights
+from engine.sampling.step import StepInput, StepModel
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput, StepModel
 from tests.kernels.gpu.device import DEVICE
 from tests.support.engine.families import CASES, make_reference
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.step.step import StepInput
+from engine.sampling.step import StepInput
 from tests.kernels.gpu.steps.pairs import (
     BLOCK,
     TABLES,

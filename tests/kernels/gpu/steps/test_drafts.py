@@ -16,10 +16,9 @@ from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.runner import GpuRunner
 from engine.gpu.speculation import OverlapSpeculation
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import PlanRow, StepPlan
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import SchedulerLimits, Sequence
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.steps.pairs import (

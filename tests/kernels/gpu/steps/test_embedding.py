@@ -11,8 +11,8 @@ from baton.sampling_params import SamplingParams
 from engine.execution.runner import ModelRunner
 from engine.gpu.runner import GpuRunner
 from engine.model.embedding import Embedder
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
-from engine.step.step import StepInput
 from tests.kernels.gpu.device import DEVICE
 from tests.kernels.gpu.steps.pairs import Recorder, gpu, load, reference, save, some_tokens
 

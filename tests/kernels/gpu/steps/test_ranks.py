@@ -30,8 +30,8 @@ from engine.parallel.rank_model import RankModel
 from engine.parallel.ranks import Follower, Leader
 from engine.parallel.shard import config_of, shard_of
 from engine.parallel.weight_slices import WeightSlices
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 from tests.kernels.gpu.device import DEVICE
 from tests.support.models import make_tiny_model, make_tiny_moe
 

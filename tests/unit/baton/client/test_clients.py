@@ -38,7 +38,7 @@ from tests.support.router.front_fakes import (
 DEADLINE_S = 30.0
 T = TypeVar("T")
 HELLO = [Message("system", "Be brief."), Message("user", "hello")]
-KEYS = (KeyConfig(name="ann", sha256=hashlib.sha256(b"secret").hexdigest()),)
+KEYS = (KeyConfig(name="ann", tenant="default", sha256=hashlib.sha256(b"secret").hexdigest()),)
 
 
 ALL = pytest.mark.parametrize("kind", ["grpc", "async_grpc"])

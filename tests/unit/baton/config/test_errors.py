@@ -144,12 +144,13 @@ name = "team"
 wait = 3
 [[keys]]
 name = "one"
+tenant = "default"
 scopes = ["inferrence"]
 """
     assert faults_of(tmp_path, text) == [
         "class `short` (baton.toml:3): `max_tokens` must be a whole number, not `2.5`",
         "tenant `team` (baton.toml:6): unknown field `wait`; did you mean `weight`?",
-        "key `one` (baton.toml:9): `scopes[0]` must be inference, metrics or admin",
+        "key `one` (baton.toml:10): `scopes[0]` must be inference, metrics or admin",
     ]
 
 
@@ -209,11 +210,11 @@ def test_fields_that_contradict_each_other_are_said_with_what_has_set_them(tmp_p
 
 
 def test_secrets_are_not_repeated(tmp_path: Path) -> None:
-    text = 'redis_url = 5555\n[[keys]]\nname = "a"\nsha256 = "baton-secret"\n'
+    text = 'redis_url = 5555\n[[keys]]\nname = "a"\ntenant = "default"\nsha256 = "baton-secret"\n'
     lines = faults_of(tmp_path, text)
     assert lines == [
         "baton.toml:1: `redis_url` must be text in quotes",
-        "key `a` (baton.toml:4): `sha256` must be 64 hexadecimal digits in lower case, or empty",
+        "key `a` (baton.toml:5): `sha256` must be 64 hexadecimal digits in lower case, or empty",
     ]
 
 

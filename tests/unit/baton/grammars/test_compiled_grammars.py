@@ -46,12 +46,12 @@ def compiler() -> CountingCompiler:
 def test_each_is_compiled_once(compiler: CountingCompiler) -> None:
     grammars = CompiledGrammars(compiler.load, vocab_size())
     assert compiler.loads == 0
-    assert regex("a") not in grammars
+    assert grammars.kept(regex("a")) is None
     first, second = grammars.matcher(regex("a")), grammars.matcher(regex("a"))
     assert first is not second
     assert compiler.compiled == {"a": 1}
     assert compiler.loads == 1
-    assert regex("a") in grammars
+    assert grammars.kept(regex("a")) is not None
 
 
 def test_matchers_of_one_grammar_do_not_disturb_each_other(compiler: CountingCompiler) -> None:
@@ -64,10 +64,10 @@ def test_matchers_of_one_grammar_do_not_disturb_each_other(compiler: CountingCom
 
 
 def test_the_longest_unused_goes_first(compiler: CountingCompiler) -> None:
-    grammars = CompiledGrammars(compiler.load, vocab_size(), most=2)
+    grammars = CompiledGrammars(compiler.load, vocab_size(), max_grammars=2)
     for text in ("a", "b", "a", "c"):
         grammars.matcher(regex(text))
-    assert [regex(text) in grammars for text in "abc"] == [True, False, True]
+    assert [grammars.kept(regex(text)) is not None for text in "abc"] == [True, False, True]
     grammars.matcher(regex("b"))
     assert compiler.compiled == {"a": 1, "b": 2, "c": 1}
 
@@ -76,10 +76,23 @@ def test_texts_are_bounded_in_bytes(compiler: CountingCompiler) -> None:
     grammars = CompiledGrammars(compiler.load, vocab_size(), max_bytes=10)
     for text in ("aaaa", "bbbb", "cccc"):
         grammars.matcher(regex(text))
-    assert [regex(text * 4) in grammars for text in "abc"] == [False, True, True]
+    assert [grammars.kept(regex(text * 4)) is not None for text in "abc"] == [False, True, True]
     grammars.matcher(regex("d" * 30))
-    assert [regex(text * 4) in grammars for text in "bc"] == [False, False]
-    assert regex("d" * 30) in grammars
+    assert [grammars.kept(regex(text * 4)) is not None for text in "bc"] == [False, False]
+    assert grammars.kept(regex("d" * 30)) is not None
+
+
+def test_tenants_share_no_grammar_and_the_largest_share_gives_way(
+    compiler: CountingCompiler,
+) -> None:
+    grammars = CompiledGrammars(compiler.load, vocab_size(), max_grammars=4)
+    grammars.matcher(regex("a"), b"small")
+    for text in ("a", "b", "c", "d", "e"):
+        grammars.matcher(regex(text), b"large")
+    assert compiler.compiled["a"] == 2
+    assert grammars.kept(regex("a"), b"small") is not None
+    kept = [grammars.kept(regex(text), b"large") is not None for text in "abcde"]
+    assert kept == [False, False, True, True, True]
 
 
 def test_what_is_refused_is_not_kept(compiler: CountingCompiler) -> None:

@@ -8,8 +8,10 @@ import time
 import pytest
 
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
-from baton.grammars.grammar_gate import MAX_WAITING
+from baton.grammars.grammar_gate import MAX_OF_TENANT, MAX_WAITING
 from tests.support.baton.grammar_tools import WAIT_S, SlowGrammars, encode, regex
+
+SALT, OTHER = b"", b"other"
 
 
 def soon() -> float:
@@ -19,30 +21,32 @@ def soon() -> float:
 async def test_no_grammar_and_a_kept_one_are_ready_at_once() -> None:
     slow = SlowGrammars()
     slow.may_go.set()
-    await slow.gate.ready(None, 0.0)
-    await slow.gate.ready(regex("a"), soon())
+    await slow.gate.ready(None, SALT, 0.0)
+    await slow.gate.ready(regex("a"), SALT, soon())
     slow.may_go.clear()
-    await slow.gate.ready(regex("a"), 0.0)
+    await slow.gate.ready(regex("a"), SALT, 0.0)
     assert slow.compiled == ["a"]
 
 
 async def test_a_matcher_is_handed_out_whatever_has_been_compiled_since() -> None:
     """The waiting one needs no place among the kept grammars."""
-    slow = SlowGrammars(most=1)
-    waiting = [asyncio.create_task(slow.gate.ready(regex(t), soon())) for t in ("a", "b", "c")]
+    slow = SlowGrammars(max_grammars=1)
+    waiting = [
+        asyncio.create_task(slow.gate.ready(regex(t), SALT, soon())) for t in ("a", "b", "c")
+    ]
     await asyncio.sleep(0)
     slow.may_go.set()
     for text, found in zip("abc", await asyncio.gather(*waiting), strict=True):
         assert found is not None
         (token,) = encode(text)
         assert found.consume_token(token)
-    assert regex("a") not in slow.grammars
+    assert slow.grammars.kept(regex("a"), SALT) is None
     assert slow.compiled == ["a", "b", "c"]
 
 
 async def test_those_who_wait_for_one_share_it_and_the_loop_goes_on() -> None:
     slow = SlowGrammars()
-    waiting = [asyncio.create_task(slow.gate.ready(regex("a"), soon())) for _ in range(3)]
+    waiting = [asyncio.create_task(slow.gate.ready(regex("a"), SALT, soon())) for _ in range(3)]
     for _ in range(5):
         await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
@@ -55,7 +59,7 @@ async def test_those_who_wait_for_one_share_it_and_the_loop_goes_on() -> None:
 
 async def test_refusals_reach_all() -> None:
     slow = SlowGrammars()
-    waiting = [asyncio.create_task(slow.gate.ready(regex("bad"), soon())) for _ in range(2)]
+    waiting = [asyncio.create_task(slow.gate.ready(regex("bad"), SALT, soon())) for _ in range(2)]
     await asyncio.sleep(0)
     slow.may_go.set()
     for result in await asyncio.gather(*waiting, return_exceptions=True):
@@ -68,15 +72,17 @@ async def test_refusals_reach_all() -> None:
 async def test_a_deadline_ends_the_waiting_and_not_the_work() -> None:
     slow = SlowGrammars()
     with pytest.raises(DeadlineExceeded):
-        await slow.gate.ready(regex("a"), time.monotonic())
+        await slow.gate.ready(regex("a"), SALT, time.monotonic())
     slow.may_go.set()
-    await slow.gate.ready(regex("a"), soon())
+    await slow.gate.ready(regex("a"), SALT, soon())
     assert slow.compiled == ["a"]
 
 
 async def test_one_that_gives_up_does_not_end_it_for_others() -> None:
     slow = SlowGrammars()
-    first, second = (asyncio.create_task(slow.gate.ready(regex("a"), soon())) for _ in range(2))
+    first, second = (
+        asyncio.create_task(slow.gate.ready(regex("a"), SALT, soon())) for _ in range(2)
+    )
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait([first])
@@ -85,15 +91,60 @@ async def test_one_that_gives_up_does_not_end_it_for_others() -> None:
     assert slow.compiled == ["a"]
 
 
-async def test_the_line_is_bounded() -> None:
+async def test_a_tenant_has_a_share_of_the_places_and_others_have_theirs() -> None:
     slow = SlowGrammars()
-    waiting = [
-        asyncio.create_task(slow.gate.ready(regex(f"a{n}"), soon())) for n in range(MAX_WAITING)
-    ]
+    texts = [f"a{n}" for n in range(MAX_OF_TENANT + 1)]
+    waiting = [asyncio.create_task(slow.gate.ready(regex(texts[0]), SALT, soon()))]
+    await asyncio.sleep(0.01)
+    waiting += [asyncio.create_task(slow.gate.ready(regex(t), SALT, soon())) for t in texts[1:]]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
-        await slow.gate.ready(regex("b"), soon())
+    with pytest.raises(Overloaded, match=f"{MAX_OF_TENANT} new grammars") as refused:
+        await slow.gate.ready(regex("b"), SALT, soon())
+    assert refused.value.retry_after
+    waiting.append(asyncio.create_task(slow.gate.ready(regex("b"), OTHER, soon())))
+    await asyncio.sleep(0)
     slow.may_go.set()
     await asyncio.gather(*waiting)
-    await slow.gate.ready(regex("b"), soon())
+    await slow.gate.ready(regex("b"), SALT, soon())
+    # One compiled when the other tenant came, and one stood first.
+    assert slow.compiled.index("b") <= 2
+    assert len(slow.compiled) == len(texts) + 2
+
+
+async def test_places_are_shared_by_the_tenants_that_wait() -> None:
+    slow = SlowGrammars()
+    salts = [bytes([number]) for number in range(MAX_WAITING)]
+    for salt in salts:
+        slow.gate.begin(regex("a"), salt)
+    slow.gate.begin(regex("a"), b"one more")
+    with pytest.raises(Overloaded):
+        slow.gate.begin(regex("b"), salts[0])
+    slow.may_go.set()
+    await slow.gate.ready(regex("a"), b"one more", soon())
     assert len(slow.compiled) == MAX_WAITING + 1
+
+
+async def test_what_one_tenant_has_compiled_is_not_ready_for_another() -> None:
+    slow = SlowGrammars()
+    slow.may_go.set()
+    await slow.gate.ready(regex("a"), SALT, soon())
+    slow.may_go.clear()
+    with pytest.raises(DeadlineExceeded):
+        await slow.gate.ready(regex("a"), OTHER, time.monotonic())
+    slow.may_go.set()
+    await slow.gate.ready(regex("a"), OTHER, soon())
+    assert slow.compiled == ["a", "a"]
+
+
+async def test_what_nothing_waits_for_any_more_is_not_compiled() -> None:
+    slow = SlowGrammars()
+    first = asyncio.create_task(slow.gate.ready(regex("a"), SALT, soon()))
+    await asyncio.sleep(0.01)
+    left = asyncio.create_task(slow.gate.ready(regex("b"), SALT, soon()))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait([left])
+    last = asyncio.create_task(slow.gate.ready(regex("c"), SALT, soon()))
+    slow.may_go.set()
+    await asyncio.gather(first, last)
+    assert slow.compiled == ["a", "c"]

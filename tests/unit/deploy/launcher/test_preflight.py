@@ -15,7 +15,10 @@ from baton.errors import ConfigError
 from deploy.launcher.preflight import check_exposure
 from worker.settings import WorkerSettings
 
-KEYS: dict[str, Any] = {"keys": (KeyConfig(name="a", sha256="0" * 64),), "require_key": True}
+KEYS: dict[str, Any] = {
+    "keys": (KeyConfig(name="a", tenant="default", sha256="0" * 64),),
+    "require_key": True,
+}
 OWN = "10.0.0.7"
 """A node's address."""
 

@@ -15,10 +15,12 @@ import traceback
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import _http
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
@@ -224,12 +226,15 @@ def test_a_branch_that_moves_is_followed(hub: HubStub, folder: Path) -> None:
 def test_an_update_that_fails_leaves_the_cached_commit(
     hub: HubStub, folder: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=waits.append))
     first = resolve(ID, Told())
     shard = (folder / "model-2.safetensors").read_bytes()
     hub.models[ID].commit(files_of(folder) | {"model-2.safetensors": shard + b"\0"})
     hub.refused["model-2.safetensors"] = status
     told = Told()
     assert resolve(ID, told) == first
+    assert bool(waits) == (status == 429), "it is asked again where that may help"
     lines = [line for line in told if "cannot be had" in line]
     assert len(lines) == 1
     assert f"the newer commit {main_of(hub)}" in lines[0]

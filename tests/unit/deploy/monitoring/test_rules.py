@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.support.deploy.watched import (
     checker_with_rules,
     rules,
 )
+from tests.support.programs import promtool
 
 GUIDE = Path(__file__).parents[4] / "docs" / "observability.md"
 ALERTS = [rule for rule in rules() if "alert" in rule]
@@ -92,12 +92,9 @@ def test_the_example_names_the_jobs_that_alerts_ask_for() -> None:
     ],
     ids=" ".join,
 )
-def test_promtool(arguments: tuple[str, ...]) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed: it comes with Debian's package prometheus")
+def test_promtool_takes_them(arguments: tuple[str, ...]) -> None:
     told = subprocess.run(
-        [promtool, *arguments],
+        [promtool(), *arguments],
         cwd=MONITORING,
         capture_output=True,
         text=True,

@@ -25,6 +25,7 @@ from baton.errors import BatonError, InvalidRequest, WorkerFailed
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import make_server
 from baton.rpc.grpc_errors import guarded
+from baton.rpc.worker_plane import OPEN_PLANE
 from baton.store.registry import DRAINING, Registry, WorkerRecord
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
@@ -352,11 +353,11 @@ async def test_a_worker_is_asked_and_its_error_is_told() -> None:
     await server.start()
     try:
         known = replace(decode_record(), address=f"127.0.0.1:{port}")
-        assert await change_role(known, "prefill", 30.0) == 1.5
+        assert await change_role(OPEN_PLANE, known, "prefill", 30.0) == 1.5
         assert worker.asked == [("prefill", 30_000)]
         with pytest.raises(InvalidRequest, match="not again"):
-            await change_role(known, "decode", 1.0)
+            await change_role(OPEN_PLANE, known, "decode", 1.0)
     finally:
         await server.stop(0)
     with pytest.raises(BatonError):
-        await change_role(known, "prefill", 0.1)
+        await change_role(OPEN_PLANE, known, "prefill", 0.1)

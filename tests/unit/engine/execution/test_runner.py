@@ -233,7 +233,7 @@ def test_limits_of_an_engine(folder: Path) -> None:
     assert engine.cache.block_bytes == BLOCK_BYTES
     assert engine.scheduler.limits.chunk_tokens == 512
     assert engine.context_length == 512
-    assert engine.cache.geometry().kv_dtype == "float32"
+    assert engine.cache.geometry.kv_dtype == "float32"
     small = build(folder, kv_pool_bytes=4 * BLOCK_BYTES, chunk_tokens=48, dtype="bfloat16")
     assert small.pool.total == 8
     assert small.context_length == 8 * 16, "no sequence can be longer than the pool"

@@ -93,7 +93,7 @@ def test_a_block_is_codes_and_then_scales(codes: torch.dtype) -> None:
 
 def test_geometries_name_the_codes() -> None:
     types = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
-    found = [KvCache(CONFIG, 2, SIZE, dtype, CPU).geometry() for dtype in types]
+    found = [KvCache(CONFIG, 2, SIZE, dtype, CPU).geometry for dtype in types]
     expected = [Geometry(SIZE, LAYERS, HEADS, DIM, name) for name in ("bfloat16", "int8", "fp8")]
     assert found == expected
 

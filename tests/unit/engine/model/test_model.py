@@ -18,8 +18,8 @@ from engine.kv.kv_cache import KvCache
 from engine.model.model import DecoderModel
 from engine.model.torch_step import TorchStepModel
 from engine.model.weights import load_weights
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 from tests.support.engine.model_pair import (
     CPU,
     VOCAB,

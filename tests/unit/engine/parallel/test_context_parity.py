@@ -17,8 +17,8 @@ from baton.sampling_params import SamplingParams
 from engine.build import build_engine
 from engine.engine import Engine, EngineSettings
 from engine.parallel.ranks import FormedGroup
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
-from engine.step.step import StepInput
 from tests.support.engine.rank_threads import engine_of_ranks
 from tests.support.models import make_tiny_model, make_tiny_moe
 
@@ -151,7 +151,7 @@ def test_ranks_give_what_one_gives(
     with engine_of_ranks(built[kind], ranks) as (engine, caches):
         found = answers(engine)
         blocks = engine.cache.blocks
-        geometry = engine.cache.geometry()
+        geometry = engine.cache.geometry
     assert found.tokens == expected[kind].tokens
     torch.testing.assert_close(found.logits, expected[kind].logits, atol=1e-4, rtol=0)
     torch.testing.assert_close(found.hidden, expected[kind].hidden, atol=1e-4, rtol=0)

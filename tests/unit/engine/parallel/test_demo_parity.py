@@ -19,8 +19,8 @@ from engine.engine import Engine, EngineSettings
 from engine.model.model import DecoderModel
 from engine.model.torch_step import TorchStepModel
 from engine.offline import generate
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 from router.text.tokenizer import Tokenizer
 from tests.support.engine.float64_reference import float64_logits
 from tests.support.engine.rank_threads import engine_of_ranks

@@ -12,8 +12,8 @@ import torch
 from baton.sampling_params import SamplingParams
 from engine.build import build_engine
 from engine.engine import Engine, EngineSettings
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
-from engine.step.step import StepInput
 from tests.support.engine.rank_threads import engine_of_ranks
 from tests.support.models import make_tiny_fp8, make_tiny_model, make_tiny_moe, make_tiny_olmo
 

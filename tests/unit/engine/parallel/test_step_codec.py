@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.parallel.step_codec import Kind, StepReader, StepWriter, copy_frame, warm_up_frame
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 
 tables = st.lists(st.integers(0, 1 << 20), max_size=12).map(tuple)
 rows = st.builds(

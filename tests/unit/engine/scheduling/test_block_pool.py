@@ -84,6 +84,22 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.available == before - evictable
         self.owners.append(blocks)
 
+    @rule(name=st.sampled_from(CHAINS), length=st.integers(1, 5))
+    def prefill(self, name: str, length: int) -> None:
+        """As a sequence does: pin what is there of its prompt, and make the rest findable."""
+        hashes = chain(name, length)
+        found = self.pool.match(hashes)
+        if length - len(found) > self.pool.available - self.pool.evictable(found):
+            return
+        self.pool.pin(found)
+        made = self.pool.allocate(length - len(found))
+        self.forget_evicted(made)
+        self.owners.append([*found, *made])
+        for digest, block in zip(hashes[len(found) :], made, strict=True):
+            if digest not in self.named:
+                assert self.pool.register(block, digest, leading(digest)) == block
+                self.named[digest] = block
+
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), name=st.sampled_from(CHAINS), depth=st.integers(0, 4))
     def register(self, data: st.DataObject, name: str, depth: int) -> None:

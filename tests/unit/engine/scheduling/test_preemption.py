@@ -13,10 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.hashing import hash_key
 from baton.request import LOWEST_PRIORITY, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.preemption import CACHED_SHARE, PATIENCE, recompute_cost, victim_of
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.block_pool import (
+    CACHED_SHARE,
+    PATIENCE,
+    BlockPool,
+    recompute_cost,
+    victim_of,
+)
+from engine.scheduling.sequence import SchedulerLimits, Sequence
 from tests.support.engine.scheduler import World, make_spec
 
 SIZE = 4

@@ -15,7 +15,7 @@ from baton.errors import InvalidRequest
 from baton.hashing import block_hashes
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.sequence import SchedulerLimits
 from tests.support.engine.fake_engine import answer, kv_of
 from tests.support.engine.scheduler import (
     KEY,

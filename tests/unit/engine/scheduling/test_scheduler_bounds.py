@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import SchedulerLimits, Sequence
 from tests.support.engine.scheduler import World, make_spec
 
 LIMITS = SchedulerLimits(4, 16, 4, 64)

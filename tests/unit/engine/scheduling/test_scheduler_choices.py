@@ -18,9 +18,8 @@ from baton.hashing import last_hashes
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
-from engine.scheduling.sequence import Sequence, SequenceUpdate
+from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceUpdate
 from tests.support.engine.fake_engine import VOCAB, FakeEngine, kv_of
 from tests.support.engine.scheduler import (
     KEY,

@@ -10,8 +10,7 @@ from hypothesis.stateful import initialize, rule
 from baton.errors import InvalidRequest
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
-from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import SchedulerLimits, Sequence
 from tests.support.engine.fake_engine import kv_of
 from tests.support.engine.scheduler import (
     PROMPTS,

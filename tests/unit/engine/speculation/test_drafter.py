@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.speculation.drafter import NgramDrafter
+from engine.speculation.speculation import NgramDrafter
 
 
 def longest_suffix(tokens: list[int]) -> tuple[int, int]:

@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from engine.speculation.costs import DraftCosts
-from engine.speculation.length import DraftLength, Proposal
+from engine.speculation.length import DraftCosts, DraftLength, Proposal
 
 Cost = Callable[[int], float]
 

@@ -23,9 +23,10 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence as EngineSequence
-from engine.speculation.drafter import Drafter, NgramDrafter
 from engine.speculation.speculation import (
     MAX_DRAFT_TOKENS,
+    Drafter,
+    NgramDrafter,
     Speculation,
     kept_tokens,
     make_speculation,

@@ -32,7 +32,7 @@ def test_a_layout_is_that_of_the_engines_cache(
     size, layers, heads, dim = shape
     config = plain_config(layers=layers, heads=heads, kv_heads=heads, head_dim=dim)
     cache = KvCache(config, 2, size, dtype, CPU)
-    layout = KvLayout.of(cache.geometry())
+    layout = KvLayout.of(cache.geometry)
     assert layout.block_bytes == cache.block_bytes == block_bytes(config, size, dtype)
     assert layout.value_bytes == dtype.itemsize
     assert layout.has_scales == (cache.scales is not None)
@@ -53,7 +53,7 @@ def test_a_drafters_part_lies_behind_the_models(
     config = plain_config(layers=2, heads=3, kv_heads=3, head_dim=4)
     draft = plain_config(layers=layers, heads=heads, kv_heads=heads, head_dim=dim)
     cache = KvCache(config, 2, size, dtype, CPU, drafter=draft)
-    geometry = cache.geometry()
+    geometry = cache.geometry
     assert geometry.drafter == GroupShape(layers, heads, dim)
     layout = KvLayout.of(geometry)
     assert layout.block_bytes == cache.block_bytes == block_bytes(config, size, dtype, draft)
@@ -84,7 +84,7 @@ def test_a_drafters_part_lies_behind_the_models(
 def test_a_rank_has_the_blocks_of_a_model_with_its_heads_alone(dtype: torch.dtype) -> None:
     config = plain_config(layers=2, heads=2, kv_heads=2, head_dim=8)
     cache = KvCache(config, 1, 16, dtype, CPU)
-    layout = KvLayout(16, 2, 8, 8, cache.geometry().kv_dtype, tensor_parallel=4)
+    layout = KvLayout(16, 2, 8, 8, cache.geometry.kv_dtype, tensor_parallel=4)
     for rank in range(4):
         assert layout.of_rank(rank).block_bytes == cache.block_bytes
     with pytest.raises(GeometryMismatch, match="its ranks have"):

@@ -15,8 +15,7 @@ from baton.errors import HandoffError
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.reshard import plan
 from kvtransfer.layout.shard_layout import ShardLayout, shard_of, shards_to
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.memory.shard_memory import (
     PeerBlocks,
     Pieces,

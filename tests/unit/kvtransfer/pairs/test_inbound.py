@@ -21,11 +21,10 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.pairs import inbound as inbound_module
 from kvtransfer.pairs.inbound import Inbound
-from kvtransfer.pairs.pair import Identity, PairLimits
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.pairs.pair import Identity, PairLimits, segment_checksum
+from kvtransfer.tickets import Ticket
 from kvtransfer.transports.transport import Parts, Peer
 from tests.support.kvtransfer.fake_transport import FakeReceiveLink, FakeTransport
 
@@ -459,6 +458,34 @@ async def test_damage_fails_the_ticket_and_not_the_pair(world: World) -> None:
         ("end", "u", "shm", "64"),
     ]
     assert not world.link.is_closed
+
+
+@pytest.mark.parametrize("sealed_for", [("u", 0, 0), ("t", 1, 0), ("t", 0, 16)])
+async def test_parts_sealed_for_another_place_are_not_those_expected(
+    world: World, sealed_for: tuple[str, int, int]
+) -> None:
+    """The same bytes of another ticket, block or offset would pass for these."""
+    call = await world.open()
+    message = announcement(0, 0)
+    message.announced[0].checksums[:] = [segment_checksum(1000, *sealed_for)]
+    await call.write(message)
+    await until(lambda: world.link.batches)
+    assert world.link.batches[0].checksums != (1000,)
+
+
+@pytest.mark.parametrize("sealed_for", [("u", 0, 0), ("t", 1, 0), ("t", 0, 16)])
+async def test_a_seal_for_another_place_fails_the_ticket(
+    in_place: World, sealed_for: tuple[str, int, int]
+) -> None:
+    world = in_place
+    call = await world.open()
+    await call.write(unsealed(0, 0))
+    await place_unsealed(world, 0, 1000)
+    wrong = transfer_pb2.SealBatch(number=0, checksums=[segment_checksum(1000, *sealed_for)])
+    await call.write(Request(sealed=[wrong]))
+    answer = await landed(call)
+    assert isinstance(error_from_code(answer.code, answer.error), ChecksumMismatch)
+    assert world.keeper.told == [("fail", "t", "handoff_checksum_mismatch")]
 
 
 async def test_a_release_cancels_what_has_not_begun_and_waits_for_what_has(world: World) -> None:

@@ -25,9 +25,8 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.memory.checksum import segment_checksum
 from kvtransfer.pairs.outbound import Outbound, Push
-from kvtransfer.pairs.pair import Identity, PairLimits
+from kvtransfer.pairs.pair import Identity, PairLimits, segment_checksum
 from kvtransfer.transports.transport import Parts, Peer
 from tests.support.kvtransfer.fake_transport import FakeSendLink, FakeTransport
 
@@ -271,6 +270,7 @@ async def test_a_push_is_done_when_its_last_byte_has_landed(world: World) -> Non
     assert list(first.checksums) == [
         segment_checksum(1000 + block, "t", block, 0) for block in (3, 1)
     ]
+    assert not {1003, 1001} & set(first.checksums), "bound to nothing"
     assert (second.number, list(second.targets)) == (1, [4])
     assert world.link.packed == [Parts((3, 1), 0, SIZE), Parts((4,), 0, SIZE)]
     assert [packed.parts for packed, _ in world.link.sent.values()] == world.link.packed

@@ -10,6 +10,8 @@ from dataclasses import replace
 import grpc.aio
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.errors import FingerprintMismatch, GeometryMismatch, HandoffError
 from baton.request import Geometry
@@ -17,10 +19,16 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.memory import shared_pool
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.pairs.negotiation import Fit
 from kvtransfer.pairs.outbound import Outbound
-from kvtransfer.pairs.pair import Identity, PairLimits, check_peer
+from kvtransfer.pairs.pair import (
+    Identity,
+    PairLimits,
+    check_peer,
+    raw_checksum,
+    segment_checksum,
+)
 from kvtransfer.transports.shm_transport import ShmTransport
 from kvtransfer.transports.transport import Peer
 
@@ -124,3 +132,35 @@ async def test_a_writer_does_not_believe_a_receiver_that_takes_what_does_not_fit
         await channel.close()
         await server.stop(grace=None)
         pool.close()
+
+
+# Checksums
+
+
+def test_workers_of_all_versions_bind_checksums_alike() -> None:
+    """These values are on the wire: they must never change."""
+    assert segment_checksum(0x2EE92E3650575404, "ticket-1", 2, 4096) == 0x4B33EDE89E2A2CC2
+    assert segment_checksum(0, "t", 0, 0) == 0x32207BD84DE66BBD
+
+
+_PLACES = st.tuples(
+    st.sampled_from([f"ticket-{number}" for number in range(20)]),
+    st.integers(0, 1 << 20),
+    st.integers(0, 1 << 32),
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, (1 << 64) - 1), _PLACES, _PLACES)
+def test_a_checksum_of_one_place_does_not_pass_at_another(
+    digest: int, place: tuple[str, int, int], other: tuple[str, int, int]
+) -> None:
+    sealed = segment_checksum(digest, *place)
+    assert raw_checksum(sealed, *place) == digest
+    assert (raw_checksum(sealed, *other) == digest) == (place == other)
+
+
+def test_the_ticket_the_block_and_the_offset_each_count() -> None:
+    sealed = segment_checksum(7, "t", 3, 64)
+    for other in (("u", 3, 64), ("t", 2, 64), ("t", 3, 0)):
+        assert raw_checksum(sealed, *other) != 7

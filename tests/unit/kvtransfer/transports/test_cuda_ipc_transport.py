@@ -22,10 +22,10 @@ import torch
 from baton.errors import ChecksumMismatch, ConfigError, HandoffError, WorkerFailed
 from kvtransfer.memory import checksum_triton
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.cuda_ipc_transport import CudaIpcReceiveLink, CudaIpcTransport
-from kvtransfer.transports.transport import Batch, Parts, Peer, Transport
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, Peer, Transport
 from tests.support.kvtransfer.fake_cuda import Allocation, FakeCuda, gpu_uuid
 
 PATIENCE_S = 30.0
@@ -246,13 +246,15 @@ def test_a_context_that_cuda_refuses_is_an_ordinary_refusal(
         transport.accept(WRITER, offer)
 
 
-def batch(machine: Machine, parts: Parts, target: Parts | None = None, damage: int = 0) -> Batch:
+def batch(
+    machine: Machine, parts: Parts, target: Parts | None = None, damage: int = 0
+) -> AnnouncedBatch:
     end = parts.offset + parts.length
     sums = [
         checksum(machine.theirs.rows[block, parts.offset : end].tobytes()) + damage
         for block in parts.blocks
     ]
-    return Batch(1, parts, parts if target is None else target, tuple(sums))
+    return AnnouncedBatch(1, parts, parts if target is None else target, tuple(sums))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_a_batch_whose_checksums_follow_has_those_of_what_was_copied(
     machine: Machine, link: CudaIpcReceiveLink
 ) -> None:
     parts = Parts((0, 3), 64, 128)
-    transfer = link.receive(Batch(1, parts, parts, ()), PATIENCE_S)
+    transfer = link.receive(AnnouncedBatch(1, parts, parts, ()), PATIENCE_S)
     transfer.wait(PATIENCE_S)
     assert transfer.found == batch(machine, parts).checksums
 
@@ -293,7 +295,7 @@ def test_a_batch_whose_checksums_follow_has_those_of_what_was_copied(
 )
 def test_a_batch_that_its_writer_does_not_have(link: CudaIpcReceiveLink, parts: Parts) -> None:
     with pytest.raises(HandoffError, match="outside"):
-        link.receive(Batch(1, parts, parts, (0,)), PATIENCE_S).wait(PATIENCE_S)
+        link.receive(AnnouncedBatch(1, parts, parts, (0,)), PATIENCE_S).wait(PATIENCE_S)
 
 
 def test_a_target_of_another_length(machine: Machine, link: CudaIpcReceiveLink) -> None:

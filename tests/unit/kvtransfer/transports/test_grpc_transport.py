@@ -20,12 +20,11 @@ from baton.rpc.grpc_channel import open_blocking_channel
 from baton.security.tls import TlsFiles
 from baton.v1 import transfer_pb2
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.memory.memory import PartByPart
+from kvtransfer.memory.memory import HostMemory, PartByPart
 from kvtransfer.transports import grpc_transport
 from kvtransfer.transports.grpc_transport import CHUNK_BYTES, GrpcReceiveLink, GrpcTransport
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer
 from tests.support.certificates import Authority
 
 BLOCKS, BLOCK_BYTES = 6, CHUNK_BYTES // 2 + 64
@@ -60,7 +59,7 @@ class World:
 
     def announce(self, number: int, sources: list[int], targets: list[int]) -> Transfer:
         """Whole blocks, as the receiver is told of them."""
-        batch = Batch(
+        batch = AnnouncedBatch(
             number,
             Parts(tuple(sources), 0, BLOCK_BYTES),
             Parts(tuple(targets), 0, BLOCK_BYTES),
@@ -176,7 +175,7 @@ def test_parts_of_one_batch_travel_in_messages_of_a_mebibyte(world: World) -> No
     assert taken == [(0, BLOCK_BYTES), (1, BLOCK_BYTES), (2, BLOCK_BYTES)]
     small = Parts((0, 1, 2), 0, 64)
     packed = sender.pack(small)
-    transfer = world.link.receive(Batch(1, small, small, packed.checksums), DEADLINE_S)
+    transfer = world.link.receive(AnnouncedBatch(1, small, small, packed.checksums), DEADLINE_S)
     sender.send(1, packed, DEADLINE_S)
     transfer.wait(DEADLINE_S)
     assert taken[3:] == [(0, 192)]
@@ -191,7 +190,9 @@ def test_blocks_of_other_memory_are_copied_out_and_counted(world: World) -> None
     assert world.writer.staging_bytes > packed.parts.bytes
     target = Parts((2, 3), 64, BLOCK_BYTES - 64)
     other[:] = 0  # it is a copy
-    transfer = world.link.receive(Batch(0, packed.parts, target, packed.checksums), DEADLINE_S)
+    transfer = world.link.receive(
+        AnnouncedBatch(0, packed.parts, target, packed.checksums), DEADLINE_S
+    )
     sender.send(0, packed, DEADLINE_S)
     transfer.wait(DEADLINE_S)
     assert np.array_equal(world.ours[2:4, 64:], kept[[1, 0], 64:])
@@ -285,7 +286,7 @@ class BrokenMemory(PartByPart, HostMemory):
 def test_a_memory_that_cannot_be_written_fails_the_batch_with_its_error(world: World) -> None:
     link = GrpcReceiveLink(BrokenMemory(world.ours), "writer", lambda: None)
     whole = Parts((1,), 0, BLOCK_BYTES)
-    transfer = link.receive(Batch(0, whole, whole, (1,)), DEADLINE_S)
+    transfer = link.receive(AnnouncedBatch(0, whole, whole, (1,)), DEADLINE_S)
     link.take(world.message(0, 0, 1))
     with pytest.raises(OSError, match="no device"):
         transfer.poll()
@@ -294,7 +295,7 @@ def test_a_memory_that_cannot_be_written_fails_the_batch_with_its_error(world: W
 def test_what_follows_a_damaged_part_of_its_batch_is_passed_over(world: World) -> None:
     packed = Packed(Parts((1, 3), 0, BLOCK_BYTES), (1, checksum(world.theirs[3].data)))
     transfer = world.link.receive(
-        Batch(0, packed.parts, Parts((4, 0), 0, BLOCK_BYTES), packed.checksums), DEADLINE_S
+        AnnouncedBatch(0, packed.parts, Parts((4, 0), 0, BLOCK_BYTES), packed.checksums), DEADLINE_S
     )
     before = world.ours.copy()
     next_one = world.announce(1, [2], [5])

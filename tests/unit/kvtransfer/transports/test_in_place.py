@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import ChecksumMismatch, HandoffError, WorkerFailed
 from kvtransfer.transports.in_place import ReadReceiveLink, are_on_two_hosts, host_of
-from kvtransfer.transports.transport import Batch, Parts
+from kvtransfer.transports.transport import AnnouncedBatch, Parts
 
 DEADLINE_S = 10.0
 
@@ -40,7 +40,7 @@ class FourBlocks:
     blocks = 4
     part_end = 64
 
-    def copy(self, batch: Batch) -> tuple[int, ...]:
+    def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
         return (7,) * len(batch.target.blocks)
 
 
@@ -50,16 +50,20 @@ def link() -> Iterator[ReadReceiveLink[FourBlocks]]:
         yield ReadReceiveLink(FourBlocks(), executor)
 
 
-def batch(first: int, offset: int = 0, length: int = 64, checksums: tuple[int, ...] = ()) -> Batch:
+def batch(
+    first: int, offset: int = 0, length: int = 64, checksums: tuple[int, ...] = ()
+) -> AnnouncedBatch:
     blocks = (first, first + 1)
-    return Batch(0, Parts(blocks, offset, length), Parts((0, 1), offset, length), checksums)
+    return AnnouncedBatch(
+        0, Parts(blocks, offset, length), Parts((0, 1), offset, length), checksums
+    )
 
 
 @pytest.mark.parametrize(
     "outside", [batch(3), batch(-1), batch(0, 32, 64), batch(0, -8, 8), batch(0, 0, 0)]
 )
 def test_what_the_writer_does_not_have_is_not_read(
-    link: ReadReceiveLink[FourBlocks], outside: Batch
+    link: ReadReceiveLink[FourBlocks], outside: AnnouncedBatch
 ) -> None:
     with pytest.raises(HandoffError, match="outside its writer's blocks"):
         link.receive(outside, DEADLINE_S).wait(DEADLINE_S)

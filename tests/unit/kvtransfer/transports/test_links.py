@@ -11,10 +11,9 @@ import pytest
 
 from baton.errors import ChecksumMismatch, WorkerFailed
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
-from kvtransfer.transports.links import OpenTransfers, place
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Parts
+from kvtransfer.memory.memory import HostMemory
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, place
 
 DEADLINE_S = 20.0
 
@@ -84,7 +83,7 @@ def test_none_escapes_an_end_on_another_thread() -> None:
 def test_parts_are_what_was_announced_or_damaged() -> None:
     memory = HostMemory(np.zeros((2, 64), dtype=np.uint8))
     data = np.arange(64, dtype=np.uint8).data
-    batch = Batch(7, Parts((0,), 0, 64), Parts((1,), 0, 64), (checksum(data),))
+    batch = AnnouncedBatch(7, Parts((0,), 0, 64), Parts((1,), 0, 64), (checksum(data),))
     assert place(memory, batch, data, [0]) == batch.checksums
     with pytest.raises(ChecksumMismatch, match="batch 7 arrived damaged"):
         place(memory, replace(batch, checksums=(5,)), data, [0])

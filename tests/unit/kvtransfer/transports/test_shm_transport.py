@@ -14,11 +14,11 @@ import pytest
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.transports import in_place
 from kvtransfer.transports.shm_transport import ShmReceiveLink, ShmTransport
-from kvtransfer.transports.transport import Batch, Parts, Peer
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, Peer
 
 BLOCKS, BLOCK_BYTES = 5, 256
 DEADLINE_S = 20.0
@@ -58,8 +58,12 @@ def world() -> Iterator[World]:
         yield World(stack)
 
 
-def batch_of(source: int, *, offset: int = 0, length: int = BLOCK_BYTES, digest: int = 0) -> Batch:
-    return Batch(0, Parts((source,), offset, length), Parts((3,), offset, length), (digest,))
+def batch_of(
+    source: int, *, offset: int = 0, length: int = BLOCK_BYTES, digest: int = 0
+) -> AnnouncedBatch:
+    return AnnouncedBatch(
+        0, Parts((source,), offset, length), Parts((3,), offset, length), (digest,)
+    )
 
 
 def test_memory_that_nobody_can_map_is_refused(world: World) -> None:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from baton.errors import ConfigError
 from engine.build import build_engine
 from engine.engine import Engine, EngineSettings
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 from loadtest.engine.quality import Candidate, QualitySettings, draw, measure, read_tokens
 from planning.common.report import print_whole
 from tests.support.models import make_tiny_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.telemetry.metrics import RouterMetrics
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.access.access import Access, listed_scope, scope_of_path, scope_of_service
 from router.app import make_application
 from router.core.accounting import RequestStats
@@ -115,6 +116,23 @@ async def test_every_path_takes_its_key() -> None:
                     answer = await client.request(method, filled, headers=bearer(secret))
                     assert answer.status_code == 403, (method, path, secret)
         await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("scope", "paths"),
+    [
+        ("inference", "/v1/chat/completions /v1/completions /v1/responses /v1/messages /v1/models"),
+        ("inference", "/v1/embeddings /v1/files /v1/batches/batch-1/cancel /tokenize /detokenize"),
+        ("metrics", "/metrics /console/events"),
+        ("admin", "/v1/workers /v1/workers/decode-0/drain /v1/pools/decode /v1/cache /v1/cluster"),
+        (None, "/health /live /console /console/static/console.js"),
+    ],
+)
+def test_the_scopes_of_the_paths(scope: str | None, paths: str) -> None:
+    """Written out: what the table of paths says is not asked of the table."""
+    assert {path: scope_of_path(path) for path in paths.split()} == dict.fromkeys(
+        paths.split(), scope
+    )
 
 
 async def test_what_is_not_listed_takes_an_admins_key() -> None:
@@ -218,6 +236,90 @@ async def test_an_admin_listener_takes_the_operators_paths_away() -> None:
             assert (await public.get("/v1/models", headers=bearer("asks"))).status_code == 200
             for client in (public, admin):
                 assert (await client.get("/live")).status_code == 200
+
+
+async def test_an_admin_listener_takes_the_operators_calls_from_grpc() -> None:
+    credentials = (("authorization", "Bearer rules"),)
+    async with fronts(admin_http="127.0.0.1:9") as there:
+        services = await asyncio.to_thread(_services, there.grpc, credentials)
+        assert set(services) == {one for one, scope in SERVICES.items() if scope != "admin"}
+        async with grpc.aio.insecure_channel(there.grpc) as channel:
+            for method in ("OperatorService/DropCaches", "WorkerOperatorService/DrainWorker"):
+                for secret in ("", "rules"):
+                    code = await _code(channel, f"/baton.v1.{method}", False, False, secret)
+                    assert code is grpc.StatusCode.NOT_FOUND, (method, secret)
+
+
+OPERATORS_CALLS = (
+    ("POST", "/v1/workers/decode-0/drain"),
+    ("POST", "/v1/pools/decode/scale"),
+    ("DELETE", "/v1/cache"),
+    ("GET", "/v1/cluster"),
+)
+
+
+@pytest.mark.parametrize(
+    "header", ["x-forwarded-for", "Forwarded", "Via", "X-Real-IP", "X-Forwarded-Proto"]
+)
+async def test_without_keys_no_operator_comes_through_a_proxy(header: str) -> None:
+    """A reverse proxy on this machine would make all the world an operator."""
+    body = {"count": 1}
+    async with fronts(keys=(), require_key=False) as there:
+        transport = httpx.ASGITransport(there.apps.http)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            for method, path in OPERATORS_CALLS:
+                direct = await client.request(method, path, json=body)
+                assert direct.status_code not in (401, 403), (method, path)
+                passed = await client.request(method, path, json=body, headers={header: "1"})
+                assert passed.status_code == 403, (method, path)
+                assert "baton keys create" in passed.json()["error"]["message"]
+            answer = await client.get("/v1/models", headers={header: "1"})
+            assert answer.status_code == 200, "inference is for all"
+        async with grpc.aio.insecure_channel(there.grpc) as channel:
+            call: Any = channel.unary_unary("/baton.v1.OperatorService/DropCaches")
+            shown = ((header.lower(), "1"),)
+            code = await call(b"", metadata=shown, timeout=DEADLINE_S).code()
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+    async with fronts() as there:
+        transport = httpx.ASGITransport(there.apps.http)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            shown_key = bearer("rules") | {header: "1"}
+            answer = await client.get("/v1/cluster", headers=shown_key)
+            assert answer.status_code not in (401, 403), "a key is enough"
+
+
+async def test_operators_calls_and_refusals_are_in_the_audit_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fronts() as there:
+        transport = httpx.ASGITransport(there.apps.http, client=("10.1.2.3", 4))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            path, named = "/v1/workers/decode-7/drain", {"x-request-id": "mine-1"}
+            await client.post(path, headers=bearer("rules") | named)
+            await client.post(path, headers=bearer("asks") | named)
+            await client.get("/v1/models")
+        async with grpc.aio.insecure_channel(there.grpc) as channel:
+            for secret in ("rules", ""):
+                metadata = (("authorization", f"Bearer {secret}"), ("x-request-id", "mine-2"))
+                stub = control_pb2_grpc.WorkerOperatorServiceStub(channel)
+                call = stub.ScalePool(
+                    control_pb2.ScalePoolRequest(pool="nobody", count=2),
+                    metadata=metadata,
+                    timeout=DEADLINE_S,
+                )
+                await call.code()
+    found = [json.loads(one.getMessage()) for one in caplog.records if one.name == "baton.audit"]
+    drained, forbidden, unknown, scaled, stranger = found
+    action = {"action": "drain", "object": "decode-7", "force": False}
+    told = {"key": "rules", "result": "not_found", "request_id": "mine-1"}
+    assert drained == action | told
+    refused = {"action": f"POST {path}", "key": "asks", "client": "10.1.2.3"}
+    assert forbidden == refused | {"result": "forbidden", "request_id": "mine-1"}
+    assert (unknown["key"], unknown["result"]) == ("", "invalid_api_key")
+    action = {"action": "scale", "object": "nobody", "count": 2, "force": False}
+    assert scaled == action | told | {"request_id": "mine-2"}
+    assert stranger["action"] == "/baton.v1.WorkerOperatorService/ScalePool"
+    assert stranger["client"].startswith("ipv4:127.0.0.1:")
 
 
 async def test_without_keys_nothing_is_asked_for_on_loopback() -> None:

@@ -17,18 +17,17 @@ from baton.config.access import KeyConfig
 from baton.config.cluster import Config, load_config
 from baton.config.keys_file import hash_of, read_keys, write_keys
 from baton.errors import ConfigError, Unauthenticated
-from baton.request import Principal
+from baton.security.cluster_secret import cache_salt
 from baton.telemetry.metrics import RouterMetrics
 from deploy.cli.main import app
 from router.access.access import Access
-from router.access.api_keys import ApiKeys, Caller, KeyWatch
-from router.inference.builder import _cache_salt
+from router.access.api_keys import ApiKeys, KeyWatch
 from tests.support.router.front_fakes import MODEL, create_app, make_front
 
 
 def key(name: str, secret: str, **fields: object) -> KeyConfig:
     digest = hashlib.sha256(secret.encode()).hexdigest() if secret else ""
-    return KeyConfig(name=name, sha256=digest, **fields)
+    return KeyConfig(**{"name": name, "tenant": "default", "sha256": digest} | fields)
 
 
 KEYS = [key("one", "secret-1", tenant="acme", priority=3), key("two", "secret-2")]
@@ -95,7 +94,7 @@ async def test_a_key_is_created_used_and_revoked_without_a_restart(tmp_path: Pat
         )
         assert answer.status_code == 200
         # A tenant that no configuration has named.
-        assert front.dispatcher.requests[-1].cache_salt == b"tenant:acme"
+        assert front.dispatcher.requests[-1].cache_salt == cache_salt("", "acme")
         assert await status(first, "/metrics") == 403
         second, _ = baton_keys("create", "bob", "--file", file, "--scope", "metrics")
         assert await status(second, "/metrics") == 200
@@ -162,7 +161,7 @@ FAULTS = [
     (("create", "a b"), 1, "name"),
     (("create", "bob", "--scope", "root"), 2, "'inference', 'metrics', 'admin'"),
     (("create", "bob", "--expires-in", "soon"), 2, "30d"),
-    (("create", "bob", "--tenant", ""), 1, "leave it out"),
+    (("create", "bob", "--tenant", ""), 1, "write 'default'"),
     (("revoke", "bob"), 1, "no key 'bob'"),
     (("rotate", "bob"), 1, "no key 'bob'"),
 ]
@@ -182,22 +181,23 @@ def test_bad_key_commands_name_their_fault(
 
 @pytest.mark.parametrize("tenant", ["", " ", "a b", "a" * 65])
 def test_a_tenant_has_a_name(tmp_path: Path, tenant: str) -> None:
-    """Without one its prompts would share the default tenant's cache."""
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"keys": [{"name": "ann", "sha256": "0" * 64, "tenant": tenant}]}))
-    with pytest.raises(
-        ConfigError, match=r"`keys.0..tenant`: .*leave it out for the tenant default"
-    ):
+    with pytest.raises(ConfigError, match=r"`keys.0..tenant`: .*write 'default' for the tenant"):
         read_keys(file)
-    with pytest.raises(ValidationError, match="leave it out"):
+    with pytest.raises(ValidationError, match="write 'default'"):
         KeyConfig(name="ann", tenant=tenant)
 
 
-@pytest.mark.parametrize("name", ["a", "tenant", "default2"])
-def test_no_other_tenant_has_the_default_one_s_cache(name: str) -> None:
-    salts = [_cache_salt(Caller(Principal(tenant=one))) for one in ("default", name, "")]
-    assert salts[0] == b""
-    assert len(set(salts)) == 3
+def test_a_key_without_a_tenant_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    """It would share the default tenant's cached prompts, files and batches."""
+    file, toml = tmp_path / "keys.json", tmp_path / "baton.toml"
+    file.write_text(json.dumps({"keys": [{"name": "ann", "sha256": "0" * 64}]}))
+    with pytest.raises(ConfigError, match=r'`keys.0..tenant` is missing: write "default", or'):
+        read_keys(file)
+    toml.write_text(f'[[keys]]\nname = "ann"\nsha256 = "{"0" * 64}"\n')
+    with pytest.raises(ConfigError, match=r'key `ann`.*: `tenant` is missing: write "default", or'):
+        load_config(toml)
 
 
 def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
@@ -214,10 +214,10 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
 
 async def test_the_configurations_names_are_its_own(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    mine = KeyConfig(name="ann", sha256=hash_of("mine"))
+    mine = KeyConfig(name="ann", tenant="default", sha256=hash_of("mine"))
     metrics = RouterMetrics(CollectorRegistry())
     access = Access(Config(keys=(mine,), keys_file=str(file)), metrics)
-    for other in (KeyConfig(name="ann", sha256=hash_of("other")), KeyConfig.model_copy(mine)):
+    for other in (key("ann", "other"), KeyConfig.model_copy(mine)):
         write_keys(file, [other])
         with pytest.raises(ConfigError, match="has ann already"):
             await KeyWatch(file, (mine,), access.set_keys, metrics).begin()
@@ -227,7 +227,7 @@ def test_an_expired_key_is_refused() -> None:
     ends = datetime.datetime(2026, 11, 22, tzinfo=datetime.UTC)
     times = [ends - datetime.timedelta(seconds=1), ends]
     keys = ApiKeys(
-        [KeyConfig(name="ann", sha256=hash_of("secret"), expires_at=ends)],
+        [key("ann", "secret", expires_at=ends)],
         required=True,
         now=lambda: times[0],
     )
@@ -243,7 +243,8 @@ def test_a_key_file_requires_keys(tmp_path: Path) -> None:
     assert not Config().require_key
     toml = tmp_path / "baton.toml"
     toml.write_text(
-        'keys_file = "k"\n[[keys]]\nname = "a"\nexpires_at = 2027-01-01T00:00:00Z\n'
+        'keys_file = "k"\n[[keys]]\nname = "a"\ntenant = "default"\n'
+        "expires_at = 2027-01-01T00:00:00Z\n"
         f'scopes = ["metrics"]\nsha256 = "{hash_of("a")}"\n'
     )
     config = load_config(toml)

@@ -173,4 +173,4 @@ def test_without_keys_loopback_is_needed(
 
 def test_callers_without_a_key_cannot_be_admins() -> None:
     with pytest.raises(ValueError, match="admin"):
-        Config(keys=(KeyConfig(name="all", scopes=("admin",)),))
+        Config(keys=(KeyConfig(name="all", tenant="default", scopes=("admin",)),))

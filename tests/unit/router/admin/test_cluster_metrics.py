@@ -12,7 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
 from baton.telemetry.worker_metrics import WorkerMetrics
 from router.admin.cluster_metrics import cluster_page, merge_pages
+from router.http.metrics_pages import MetricsPages
 from tests.support.router.front_fakes import listening_socket, serve
+
+PAGES = MetricsPages(None)
 
 
 def worker_page(slot: str, handoffs: int) -> bytes:
@@ -70,7 +73,7 @@ async def test_workers_that_do_not_answer_are_left_out() -> None:
             serve(asgi_page(b"{ not a page")) as odd,
         ):
             addresses = [good, bad, odd, nowhere]
-            page = (await cluster_page(own.registry, addresses)).decode()
+            page = (await cluster_page(own.registry, addresses, None, PAGES)).decode()
     assert page.startswith("# 1 of 4 workers answered\n")
     for address in (bad, odd, nowhere):
         assert f"# {address} did not answer: " in page
@@ -85,11 +88,11 @@ async def test_the_supervisor_is_on_the_page_and_no_worker() -> None:
     slots = SupervisorMetrics(CollectorRegistry())
     slots.slots.labels("d-0", "decode", "running").set(1)
     async with serve(asgi_page(generate_latest(slots.registry))) as supervisor:
-        page = (await cluster_page(own.registry, [], supervisor)).decode()
+        page = (await cluster_page(own.registry, [], supervisor, PAGES)).decode()
     assert page.startswith("# 0 of 0 workers answered\n")
     key = (("pool", "decode"), ("state", "running"), ("worker", "d-0"))
     assert samples(page)["baton_worker_slot_state", key] == 1
-    page = (await cluster_page(own.registry, [], supervisor)).decode()
+    page = (await cluster_page(own.registry, [], supervisor, PAGES)).decode()
     assert f"# {supervisor} did not answer: " in page
 
 

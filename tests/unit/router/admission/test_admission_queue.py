@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.config.access import KeyConfig, TenantConfig
 from baton.config.cluster import Config
+from baton.config.pools import ContextClass
 from baton.errors import DeadlineUnreachable, Overloaded
 from baton.request import Geometry, LoadSnapshot, Principal
 from baton.sampling_params import SamplingParams
@@ -18,10 +20,13 @@ from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
 from router.admission.inflight_prefills import MIN_WINDOW_TOKENS
 from router.core.request import GenerationRequest
+from router.routing.cost_model import PREFILL_DEFAULT, Coefficients
 from router.workers.worker_link import WorkerLink
 from tests.support.router.workers import record
 
 DEADLINE_S = 20.0
+A_SECOND = (0.0, 1000.0 / MIN_WINDOW_TOKENS, 0.0)
+"""The cost model by which a worker computes a prompt of these tests in a second."""
 
 
 @dataclass
@@ -31,6 +36,8 @@ class Room:
     config: Config = field(default_factory=lambda: Config(tenants=(TenantConfig(name="acme"),)))
     now: float = 100.0
     up: bool = True
+    prefill_cost: Coefficients = PREFILL_DEFAULT
+    blocks: int = 4000
 
     def __post_init__(self) -> None:
         self.metrics = RouterMetrics(CollectorRegistry())
@@ -38,22 +45,38 @@ class Room:
         self.done: list[str] = []
 
     def capacity(self) -> Capacity | None:
-        return Capacity(16, 1, 0, 64, (4000,), (4000,)) if self.up else None
+        if not self.up:
+            return None
+        blocks = (self.blocks,)
+        return Capacity(16, 1, 0, 64, blocks, blocks, prefill_cost=self.prefill_cost)
 
-    async def visit(self, name: str, tenant: str = "default", priority: int = 0) -> None:
+    async def visit(
+        self,
+        name: str,
+        tenant: str = "default",
+        priority: int = 0,
+        deadline_s: float = 30.0,
+        max_tokens: int = 4,
+        **fields: Any,
+    ) -> None:
         request = GenerationRequest(
             request_id=name,
             prompt_ids=(1,) * MIN_WINDOW_TOKENS,
-            sampling=SamplingParams(max_tokens=4),
+            sampling=SamplingParams(max_tokens=max_tokens),
             principal=Principal(tenant),
-            deadline_s=30.0,
+            deadline_s=deadline_s,
             priority=priority,
+            **fields,
         )
-        await self.room.acquire(request)
+        try:
+            await self.room.acquire(request)
+        except BaseException:
+            self.room.release(name)
+            raise
         self.done.append(name)
 
-    def start(self, name: str, tenant: str = "default", priority: int = 0) -> asyncio.Task[None]:
-        return asyncio.create_task(self.visit(name, tenant, priority))
+    def start(self, name: str, *args: Any, **fields: Any) -> asyncio.Task[None]:
+        return asyncio.create_task(self.visit(name, *args, **fields))
 
     def waiting(self, tenant: str) -> float | None:
         return self.metrics.registry.get_sample_value("baton_waiting_requests", {"tenant": tenant})
@@ -139,6 +162,120 @@ async def test_too_late_is_told_without_anything_happening() -> None:
     room.room.close()
 
 
+@pytest.mark.parametrize("admission", ["queue", "slo"])
+async def test_what_would_miss_the_slo_is_refused_while_more_comes_than_can_be_done(
+    admission: Literal["queue", "slo"],
+) -> None:
+    """Five prompts of a second each: the fifth begins after four."""
+    room = Room(Config(admission=admission, slo_ttft_s=4.5), prefill_cost=A_SECOND)
+    tasks = [room.start(name) for name in "abcd"]
+    await turns()
+    fifth = room.start("e")
+    await turns()
+    if admission == "slo":
+        with pytest.raises(DeadlineUnreachable, match=r"and the SLO is 4\.5 s"):
+            await fifth
+    for name in "abcd":
+        room.room.first_token(name)
+        await turns()
+    await asyncio.gather(*tasks)
+    assert room.done == list("abcd" if admission == "slo" else "abcde")
+    room.room.close()
+
+
+async def test_the_slo_is_that_of_the_prompts_length() -> None:
+    classes = (
+        ContextClass(name="short", max_tokens=MIN_WINDOW_TOKENS, slo_ttft_s=4.5),
+        ContextClass(name="long"),
+    )
+    room = Room(Config(admission="slo", slo_ttft_s=100.0, classes=classes), prefill_cost=A_SECOND)
+    tasks = [room.start(name) for name in "abcd"]
+    await turns()
+    with pytest.raises(DeadlineUnreachable, match=r"and the SLO is 4\.5 s"):
+        await room.visit("e")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    room.room.close()
+
+
+async def test_a_clients_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    room = Room(prefill_cost=A_SECOND)
+    first, second = room.start("a"), room.start("b")
+    await turns()
+    with pytest.raises(DeadlineUnreachable, match=r"its deadline leaves 2\.5 s"):
+        await room.visit("hasty", deadline_s=2.5, own_deadline=True)
+    patient = room.start("patient", deadline_s=3.5, own_deadline=True)
+    # The server's own limit ends a wait; it refuses nothing before.
+    limited = room.start("limited", deadline_s=2.5)
+    await turns()
+    for name in ("a", "b"):
+        room.now += 1.0
+        room.room.first_token(name)
+        await turns()
+    await asyncio.gather(first, second, patient)
+    assert room.done == ["a", "b", "patient"]
+    room.now += 0.6
+    with pytest.raises(DeadlineUnreachable, match="until it was too late"):
+        async with asyncio.timeout(DEADLINE_S):
+            await limited
+    room.room.close()
+
+
+async def test_room_is_kept_for_every_choice_of_the_longest_answer() -> None:
+    """The prompt takes 64 blocks, and eight answers of 256 tokens take 128 more."""
+    room = Room(blocks=220)
+    first = room.start("a", max_tokens=256, choices=8)
+    await turns()
+    room.room.first_token("a")
+    second = room.start("b", max_tokens=256, choices=8)
+    await turns()
+    assert room.done == ["a"]
+    room.room.release("a", finished=True)
+    await asyncio.gather(first, second)
+    room.room.close()
+
+
+async def test_the_background_waits_behind_all_others() -> None:
+    room = Room()
+    first, behind = room.start("a"), room.start("batch", background=True)
+    await turns()
+    later = room.start("b")
+    await turns()
+    room.room.first_token("a")
+    await turns()
+    assert room.done == ["a", "b"]
+    await asyncio.gather(first, later)
+    room.room.first_token("b")
+    async with asyncio.timeout(DEADLINE_S):
+        await behind
+    room.room.close()
+
+
+@pytest.mark.parametrize("held_s", [59.1, 0.0])
+async def test_time_in_which_a_client_held_its_answer_up_slows_no_prediction(
+    held_s: float,
+) -> None:
+    """Ten tokens in a minute, of which the cluster took 0.9 s; or all of it."""
+    room = Room(prefill_cost=A_SECOND)
+    await room.visit("slow reader", max_tokens=10)
+    room.room.first_token("slow reader")
+    room.room.generated("slow reader", 10)
+    room.now += 60.0
+    room.room.release("slow reader", finished=True, held_s=held_s)
+    await room.visit("a", max_tokens=10)
+    hasty = room.start("hasty", max_tokens=10, deadline_s=5.0, own_deadline=True)
+    await turns()
+    if not held_s:
+        with pytest.raises(DeadlineUnreachable, match="would take about"):
+            await hasty
+    room.room.first_token("a")
+    await turns()
+    assert ("hasty" in room.done) == bool(held_s)
+    await asyncio.gather(hasty, return_exceptions=True)
+    room.room.close()
+
+
 async def test_a_full_room() -> None:
     config = Config(max_waiting_requests=1, tenants=(TenantConfig(name="acme"),))
     room = Room(config)
@@ -179,9 +316,9 @@ def test_the_configuration_knows_whose_a_key_is() -> None:
     with pytest.raises(ValueError, match="names must differ"):
         Config(tenants=(TenantConfig(name="a"), TenantConfig(name="a")))
     with pytest.raises(ValueError, match="the same sha256"):
-        Config(keys=(KeyConfig(name="a"), KeyConfig(name="b")))
+        Config(keys=(KeyConfig(name="a", tenant="default"), KeyConfig(name="b", tenant="default")))
     with pytest.raises(ValueError, match="contradicts require_key"):
-        Config(keys=(KeyConfig(name="a"),), require_key=True)
+        Config(keys=(KeyConfig(name="a", tenant="default"),), require_key=True)
     assert Config(tenants=(TenantConfig(name="a", weight=2),)).tenant_weights == {
         "default": 1.0,
         "a": 2.0,

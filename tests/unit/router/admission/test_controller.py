@@ -380,12 +380,13 @@ def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
         min_size=1,
         max_size=60,
     ),
+    st.sampled_from([0.01, 1.0]),
 )
 def test_room_is_never_promised_twice(
-    places: int, blocks: int, requests: list[tuple[int, int, float]]
+    places: int, blocks: int, requests: list[tuple[int, int, float]], token_s: float
 ) -> None:
     """Neither places nor blocks of the decode worker run out, and everybody is served."""
-    cluster = Cluster(places=places, blocks=blocks)
+    cluster = Cluster(places=places, blocks=blocks, token_s=token_s)
     # Answers are as long as they may be: then what is expected is what comes.
     for number, (prompt, answer, pause_s) in enumerate(requests):
         cluster.offer(f"r{number}", prompt, answer)

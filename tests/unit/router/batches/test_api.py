@@ -16,6 +16,7 @@ from openai.types import Batch, FileObject
 from baton.config.access import KeyConfig, TenantConfig
 from baton.errors import Overloaded, WorkerFailed
 from baton.request import FinishReason
+from baton.security.cluster_secret import cache_salt
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.batches_api import CHAT, DEADLINE_S, Served, chat, lines, served
 from tests.support.router.front_fakes import (
@@ -27,7 +28,7 @@ from tests.support.router.front_fakes import (
 EXPIRES = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
 KEYS = (
     KeyConfig(name="ann", sha256=hashlib.sha256(b"ann-key").hexdigest(), tenant="acme", priority=3),
-    KeyConfig(name="bob", sha256=hashlib.sha256(b"bob-key").hexdigest()),
+    KeyConfig(name="bob", tenant="default", sha256=hashlib.sha256(b"bob-key").hexdigest()),
 )
 
 
@@ -158,7 +159,7 @@ async def test_lines_run_in_the_background_under_a_class_of_their_own(tmp_path: 
         assert request.background
         assert request.deadline_s == there.front.config.request_deadline_s
         assert (request.principal.tenant, request.principal.key_id) == ("acme", "ann")
-        assert (request.priority, request.cache_salt) == (3, b"tenant:acme")
+        assert (request.priority, request.cache_salt) == (3, cache_salt("", "acme"))
         assert there.front.requests() == {("batch", "ok", ""): 1.0}
 
 
@@ -281,7 +282,7 @@ async def test_bad_files_are_refused(tmp_path: Path) -> None:
 
 
 async def test_uploads_are_bounded(tmp_path: Path) -> None:
-    async with served(tmp_path, max_file_bytes=2000, max_total_file_bytes=2500) as there:
+    async with served(tmp_path, max_file_bytes=2000, max_tenant_file_bytes=2500) as there:
         async with there.client() as client:
             with pytest.raises(openai.APIStatusError) as large:
                 await client.files.create(file=("in", lines([chat("x" * 3000)])), purpose="batch")
@@ -335,9 +336,9 @@ async def test_forms(tmp_path: Path) -> None:
             if status != 200:
                 check_schema(answer.json(), "ErrorResponse")
                 continue
-            expected = 3600 if "expires_after[seconds]" in fields else None
+            expected = 3600 if "expires_after[seconds]" in fields else 30 * 86400
             at = answer.json()["expires_at"]
-            assert (at and at - answer.json()["created_at"]) == expected
+            assert at - answer.json()["created_at"] == expected
         for bad in (b"", b"--b\r\nnonsense", b"\x00" * 100):
             kind = {"content-type": "multipart/form-data; boundary=b"}
             answer = await plain.post(f"http://{there.address}/v1/files", content=bad, headers=kind)

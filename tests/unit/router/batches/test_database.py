@@ -11,16 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError, InvalidRequest, NotFound, RequestTooLarge
+from baton.errors import ConfigError, InvalidRequest, NotFound, Overloaded, RequestTooLarge
 from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
-from router.batches.database import Database, LeaseLost, StatusChanged
+from router.batches.database import Database, Free, LeaseLost, NoSpace, StatusChanged
 from router.batches.line import Fault
+from router.batches.quota import Quota
 
-ROOM = 1000
+QUOTA = Quota(1000, 2000)
+FREE = Free(("", "me"))
 
 
 def file(name: str = "file-1", tenant: str = "acme", size: int = 10) -> StoredFile:
-    return StoredFile(name, tenant, "in.jsonl", "batch", size, 100)
+    return StoredFile(name, tenant, "in.jsonl", "batch", size, 100, 10_000)
 
 
 def batch(name: str = "batch_1", tenant: str = "acme") -> Batch:
@@ -45,7 +47,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[[], Database]]:
 @pytest.fixture
 def database(opened: Callable[[], Database]) -> Database:
     database = opened()
-    database.add_file(file(), ROOM)
+    database.add_file(file(), "upload")
     return database
 
 
@@ -72,8 +74,8 @@ def test_only_its_owner_may_read_the_table(database: Database, tmp_path: Path) -
 
 def test_pages(database: Database) -> None:
     for number in range(2, 6):
-        database.add_file(file(f"file-{number}"), ROOM)
-        database.add_file(file(f"other-{number}", "other"), ROOM)
+        database.add_file(file(f"file-{number}"), "upload")
+        database.add_file(file(f"other-{number}", "other"), "upload")
 
     def names(after: str, limit: int, *, ascending: bool) -> list[str]:
         found = database.files("acme", "batch", after, limit, ascending=ascending)
@@ -86,12 +88,118 @@ def test_pages(database: Database) -> None:
     assert database.files("acme", "batch_output", "", 10, ascending=True) == []
 
 
-def test_all_files_together_are_bounded(database: Database) -> None:
-    database.add_file(file("file-2", size=ROOM - 10), ROOM)
+def test_a_tenant_has_a_quota_of_bytes_and_so_have_all_together(database: Database) -> None:
+    def reserve(tenant: str, size: int, ahead: int = 0, upload: str = "u") -> int:
+        return database.reserve(f"{tenant}-{upload}", tenant, size, ahead, QUOTA)
+
+    assert reserve("acme", 10, 5000) == 10 + 980 // 4
+    assert reserve("acme", 10, 20) == 30
+    assert reserve("acme", 990, 20) == 990
+    with pytest.raises(RequestTooLarge, match="0 bytes more"):
+        reserve("acme", 1, upload="v")
+    with pytest.raises(RequestTooLarge, match="990 bytes more"):
+        reserve("acme", 991)
+    assert reserve("acme", 100) == 100
+    assert reserve("acme", 890, upload="v") == 890
+    assert reserve("other", 1000) == 1000
+    # What is left is the total's.
+    assert database.uploads() == {"acme-u", "acme-v", "other-u"}
+    with pytest.raises(RequestTooLarge, match="there is no room"):
+        reserve("third", 1)
+    database.release_uploads(["acme-v", "other-u"])
+    assert reserve("third", 1) == 1
+    database.add_file(file("file-2", size=100), "acme-u")
+    assert database.uploads() == {"third-u"}
+    assert reserve("acme", 890) == 890
+
+
+def test_a_tenant_has_a_quota_of_files(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.batches.quota.MAX_FILES_OF_TENANT", 3)
+    database.reserve("u", "acme", 1, 0, QUOTA)
+    database.reserve("v", "acme", 1, 0, QUOTA)
+    database.reserve("v", "acme", 2, 0, QUOTA)
+    with pytest.raises(RequestTooLarge, match="3 files"):
+        database.reserve("w", "acme", 1, 0, QUOTA)
+    database.reserve("w", "other", 1, 0, QUOTA)
+
+
+def test_results_count_against_the_quota(database: Database) -> None:
+    database.add_batch(batch())
+    mine = database.claim(batch(), "me")
+    assert mine is not None
+    database.add_results(mine, [LineResult(1, True, "x" * 899)], QUOTA)
+    assert database.batch("batch_1").result_bytes == 900
+    for _ in range(2):
+        with pytest.raises(NoSpace):
+            database.add_results(mine, [LineResult(2, True, "x" * 90)], QUOTA)
+    database.add_results(mine, [LineResult(3, True, "x" * 89)], QUOTA)
+    # A line that has a result takes no room again.
+    database.add_results(mine, [LineResult(1, True, "x" * 899)], QUOTA)
+    assert database.done_lines("batch_1") == {1, 3}
     with pytest.raises(RequestTooLarge):
-        database.add_file(file("file-3", size=1), ROOM)
+        database.reserve("u", "acme", 1, 0, QUOTA)
+    output = replace(file("file-2", size=990), purpose="batch_output")
+    ended = database.finish(mine, [output], status=BatchStatus.COMPLETED)
+    assert ended == database.batch("batch_1")
+    assert ended.result_bytes == 0
     database.delete_file("file-2", "acme")
-    database.add_file(file("file-3", size=1), ROOM)
+    assert database.reserve("u", "acme", 990, 0, QUOTA) == 990
+
+
+def test_batches_of_a_tenant_are_bounded(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAX_UNFINISHED_OF_TENANT", "MAX_ENDED_OF_TENANT"):
+        monkeypatch.setattr(f"router.batches.database.{name}", 2)
+    database.add_file(file("file-2", "other"), "upload")
+    for number in range(4):
+        made = batch(f"batch_{number}")
+        database.add_batch(made)
+        owned = database.claim(made, "me")
+        assert owned is not None
+        database.finish(owned, [], status=BatchStatus.CANCELLED)
+    kept = [one.id for one in database.batches("acme", "", 10)]
+    assert kept == ["batch_3", "batch_2"]
+    for number in range(4, 6):
+        database.add_batch(batch(f"batch_{number}"))
+    with pytest.raises(Overloaded, match="2 batches"):
+        database.add_batch(batch("batch_6"))
+    database.add_batch(replace(batch("batch_7", "other"), input_file_id="file-2"))
+
+
+def test_a_process_reads_what_it_may_run_and_no_more(database: Database) -> None:
+    for tenant in ("other", "third"):
+        database.add_file(file(f"file-{tenant}", tenant), "upload")
+    for number in range(1, 5):
+        database.add_batch(batch(f"acme_{number}"))
+    for tenant in ("other", "third"):
+        made = replace(batch(f"{tenant}_1", tenant), input_file_id=f"file-{tenant}")
+        database.add_batch(made)
+    database.claim(database.batch("acme_1"), "dead")
+    database.claim(database.batch("acme_2"), "alive")
+    database.beat("alive")
+    assert database.beats() == {"dead": 0, "alive": 1}
+
+    def names(free: Free, limit: int = 8, of_tenant: int = 2, **but: list[str]) -> list[str]:
+        found = database.to_be_run(
+            free, "tiny", but_of=but.get("but_of", []), of_tenant=of_tenant, limit=limit
+        )
+        return [one.id for one in found]
+
+    assert names(FREE) == ["acme_3", "other_1", "third_1", "acme_4"]
+    assert names(FREE, limit=2) == ["acme_3", "other_1"]
+    assert names(FREE, of_tenant=1) == ["acme_3", "other_1", "third_1"]
+    assert names(FREE, but_of=["acme", "third"]) == ["other_1"]
+    assert names(Free(("", "me", "dead"), ["acme_3"]), of_tenant=1)[0] == "acme_1"
+    assert database.to_be_run(FREE, "large", but_of=[], of_tenant=2, limit=8) == []
+    assert database.to_be_ended(FREE, 199, 8) == []
+    database.cancel("acme_4", "acme", 1)
+    assert [one.id for one in database.to_be_ended(FREE, 199, 8)] == ["acme_4"]
+    assert [one.id for one in database.to_be_ended(FREE, 200, 2)] == ["acme_3", "acme_4"]
+    assert [one.id for one in database.of_ids(("third_1", "acme_2", "none"))] == [
+        "acme_2",
+        "third_1",
+    ]
 
 
 def test_a_file_that_is_needed_stays(database: Database) -> None:
@@ -107,18 +215,18 @@ def test_a_file_that_is_needed_stays(database: Database) -> None:
 
 
 def test_results_are_no_input(database: Database) -> None:
-    database.add_file(replace(file("file-2"), purpose="batch_output"), ROOM)
+    database.add_file(replace(file("file-2"), purpose="batch_output"), "upload")
     with pytest.raises(InvalidRequest):
         database.add_batch(replace(batch(), input_file_id="file-2"))
 
 
 def test_one_of_two_gets_a_batch(database: Database, opened: Callable[[], Database]) -> None:
     database.add_batch(batch())
-    seen = opened().unfinished()[0]
+    (seen,) = opened().to_be_run(FREE, "tiny", but_of=[], of_tenant=1, limit=1)
     mine = database.claim(seen, "me")
     assert mine is not None
     assert opened().claim(seen, "you") is None
-    assert database.unfinished()[0].owner == "me"
+    assert database.batch("batch_1").owner == "me"
 
 
 def test_a_former_owner_writes_nothing(database: Database) -> None:
@@ -130,7 +238,7 @@ def test_a_former_owner_writes_nothing(database: Database) -> None:
     assert yours is not None
     result = LineResult(1, True, "{}")
     for act in (
-        lambda: database.add_results(mine, [result]),
+        lambda: database.add_results(mine, [result], QUOTA),
         lambda: database.move(mine, total=5),
         lambda: database.finish(mine, [file("file-9")], status=BatchStatus.COMPLETED),
     ):
@@ -138,13 +246,13 @@ def test_a_former_owner_writes_nothing(database: Database) -> None:
             act()
     assert database.batch("batch_1") == yours
     assert database.file_ids() == {"file-1"}
-    database.add_results(yours, [result])
+    database.add_results(yours, [result], QUOTA)
     # The same process again, later, is another owner too.
     database.release("you")
     again = database.claim(database.batch("batch_1"), "you")
     assert again is not None
     with pytest.raises(LeaseLost):
-        database.add_results(yours, [result])
+        database.add_results(yours, [result], QUOTA)
 
 
 def test_a_cancelled_batch_does_not_move_on(database: Database) -> None:
@@ -156,7 +264,7 @@ def test_a_cancelled_batch_does_not_move_on(database: Database) -> None:
     with pytest.raises(StatusChanged):
         database.move(mine, status=BatchStatus.FINALIZING)
     # What has ended meanwhile still counts.
-    database.add_results(mine, [LineResult(1, True, "{}")])
+    database.add_results(mine, [LineResult(1, True, "{}")], QUOTA)
     assert database.cancel("batch_1", "acme", 9).cancelling_at == 7
     now = database.batch("batch_1")
     assert (now.status, now.completed) == (BatchStatus.CANCELLING, 1)
@@ -172,7 +280,7 @@ def test_faults_are_kept(database: Database) -> None:
     faults = (Fault("bad", "very", 3, "url"), Fault("worse", "text"))
     database.move(mine, status=BatchStatus.FAILED, faults=faults)
     assert database.batch("batch_1").faults == faults
-    assert database.unfinished() == []
+    assert database.to_be_run(FREE, "tiny", but_of=[], of_tenant=1, limit=1) == []
 
 
 @settings(
@@ -194,7 +302,7 @@ def test_each_line_has_one_result_whoever_writes(
     """Three processes claim, beat and write as they like: counts are those of distinct lines."""
     path = tmp_path_factory.mktemp("table") / "table"
     with closing(Database(path)) as database:
-        database.add_file(file(), ROOM)
+        database.add_file(file(), "upload")
         database.add_batch(batch())
         held: dict[int, Batch] = {}
         expected: dict[int, bool] = {}
@@ -209,11 +317,11 @@ def test_each_line_has_one_result_whoever_writes(
             elif who in held:
                 record = f"{who}:{number}"
                 if who == owner:
-                    database.add_results(held[who], [LineResult(number, ok, record)])
+                    database.add_results(held[who], [LineResult(number, ok, record)], QUOTA)
                     expected.setdefault(number, ok)
                 else:
                     with pytest.raises(LeaseLost):
-                        database.add_results(held[who], [LineResult(number, ok, record)])
+                        database.add_results(held[who], [LineResult(number, ok, record)], QUOTA)
         now = database.batch("batch_1")
         assert now.completed == sum(expected.values())
         assert now.failed == len(expected) - now.completed

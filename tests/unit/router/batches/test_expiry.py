@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from router.batches.database import Database
 from router.batches.desk import check_expiry
 from router.batches.runner import SWEEP_S, BatchRunner
 from router.batches.store import BatchStore
-from tests.support.router.batches_runner import DEADLINE_S, Process, running
+from tests.support.router.batches_runner import DEADLINE_S, QUOTA, Process, running, stored_file
 
 TENANT = "acme"
 
@@ -36,7 +34,7 @@ class Clock:
 
 @asynccontextmanager
 async def stored(folder: Path, clock: Clock) -> AsyncIterator[BatchStore]:
-    store = BatchStore(folder, 1 << 20, clock)
+    store = BatchStore(folder, QUOTA, clock)
     try:
         yield store
     finally:
@@ -52,9 +50,9 @@ def batch_of(file_id: str) -> Batch:
 async def test_an_expired_file_is_hidden_and_then_deleted(tmp_path: Path) -> None:
     clock = Clock()
     async with stored(tmp_path, clock) as store:
-        short = await store.add_file(io.BytesIO(b"x"), TENANT, "a", "batch", 3600)
-        long = await store.add_file(io.BytesIO(b"y"), TENANT, "b", "batch")
-        assert (short.expires_at, long.expires_at) == (4600, None)
+        short = await stored_file(store, b"x", TENANT, "a", 3600)
+        long = await stored_file(store, b"y", TENANT, "b")
+        assert (short.expires_at, long.expires_at) == (4600, 1000 + 30 * 86400)
         assert await store.ask(Database.file, short.id, TENANT, 4599) == short
         for now, seen in ((4599, {short.id, long.id}), (4600, {long.id})):
             files = await store.ask(Database.files, TENANT, "", "", 10, ascending=True, now=now)
@@ -75,7 +73,7 @@ async def test_an_expired_file_is_hidden_and_then_deleted(tmp_path: Path) -> Non
 async def test_what_a_batch_needs_stays_until_it_has_ended(tmp_path: Path) -> None:
     clock = Clock()
     async with stored(tmp_path, clock) as store:
-        file = await store.add_file(io.BytesIO(b"x"), TENANT, "a", "batch", 3600)
+        file = await stored_file(store, b"x", TENANT, "a", 3600)
         await store.ask(Database.add_batch, batch_of(file.id))
         clock.now = 5000.0
         await store.collect()
@@ -101,41 +99,24 @@ async def test_the_runner_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("router.batches.runner.COLLECT_S", 0.0)
     process = Process(tmp_path)
     clock = Clock()
-    process.store = BatchStore(tmp_path, 1 << 20, clock)
+    process.store = BatchStore(tmp_path, QUOTA, clock)
     process.runner = BatchRunner(
         process.store,
         process.lines.run,
         "tiny",
         process.metrics,
+        has_key=lambda batch: True,
         max_in_flight=1,
         max_line_bytes=1000,
         poll_s=0.01,
         unix_clock=clock,
     )
-    file = await process.store.add_file(io.BytesIO(b"x"), TENANT, "a", "batch", 3600)
+    file = await stored_file(process.store, b"x", TENANT, "a", 3600)
     async with running(process):
         clock.now = 5000.0
         async with asyncio.timeout(DEADLINE_S):
             while process.store.path(file).exists():
                 await asyncio.sleep(0.01)
-
-
-def test_tables_of_the_first_version_get_the_new_columns(tmp_path: Path) -> None:
-    path = tmp_path / "table"
-    with closing(sqlite3.connect(path, isolation_level=None)) as old:
-        old.execute(
-            "CREATE TABLE files (place INTEGER PRIMARY KEY, id TEXT UNIQUE, tenant TEXT,"
-            " filename TEXT, purpose TEXT, size INTEGER, created_at INTEGER)"
-        )
-        old.execute("INSERT INTO files VALUES (1, 'file-1', 'acme', 'a', 'batch', 1, 10)")
-        old.execute("CREATE TABLE batches (place INTEGER PRIMARY KEY, input_file_id TEXT)")
-        old.execute("PRAGMA user_version = 1")
-    for _ in range(2):
-        with closing(Database(path)) as database:
-            assert database.file("file-1", "acme", 10**10).expires_at is None
-    with closing(sqlite3.connect(path)) as new:
-        columns = {row[1] for row in new.execute("PRAGMA table_info(batches)")}
-    assert "output_expires_s" in columns
 
 
 @pytest.mark.parametrize("seconds", [-1, 0, 3599, 30 * 86400 + 1])
@@ -151,7 +132,7 @@ async def test_what_a_crash_has_left_is_known_by_standing_still_and_not_by_its_d
     tmp_path: Path,
 ) -> None:
     async with stored(tmp_path, Clock()) as store:
-        kept = await store.add_file(io.BytesIO(b"x"), TENANT, "a", "batch")
+        kept = await stored_file(store, b"x", TENANT, "a")
         left, written = (tmp_path / "incoming" / name for name in ("left", "written"))
         for path in (left, written):
             path.write_bytes(b"y")

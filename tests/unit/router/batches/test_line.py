@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.batches import line as lines
-from router.batches.line import BadLine, find_faults, read_line
+from router.batches.line import MAX_LINE_VALUES, BadLine, find_faults, read_line
 
 MOST = 10_000
 CHAT = "/v1/chat/completions"
@@ -97,3 +97,16 @@ def test_faults_and_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     raws = [text(custom_id=str(number)) for number in range(3)]
     assert [fault.code for fault in find_faults(raws, MOST)[1]] == ["too_many_lines"]
     assert find_faults(raws[:2], MOST)[1] == []
+
+
+def test_a_line_of_too_many_values() -> None:
+    body = {"model": "tiny", "prompt": [0] * (MAX_LINE_VALUES + 1)}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    with pytest.raises(BadLine, match=f"more than {MAX_LINE_VALUES} values"):
+        read_line(1, json.dumps(line).encode(), 1 << 22)
+
+
+def test_a_line_whose_text_has_many_marks() -> None:
+    body = {"model": "tiny", "prompt": '",[{\\' * MAX_LINE_VALUES}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    assert read_line(1, json.dumps(line).encode(), 1 << 22).body == body

@@ -11,7 +11,8 @@ import pytest
 from router.batches.batch import BatchStatus
 from router.batches.database import Database
 from router.batches.line import Line
-from tests.support.router.batches_runner import DEADLINE_S, Lines, Process, at_once, running
+from router.batches.quota import Quota
+from tests.support.router.batches_runner import DEADLINE_S, Lines, Process, at_once, running, text
 
 
 async def test_a_batch_from_its_start_to_its_files(tmp_path: Path) -> None:
@@ -48,16 +49,53 @@ async def test_a_file_without_errors_is_not_made(tmp_path: Path) -> None:
         assert len(await process.names(batch.output_file_id)) == 3
 
 
-async def test_a_bounded_number_of_lines_runs_at_a_time(tmp_path: Path) -> None:
+async def test_a_batch_hands_on_a_bounded_number_of_lines_at_a_time(tmp_path: Path) -> None:
     async def slow(line: Line) -> bool:
         await asyncio.sleep(0.002)
         return True
 
     async with running(Process(tmp_path, Lines(slow), most=3)) as process:
-        batches = [await process.begin(20) for _ in range(3)]
-        for batch in batches:
-            await process.until(batch, BatchStatus.COMPLETED)
+        await process.until(await process.begin(20), BatchStatus.COMPLETED)
         assert process.lines.most == 3
+
+
+async def test_a_batch_whose_key_is_revoked_ends(tmp_path: Path) -> None:
+    began = asyncio.Event()
+
+    async def first_line_ends(line: Line) -> bool:
+        if line.number > 1:
+            began.set()
+            await asyncio.sleep(DEADLINE_S)
+        return True
+
+    process = Process(tmp_path, Lines(first_line_ends), most=2, keys={"ann", "bob"})
+    async with running(process):
+        batch = await process.begin(5, key_id="ann")
+        other = await process.begin(1, key_id="bob")
+        await process.until(other, BatchStatus.COMPLETED)
+        async with asyncio.timeout(DEADLINE_S):
+            await began.wait()
+        process.keys.remove("ann")
+        ended = await process.until(batch, BatchStatus.FAILED)
+        assert [fault.code for fault in ended.faults] == ["key_revoked"]
+        assert await process.names(ended.output_file_id) == ["line-0"]
+        # One that was made before, and never begun, ends too.
+        waiting = await process.until(await process.begin(1, key_id="ann"), BatchStatus.FAILED)
+        assert [fault.code for fault in waiting.faults] == ["key_revoked"]
+
+
+async def test_a_batch_whose_results_find_no_room_ends_with_those_that_did(
+    tmp_path: Path,
+) -> None:
+    quota = Quota(10 * len(text("line-0")) + 100, 10_000)
+    async with running(Process(tmp_path, most=1, quota=quota)) as process:
+        batch = await process.until(await process.begin(10), BatchStatus.FAILED)
+        assert [fault.code for fault in batch.faults] == ["no_space"]
+        names = await process.names(batch.output_file_id)
+        assert 0 < len(names) < 10
+        assert names == [f"line-{number}" for number in range(len(names))]
+        other = await process.until(await process.begin(2, tenant="other"), BatchStatus.COMPLETED)
+        assert other.completed == 2
 
 
 async def test_a_file_at_fault_fails_its_batch(tmp_path: Path) -> None:
@@ -118,7 +156,7 @@ async def test_a_dead_process_loses_its_batch(tmp_path: Path) -> None:
             batch = await alive.until(batch, BatchStatus.COMPLETED)
         gate.set()
         async with asyncio.timeout(DEADLINE_S):
-            while not dead.runner._runs[batch.id].done():
+            while not dead.runner._runs[batch.id].task.done():
                 await asyncio.sleep(0.005)
         assert sum(dead.lines.ran.values()) > 0
         now = await dead.store.ask(Database.batch, batch.id)

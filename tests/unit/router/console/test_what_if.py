@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sys
 from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 import psutil
@@ -95,10 +96,19 @@ def test_a_what_if_request_takes_numbers_alone(told: dict[str, object]) -> None:
 
 
 def test_no_secret_leaves_the_router() -> None:
-    config = Config(keys=(KeyConfig(name="k", sha256="ab" * 32, tenant="default"),))
-    found = asked(recent(12), config=config)
-    assert "ab" * 32 not in found.model_dump_json()
-    assert "keys" not in found.config
+    secrets: dict[str, Any] = {
+        name: f"redis://:planted@{name}:1/0"
+        for name in ("redis_url", "redis_router_url", "redis_worker_url", "gcs_store")
+    }
+    config = Config(
+        keys=(KeyConfig(name="k", sha256="ab" * 32, tenant="default"),),
+        cluster_secret="planted" * 8,
+        otlp_endpoint="https://planted@127.0.0.1:4317",
+        **secrets,
+    )
+    text = asked(recent(12), config=config).model_dump_json()
+    assert "ab" * 32 not in text
+    assert "planted" not in text
 
 
 def test_the_pool_sets_device_and_chunk_of_a_profile() -> None:

@@ -42,7 +42,7 @@ from router.dispatch import failover as failover_module
 from router.dispatch.failover import MAX_FAILURES, Failover
 from router.dispatch.hang_detector import HangDetector
 from router.dispatch.placement import Placement
-from router.dispatch.retry_limits import QUARANTINE_S, Quarantine, RetryBudget
+from router.dispatch.retry_limits import PROGRESS_TOKENS, QUARANTINE_S, Quarantine, RetryBudget
 from router.dispatch.running_request import RunningRequest
 from router.routing.ledger import Ledger
 from router.routing.policy import Decision, RouteRequest
@@ -825,6 +825,37 @@ async def test_a_worker_whose_streams_break_again_and_again_is_left_out(
     assert world.metrics.registry.get_sample_value("baton_left_out_workers_total", {"worker": "d0"})
 
 
+async def test_a_router_that_was_cut_off_leaves_no_worker_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often the streams of all workers break together."""
+    monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
+    world = World()
+    for _ in range(4):
+        running = await world.run()
+        world.tell(running, 1)
+        world.cut_off = True
+        world.failover.worker_broken("d0", GONE)
+        world.cut_off = False
+        await world.settle()
+        world.close(running)
+        await asyncio.sleep(0.002)
+    assert world.links["d0"].breaker.openings == 0
+
+
+async def test_a_request_that_fails_again_avoids_every_worker_that_has_failed_it() -> None:
+    world = World()
+    world.links["d2"] = Link("d2", "decode")
+    running = await world.run()
+    for worker, then in (("d0", "d1"), ("d1", "d2")):
+        world.tell(running, 2 * PROGRESS_TOKENS)
+        world.failover.worker_broken(worker, GONE)
+        await world.settle()
+        ((_, _, target),) = world.at(running)
+        assert target == then
+    world.close(running)
+
+
 async def test_streams_that_were_only_to_come_to_a_worker_do_not_break_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -948,10 +979,9 @@ async def test_a_prefill_stream_that_broke_with_all_others_blames_no_worker(
     stream = world.links["p0"].prefills
     stream.breaks += 1
     stream.fail(GONE)
-    await asyncio.sleep(0.01)
+    await world.until(lambda: bool(running.moves))
     world.cut_off = False
-    await world.settle()
-    assert world.at(running) == [(1, "p0", "d0")]
+    await world.until(lambda: world.at(running) == [(1, "p0", "d0")])
     assert world.links["p0"].failed_at is None
     world.close(running)
 

@@ -223,6 +223,16 @@ async def test_the_last_delta_names_the_workers_where_the_choice_was_last() -> N
     ]
 
 
+async def test_tokens_that_came_early_go_with_their_attempt() -> None:
+    running = make_running()
+    running.accept(output(2, "x"))
+    running.choices[0].place(1, "prefill-1", "decode-1")
+    running.accept(output(0, "ab", attempt=1))
+    assert (await running.next_delta()).text == "ab"
+    running.accept(output(2, "c", STOP, attempt=1))
+    assert await read_all(running) == ("c", STOP, 0)
+
+
 async def test_a_choice_that_is_stopped_is_ended_once() -> None:
     running = make_choices(2, ("b",))
     running.accept(choice_output(0, 0, "ab"))

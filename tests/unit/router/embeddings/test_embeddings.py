@@ -122,7 +122,7 @@ async def test_the_longest_input_fits() -> None:
 
 async def test_unknown_models_and_keys() -> None:
     check_error(await post(make_front(), PATH, {"model": "other", "input": "a"}), 404, "model")
-    keys = (KeyConfig(name="ann", sha256=hashlib.sha256(b"secret").hexdigest()),)
+    keys = (KeyConfig(name="ann", tenant="default", sha256=hashlib.sha256(b"secret").hexdigest()),)
     front = make_front(embedding, keys=keys, require_key=True)
     check_error(await post(front, PATH, asked("a")), 401)
     right = {"authorization": "Bearer secret"}

@@ -56,7 +56,9 @@ async def test_generate() -> None:
 
 
 def shown_key(name: str, *scopes: Scope) -> KeyConfig:
-    return KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes)
+    return KeyConfig(
+        name=name, tenant="default", sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=scopes
+    )
 
 
 NO_KEYS: dict[str, Any] = {}

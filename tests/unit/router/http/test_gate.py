@@ -133,7 +133,12 @@ ASKS, READS = ("authorization", "Bearer asks"), ("authorization", "Bearer reads"
 )
 async def test_a_request_has_one_credential(headers: list[tuple[str, str]], status: int) -> None:
     keys = tuple(
-        KeyConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), scopes=(scope,))
+        KeyConfig(
+            name=name,
+            tenant="default",
+            sha256=hashlib.sha256(name.encode()).hexdigest(),
+            scopes=(scope,),
+        )
         for name, scope in (("asks", "inference"), ("reads", "metrics"))
     )
     transport = httpx.ASGITransport(gate(keys=keys, require_key=True))

@@ -22,7 +22,7 @@ from tests.support.router.front_fakes import make_front, serve, silent_after_one
 
 DEADLINE_S = 20.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-BODY = json.dumps({"model": "tiny", "prompt": "Hello", "padding": "x" * (4 * MAX_HEAD_BYTES)})
+BODY = json.dumps({"model": "tiny", "prompt": "Hello", "user": "x" * (4 * MAX_HEAD_BYTES)})
 CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY.encode())
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from router.inference.prompt import calls_turn, fitted, is_about_tools, result_turn
+from baton.errors import InvalidRequest
+from router.inference.prompt import calls_turn, fitted, is_about_tools, parsed, result_turn
 from router.text.chat_template import ChatTemplate, load_chat_template
 from router.tool_calls.formats import FORMATS, format_for
 from router.tool_calls.tools import Tool, ToolUse
@@ -24,7 +25,7 @@ KNOWS = (
 )
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "Which word?"},
-    dict(calls_turn("", [("call_1", "look_up", '{"word": "é"}')])),
+    dict(calls_turn("", [("call_1", "look_up", {"word": "é"})])),
     dict(result_turn("call_1", "found")),
 ]
 
@@ -71,9 +72,18 @@ def test_content_beside_calls_stays() -> None:
     ("given", "value"),
     [("", {}), ('{"a": 1}', {"a": 1}), ("[1]", "[1]"), ("no", "no"), ("[" * 5000, "[" * 5000)],
 )
-def test_arguments_of_earlier_calls(given: str, value: object) -> None:
-    (call,) = calls_turn("", [("1", "f", given)])["tool_calls"]
-    assert call["function"]["arguments"] == value
+async def test_arguments_of_earlier_calls(given: str, value: object) -> None:
+    plain = {"role": "user", "content": "Hi"}
+    unchanged, turn = await parsed([plain, calls_turn("", [("1", "f", given)])])
+    (call,) = turn["tool_calls"]
+    assert (unchanged, call["function"]["arguments"]) == (plain, value)
+
+
+async def test_arguments_of_too_many_values() -> None:
+    arguments = '{"a": [' + "0," * 200_000 + "0]}"
+    with pytest.raises(InvalidRequest, match="at most 131072 values") as found:
+        await parsed([calls_turn("", [("1", "f", arguments)])])
+    assert found.value.param == "messages[0].tool_calls"
 
 
 def test_messages_about_tools_are_recognized() -> None:

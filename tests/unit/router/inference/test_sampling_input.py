@@ -8,7 +8,14 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.sampling_params import SamplingParams
-from router.inference.sampling_input import SamplingInput, final_sampling
+from router.inference.sampling_input import (
+    MAX_ALLOWED,
+    MAX_SCORES,
+    SamplingInput,
+    check_scores,
+    final_sampling,
+    scored_tokens,
+)
 
 EOS = 9
 
@@ -51,3 +58,50 @@ def test_what_forbids_all_that_is_allowed_is_refused(given: dict[str, Any]) -> N
 )
 def test_what_leaves_something_is_not(given: dict[str, Any]) -> None:
     assert checked(**given).allowed_token_ids == given.get("allowed_token_ids", ())
+
+
+def scored(prompt: int = 10, choices: int = 1, **fields: Any) -> tuple[int, SamplingParams, int]:
+    sampling = final_sampling(
+        SamplingInput(**fields),
+        prompt_tokens=prompt,
+        context_length=1 << 20,
+        vocab_size=50,
+        default_max_tokens=20,
+    )
+    return prompt, sampling, choices
+
+
+@pytest.mark.parametrize(
+    ("requests", "param"),
+    [
+        ([scored(8000, prompt_logprobs=20, max_tokens=1)] * 5, "prompt_logprobs"),
+        ([scored(8000, 30, prompt_logprobs=3, max_tokens=1)], "prompt_logprobs"),
+        ([scored(choices=128, logprobs=20, max_tokens=512)], "logprobs"),
+    ],
+)
+def test_log_probabilities_are_bounded(
+    requests: list[tuple[int, SamplingParams, int]], param: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_SCORES} are possible") as found:
+        check_scores(requests, MAX_SCORES)
+    assert found.value.param == param
+
+
+def test_log_probabilities_within_the_bound() -> None:
+    check_scores([scored(8000, prompt_logprobs=20, max_tokens=1)] * 4, MAX_SCORES)
+    check_scores([scored(choices=8, logprobs=20, max_tokens=4000)], MAX_SCORES)
+    check_scores([scored(choices=128, max_tokens=8000)] * 128, MAX_SCORES)
+
+
+def test_the_longest_scored_answer() -> None:
+    assert scored_tokens(SamplingInput(), 128, MAX_SCORES) is None
+    limit = scored_tokens(SamplingInput(logprobs=20), 16, MAX_SCORES)
+    assert limit is not None
+    check_scores([scored(choices=16, logprobs=20, max_tokens=limit)], MAX_SCORES)
+    with pytest.raises(InvalidRequest):
+        check_scores([scored(choices=16, logprobs=20, max_tokens=limit + 1)], MAX_SCORES)
+
+
+def test_allowed_ids_are_bounded() -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_ALLOWED} ids"):
+        checked(allowed_token_ids=(1,) * (MAX_ALLOWED + 1))

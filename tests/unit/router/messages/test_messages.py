@@ -295,7 +295,7 @@ async def test_an_error_on_the_way() -> None:
 async def test_other_models_and_keys() -> None:
     response = await post(front_saying("x"), PATH, {**HELLO, "model": "other"})
     check_error(response, 404, "not_found_error")
-    keys = (KeyConfig(name="one", sha256=hashlib.sha256(b"secret").hexdigest()),)
+    keys = (KeyConfig(name="one", tenant="default", sha256=hashlib.sha256(b"secret").hexdigest()),)
     front = front_saying("x", keys=keys, require_key=True)
     check_error(await post(front, PATH, HELLO), 401, "authentication_error")
     headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}

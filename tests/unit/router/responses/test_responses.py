@@ -277,7 +277,7 @@ HARMLESS = {
     "prompt_cache_key": "x",
     "tools": [],
     "tool_choice": "none",
-    "nobody_knows_this": 1,
+    "not_known": None,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +32,16 @@ from router.routing.predictive_policy import (
 )
 from router.routing.worker_table import WorkerTable
 from tests.support.router.workers import BLOCK, PREFILL_COST, list_worker, record, table_of
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_the_score_is_that_of_the_document() -> None:
+    """docs/routing.md: ttft + 4*compute + 5*full*(work - mean)/(mean + 6*full) + 32*tpot."""
+    weights = (OTHERS_WEIGHT, SPREAD_WEIGHT, SPREAD_PROMPTS, ANSWER_TOKENS)
+    assert weights == (4, 5, 6, 32)
+    formula = "ttft + {:g}*compute + {:g}*full*(work - mean)/(mean + {:g}*full) + {:g}*tpot"
+    assert formula.format(*weights) in (ROOT / "docs" / "routing.md").read_text()
 
 
 def decide(

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from baton.errors import ConfigError, InvalidRequest
 from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import PIECE_CHARACTERS, Tokenizer
 from tests.support.router.front_fakes import EOS, TEMPLATE, tiny_backend, tiny_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -114,3 +115,43 @@ def test_fewest_tokens_is_a_bound() -> None:
     tokenizer = tiny_tokenizer()
     for text in ("", "a", "the capital of France is Paris " * 50, "😀" * 30):
         assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+
+
+def words(count: int) -> str:
+    return " ".join(f"word{number}" for number in range(count))
+
+
+def test_the_end_of_a_long_text() -> None:
+    tokenizer = tiny_tokenizer()
+    text = words(100_000)
+    assert len(text) > 2 * PIECE_CHARACTERS
+    assert tokenizer.encode(text, last=1000) == tokenizer.encode(text)[-1000:]
+
+
+def test_a_text_of_too_many_tokens_is_not_tokenized_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    encoded = Tokenizer._encoded
+
+    def watched(self: Tokenizer, text: str, *, special: bool) -> tokenizers.Encoding:
+        sizes.append(len(text))
+        return encoded(self, text, special=special)
+
+    def check(count: int) -> None:
+        if count > 1000:
+            raise ValueError("too many")
+
+    monkeypatch.setattr(Tokenizer, "_encoded", watched)
+    with pytest.raises(ValueError, match="too many"):
+        tiny_tokenizer().encode(words(400_000), check=check)
+    assert sizes == [PIECE_CHARACTERS]
+
+
+def test_a_long_text_within_the_bound() -> None:
+    tokenizer = tiny_tokenizer()
+    text = words(40_000)
+    counts: list[int] = []
+    ids = tokenizer.encode(text, check=counts.append)
+    # What is checked on the way is never above what is checked at last.
+    assert max(counts) == counts[-1] == len(ids)

@@ -27,6 +27,14 @@ def test_it_opens_at_the_third_break() -> None:
     assert not breaker.is_closed(3.0)
 
 
+def test_a_stream_that_began_before_it_opened_does_not_close_it() -> None:
+    breaker = opened(at=10.0)
+    breaker.ended_well(9.0, 10.1)
+    assert not breaker.is_closed(10.1)
+    breaker.ended_well(10.2, 10.3)
+    assert breaker.is_closed(10.3)
+
+
 def test_what_breaks_at_once_is_one_break() -> None:
     breaker = Breaker()
     for n in range(30):

@@ -17,6 +17,7 @@ from baton.errors import BatonError, WorkerFailed
 from baton.request import Geometry, LoadSnapshot, TokenOutput
 from baton.rpc import convert
 from baton.rpc.grpc_channel import listen, make_server, open_channel
+from baton.rpc.worker_plane import WorkerPlane
 from baton.security.tls import TlsFiles
 from baton.store.registry import WorkerRecord
 from baton.v1 import decode_pb2, decode_pb2_grpc
@@ -91,7 +92,9 @@ class World:
         self.draining: list[WorkerLink] = []
         self.bugs: list[Exception] = []
         """What is raised instead of hearing outputs, or of a broken stream."""
-        self.links = self.subscribed(WorkerLinks("router", heartbeat_s=0.01, tls=tls))
+        self.links = self.subscribed(
+            WorkerLinks("router", heartbeat_s=0.01, plane=WorkerPlane(tls))
+        )
 
     def subscribed(self, links: WorkerLinks) -> WorkerLinks:
         links.subscribe(on_broken=self.on_broken, on_draining=self.draining.append)

@@ -47,7 +47,7 @@ def expected(cache: KvCache, target: Geometry = TARGET) -> list[bytes]:
     layout = KvLayout.of(target)
     wanted = range(-(-TOKENS // layout.block_size))
     out = torch.empty((len(wanted), layout.block_bytes), dtype=torch.uint8)
-    converter = Converter(KvLayout.of(cache.geometry()), layout)
+    converter = Converter(KvLayout.of(cache.geometry), layout)
     converter.convert(cache.bytes, TABLE, TOKENS, wanted, out)
     return [row.numpy().tobytes() for row in out]
 
@@ -168,4 +168,4 @@ def test_a_receiver_that_cannot_be_served_is_named_with_this_side(
         ConvertedBlocks(cache, target, Staging(0))
     (name,) = change
     assert f"{name}={change[name]}" in refusal.value.message
-    assert f"{name}={getattr(cache.geometry(), name)}" in refusal.value.message
+    assert f"{name}={getattr(cache.geometry, name)}" in refusal.value.message

@@ -12,7 +12,7 @@ from baton.request import SequenceSpec
 from engine.scheduling.sequence import Sequence, SequenceUpdate
 from tests.support.engine.fake_engine import kv_of, next_token
 from tests.support.worker.manual_worker import SIZE, ManualWorker, settle, spec_of
-from worker.core.prefill_budget import MIN_TOKENS, PrefillBudget
+from worker.core.step_planner import MIN_TOKENS, PrefillBudget
 from worker.costs.step_costs import StepCosts
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduling.plan import PlanRow, StepPlan
-from worker.core.prefill_budget import MIN_TOKENS, PrefillBudget
+from worker.core.step_planner import MIN_TOKENS, PrefillBudget
 from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts((5.0, 0.5, 0.001), (4.0, 1.0, 0.001))

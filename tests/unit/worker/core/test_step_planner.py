@@ -5,12 +5,10 @@ from __future__ import annotations
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
-from worker.core.prefill_budget import MIN_TOKENS, PrefillBudget
-from worker.core.step_planner import MeanStep, StepHistory, StepPlanner
+from engine.scheduling.sequence import SchedulerLimits, Sequence
+from worker.core.step_planner import MIN_TOKENS, MeanStep, PrefillBudget, StepHistory, StepPlanner
 from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts((1.0, 0.5, 0.0), (5.0, 0.0, 0.0))

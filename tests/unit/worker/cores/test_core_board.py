@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.cpu.library import CoreShare
 from engine.scheduling.plan import StepPlan, StepResult
-from engine.step.step import CoreShare
 from worker.core.engine_thread import EngineThread
 from worker.cores import core_board
-from worker.cores.core_board import CoreBoard
-from worker.cores.core_sharing import PAUSE, pause_after, threads_for
+from worker.cores.core_board import PAUSE, CoreBoard, pause_after, threads_for
 
 
 def test_a_lone_step_takes_every_core() -> None:

@@ -12,8 +12,8 @@ import pytest
 from engine.build import build_engine
 from engine.engine import Engine, EngineSettings, warm_up
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.sequence import SchedulerLimits
 from tests.support.models import make_tiny_model
 from worker.costs import calibration
 from worker.costs.calibration import alone, calibrate

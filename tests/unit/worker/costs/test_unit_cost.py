@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.costs.unit_cost import UnitCost
+from worker.costs.step_costs import UnitCost
 
 
 def test_it_starts_with_what_it_is_told() -> None:

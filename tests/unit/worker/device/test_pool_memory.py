@@ -10,7 +10,7 @@ import torch
 
 from baton.errors import ConfigError, HandoffError
 from engine.kv.kv_cache import KvCache
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.memory.shared_pool import inode_of, open_shared
 from worker.device.pool_memory import PoolMemory
 

@@ -15,8 +15,7 @@ from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
 from baton.liveness.listening import ListeningClock
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
-from kvtransfer.tickets.ticket import Ticket, TicketState
-from kvtransfer.tickets.ticket_book import TOMBSTONE_S
+from kvtransfer.tickets import TOMBSTONE_S, Ticket, TicketState
 from worker.exchange.block_receiver import NO_TRANSPORT, BlockReceiver
 
 BLOCK_BYTES = 192

@@ -27,10 +27,10 @@ from baton.rpc.grpc_channel import make_server
 from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from engine.scheduling.block_pool import BlockPool
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.pairs.pair import Identity, PairLimits
-from kvtransfer.tickets.ticket import Ticket
+from kvtransfer.tickets import Ticket
 from kvtransfer.transports.grpc_transport import GrpcTransport
 from kvtransfer.transports.shm_transport import ShmTransport
 from kvtransfer.transports.transport import Peer, Transport

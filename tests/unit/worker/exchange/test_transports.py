@@ -15,7 +15,7 @@ import torch
 from baton.config.choices import TransportName
 from baton.config.cluster import Config
 from baton.errors import ConfigError, HandoffError
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.pairs.negotiation import TRANSPORTS
 from kvtransfer.transports import cuda_ipc

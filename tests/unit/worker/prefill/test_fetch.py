@@ -18,10 +18,10 @@ from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling import sequence as engine_sequence
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import SchedulerLimits
 from kvtransfer.transports.transport import Peer
-from worker.costs.unit_cost import UnitCost
+from worker.costs.step_costs import UnitCost
 from worker.exchange.block_receiver import BlockReceiver
 from worker.prefill.fetch import Fetcher, PrefixSource
 from worker.prefill.fetch_estimates import FetchEstimates

@@ -45,8 +45,10 @@ def test_no_variable_and_an_empty_one_stand_for_no_key(monkeypatch: pytest.Monke
 
 
 def test_a_key_that_is_known_already_keeps_what_it_may_do() -> None:
-    known = KeyConfig(name="ops", sha256=hash_of("one"), scopes=("admin",))
-    added = tuple(KeyConfig(name=name, sha256=hash_of(name)) for name in ("one", "two"))
+    known = KeyConfig(name="ops", tenant="default", sha256=hash_of("one"), scopes=("admin",))
+    added = tuple(
+        KeyConfig(name=name, tenant="default", sha256=hash_of(name)) for name in ("one", "two")
+    )
     config = requiring(Config(keys=(known,)), added)
     assert [(key.name, key.scopes) for key in config.keys] == [
         ("ops", ("admin",)),
@@ -55,6 +57,6 @@ def test_a_key_that_is_known_already_keeps_what_it_may_do() -> None:
 
 
 def test_a_contradiction_to_what_is_configured_is_said() -> None:
-    config = Config(keys=(KeyConfig(name="guests"),))
+    config = Config(keys=(KeyConfig(name="guests", tenant="default"),))
     with pytest.raises(ConfigError, match="contradicts require_key"):
-        requiring(config, (KeyConfig(name="one", sha256=hash_of("one")),))
+        requiring(config, (KeyConfig(name="one", tenant="default", sha256=hash_of("one")),))

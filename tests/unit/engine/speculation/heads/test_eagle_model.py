@@ -19,11 +19,11 @@ from engine.cpu.decoder import cpu_decoder
 from engine.kv.kv_cache import KvCache
 from engine.model.model import DecoderModel
 from engine.model.weights import load_weights
+from engine.sampling.step import StepInput, StepModel
 from engine.scheduling.plan import PlanRow
 from engine.speculation.heads.eagle_config import load_eagle_config
 from engine.speculation.heads.eagle_model import EagleModel, EagleTorchStep
 from engine.speculation.heads.loading import load_eagle
-from engine.step.step import StepInput, StepModel
 from loadtest.research.training.eagle_trainee import EagleTrainee
 from tests.support.drafter_heads import make_eagle_head
 from tests.support.models import VOCAB, make_tiny_model

@@ -193,12 +193,12 @@ def test_engines_are_built_with_heads(folders: dict[str, Path]) -> None:
     eagle = replace(settings, drafter="eagle", draft_model=folders["plain-eagle"])
     engine = build_engine(eagle)
     assert engine.runner.drafter == "eagle"
-    assert engine.cache.geometry().drafter == GroupShape(1, 2, 8)
+    assert engine.cache.geometry.drafter == GroupShape(1, 2, 8)
     warm_up(engine)
     medusa = replace(settings, drafter="medusa", draft_model=folders["plain-medusa-counting"])
     other = build_engine(medusa)
     assert other.runner.drafter == "medusa"
-    assert other.cache.geometry().drafter is None
+    assert other.cache.geometry.drafter is None
     warm_up(other)
     plain = build_engine(settings).fingerprint
     assert other.fingerprint == plain

@@ -256,7 +256,7 @@ def test_an_engine_is_built_with_it(folders: dict[str, Path]) -> None:
     )
     engine = build_engine(settings)
     assert engine.runner.drafter == "draft"
-    assert engine.cache.geometry().drafter == GroupShape(1, 2, 8)
+    assert engine.cache.geometry.drafter == GroupShape(1, 2, 8)
     assert list(engine.cache.groups) == ["target", "drafter"]
     assert (
         engine.cache.block_bytes > build_engine(replace(settings, drafter="none")).cache.block_bytes

@@ -7,8 +7,13 @@ from random import Random
 
 import pytest
 
-from engine.speculation.costs import DraftingTime
-from engine.speculation.model.length import EVIDENCE, PIECE, Candidate, ModelDraftLength
+from engine.speculation.model.length import (
+    EVIDENCE,
+    PIECE,
+    Candidate,
+    DraftingTime,
+    ModelDraftLength,
+)
 
 MOST = 13
 

@@ -16,11 +16,11 @@ import pytest
 
 from baton.errors import ChecksumMismatch, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports.nixl.agent import NixlAgent
 from kvtransfer.transports.nixl.reader import SLOT_BYTES, NixlReader, Source, WriterMemory
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Parts
+from kvtransfer.transports.transport import AnnouncedBatch, Parts
 
 PATIENCE_S = 30.0
 BLOCKS, BLOCK_BYTES = 8, SLOT_BYTES // 2
@@ -128,7 +128,7 @@ class Bench:
         parts = Parts(blocks, 64, BLOCK_BYTES - 64)
         sums = tuple(checksum(self.theirs[block, 64:].data) + damaged for block in blocks)
         transfer = source.transfers.new()
-        source.add(Batch(self._number, parts, parts, sums), transfer, deadline_s)
+        source.add(AnnouncedBatch(self._number, parts, parts, sums), transfer, deadline_s)
         self.reader.wake()
         return transfer
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import pytest
 
 from baton.errors import ChecksumMismatch, HandoffError, WorkerFailed
-from kvtransfer.memory.host_memory import HostMemory
+from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.nixl.reader import SLOT_BYTES
 from kvtransfer.transports.nixl.transport import NixlReceiveLink, NixlTransport
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Parts, Peer, Transport
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, Peer, Transport
 
 pytest.importorskip("nixl", reason="the extra nixl is not installed")
 
@@ -60,7 +60,7 @@ class Pair:
     ) -> Transfer:
         self.number += 1
         packed = self.send_link.pack(Parts(source, *part))
-        batch = Batch(self.number, packed.parts, Parts(target, *part), packed.checksums)
+        batch = AnnouncedBatch(self.number, packed.parts, Parts(target, *part), packed.checksums)
         self.send_link.send(self.number, packed, PATIENCE_S).wait(PATIENCE_S)
         return self.receive_link.receive(batch, PATIENCE_S)
 
@@ -132,7 +132,7 @@ def test_no_blocks_at_all(pair: Pair) -> None:
 def test_a_block_that_changed_after_it_was_announced(pair: Pair) -> None:
     packed = pair.send_link.pack(Parts((0, 1), *WHOLE))
     pair.writer.blocks[1, -1] ^= 1
-    batch = Batch(1, packed.parts, packed.parts, packed.checksums)
+    batch = AnnouncedBatch(1, packed.parts, packed.parts, packed.checksums)
     with pytest.raises(ChecksumMismatch):
         pair.receive_link.receive(batch, PATIENCE_S).wait(PATIENCE_S)
     # The link goes on.
@@ -141,7 +141,7 @@ def test_a_block_that_changed_after_it_was_announced(pair: Pair) -> None:
 
 def test_what_is_not_wanted_is_not_read(pair: Pair) -> None:
     packed = pair.send_link.pack(Parts((0,), *WHOLE))
-    batch = Batch(1, packed.parts, packed.parts, packed.checksums)
+    batch = AnnouncedBatch(1, packed.parts, packed.parts, packed.checksums)
     with pytest.raises(CancelledError):
         pair.receive_link.receive(batch, PATIENCE_S, wanted=False).poll()
     pair.move((1,), (1,)).wait(PATIENCE_S)
@@ -171,7 +171,7 @@ def test_both_directions(pair: Pair) -> None:
     back, _ = pair.writer.transport.accept(Peer("receiver", ""), pair.receiver.transport.offer())
     sender = pair.receiver.transport.connect(Peer("writer", ""), b"")
     packed = sender.pack(Parts((0,), *WHOLE))
-    batch = Batch(1, packed.parts, Parts((39,), *WHOLE), packed.checksums)
+    batch = AnnouncedBatch(1, packed.parts, Parts((39,), *WHOLE), packed.checksums)
     back.receive(batch, PATIENCE_S).wait(PATIENCE_S)
     np.testing.assert_array_equal(pair.writer.blocks[39], pair.writer.blocks[0])
 
@@ -181,7 +181,7 @@ def test_a_writer_that_has_closed(pair: Pair) -> None:
     pair.writer.transport.close()
     pair.writer.transport.close()
     packed = pair.send_link.pack(Parts((1,), *WHOLE))
-    batch = Batch(2, packed.parts, packed.parts, packed.checksums)
+    batch = AnnouncedBatch(2, packed.parts, packed.parts, packed.checksums)
     with pytest.raises(WorkerFailed):
         pair.receive_link.receive(batch, PATIENCE_S).wait(PATIENCE_S)
     assert not pair.receiver.blocks[1].any()
@@ -224,7 +224,7 @@ def test_an_answer_that_is_none_is_refused(lasting_pair: Pair) -> None:
         lasting_pair.writer.transport.connect(Peer("receiver", ""), b"tcp://")
 
 
-GOOD = Batch(1, Parts((0, 1), 64, 128), Parts((2, 3), 64, 128), (0, 0))
+GOOD = AnnouncedBatch(1, Parts((0, 1), 64, 128), Parts((2, 3), 64, 128), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ GOOD = Batch(1, Parts((0, 1), 64, 128), Parts((2, 3), 64, 128), (0, 0))
         dataclasses.replace(GOOD, checksums=(0,)),
     ],
 )
-def test_a_batch_that_fits_nothing_is_refused(lasting_pair: Pair, batch: Batch) -> None:
+def test_a_batch_that_fits_nothing_is_refused(lasting_pair: Pair, batch: AnnouncedBatch) -> None:
     with pytest.raises(HandoffError):
         lasting_pair.receive_link.receive(batch, PATIENCE_S).wait(PATIENCE_S)
     lasting_pair.move((4,), (4,)).wait(PATIENCE_S)

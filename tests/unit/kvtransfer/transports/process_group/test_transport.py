@@ -28,7 +28,7 @@ from kvtransfer.transports.process_group import rendezvous
 from kvtransfer.transports.process_group.link import BUFFERS, GroupReceiveLink, GroupSendLink
 from kvtransfer.transports.process_group.transport import GroupTransport
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Batch, Packed, Parts, Peer
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer
 from tests.support.kvtransfer.array_memory import ArrayMemory
 
 BLOCK = 4096
@@ -61,15 +61,15 @@ class Ends:
         self.receive, answer = self.receiver.accept(PEER, self.writer.offer())
         self.send = self.writer.connect(PEER, answer)
 
-    def move(self, number: int, batch: Batch, packed: Packed) -> tuple[Transfer, Transfer]:
+    def move(self, number: int, batch: AnnouncedBatch, packed: Packed) -> tuple[Transfer, Transfer]:
         landed = self.receive.receive(batch, LONG_S)
         return self.send.send(number, packed, LONG_S), landed
 
-    def pack(self, number: int, blocks: list[int], to: list[int]) -> tuple[Batch, Packed]:
+    def pack(self, number: int, blocks: list[int], to: list[int]) -> tuple[AnnouncedBatch, Packed]:
         parts = Parts(tuple(blocks), 64, BLOCK - 128)
         packed = self.send.pack(parts)
         target = replace(parts, blocks=tuple(to))
-        return Batch(number, parts, target, packed.checksums), packed
+        return AnnouncedBatch(number, parts, target, packed.checksums), packed
 
     def has(self, blocks: list[int], to: list[int]) -> bool:
         inside = slice(64, BLOCK - 64)

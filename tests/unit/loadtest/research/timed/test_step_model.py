@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
-from engine.step.step import StepInput
 from loadtest.research.timed.engine import (
     FIRST_TOKEN_ID,
     PLANNED_AHEAD_S,

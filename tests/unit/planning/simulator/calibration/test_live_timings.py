@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.sequence import SchedulerLimits
 from planning.simulator.calibration.live_timings import (
     LiveTimings,
     TimedBatch,

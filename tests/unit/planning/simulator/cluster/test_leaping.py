@@ -11,18 +11,16 @@ from hypothesis import strategies as st
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import SchedulerLimits, Sequence
 from planning.simulator.cluster.leaping import (
     LeapingBudget,
     LeapingPlanner,
     LeapingScheduler,
     LeapingUnitCost,
 )
-from worker.core.prefill_budget import MIN_TOKENS
-from worker.core.step_planner import MeanStep
+from worker.core.step_planner import MIN_TOKENS, MeanStep
 from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts((1.0, 0.5, 0.0), (5.0, 0.25, 0.001))

@@ -1,0 +1,132 @@
+"""The worker plane: the calls to workers and among them, and how their two ends know each other.
+
+With certificates both ends prove their roles (``baton.security.peer_roles``). Without, a caller
+shows the cluster's token, on loopback too: other users of the machine reach the port, and must not
+read prompts, drain workers or take KV blocks.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from baton.rpc.grpc_channel import make_server, open_channel
+from baton.security.cluster_secret import worker_token
+from baton.security.peer_roles import PeerRoles
+from baton.security.tls import TlsFiles
+
+TOKEN_KEY = "baton-worker-token"  # noqa: S105 - the name of a piece of metadata
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlane:
+    """What a process shows workers and, if it is one, demands of its callers."""
+
+    tls: TlsFiles | None = None
+    """Its own certificate and the cluster's CA; None without certificates."""
+    token: str = ""
+    """What callers show where there are no certificates; empty demands nothing, as in benchmarks of
+    single parts."""
+
+    @classmethod
+    def of(cls, tls: TlsFiles | None, secret: str) -> Self:
+        """That of a process with these files, in the cluster of this secret."""
+        return cls(tls, worker_token(secret))
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """A channel to a worker at ``host:port``; it connects on first use. Raises ConfigError."""
+        channel = open_channel(address, self.tls, "worker")
+        return channel if self.tls is not None else _TokenChannel(channel, self.token)
+
+    def server(self) -> grpc.aio.Server:
+        """A worker's server, without services and ports. It refuses callers of other clusters."""
+        gate = _TokenGate(self.token) if self.tls is None else PeerRoles()
+        return make_server(gates=(gate,))
+
+
+OPEN_PLANE = WorkerPlane()
+"""Demands nothing and shows nothing."""
+
+
+class _TokenChannel(grpc.aio.Channel):
+    """A channel whose calls show a token.
+
+    gRPC has no credentials for unencrypted connections to other machines, and its interceptors put
+    a queue between a stream and its writer.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._shown = ((TOKEN_KEY, token),)
+
+    async def __aenter__(self) -> Self:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._channel.__aexit__(*error)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *method: Any, **options: Any) -> Any:
+        return self._showing(self._channel.unary_unary(*method, **options))
+
+    def unary_stream(self, *method: Any, **options: Any) -> Any:
+        return self._showing(self._channel.unary_stream(*method, **options))
+
+    def stream_unary(self, *method: Any, **options: Any) -> Any:
+        return self._showing(self._channel.stream_unary(*method, **options))
+
+    def stream_stream(self, *method: Any, **options: Any) -> Any:
+        return self._showing(self._channel.stream_stream(*method, **options))
+
+    def _showing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(
+            *requests: Any, metadata: Sequence[tuple[str, str]] | None = None, **options: Any
+        ) -> Any:
+            return method(*requests, metadata=(*(metadata or ()), *self._shown), **options)
+
+        return call
+
+
+class _TokenGate(grpc.aio.ServerInterceptor):
+    """Refuses calls that do not show the cluster's token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See ``grpc.aio.ServerInterceptor``."""
+        shown = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
+        given = shown if isinstance(shown, bytes) else shown.encode(errors="replace")
+        if hmac.compare_digest(given, self._token):
+            return await continuation(handler_call_details)
+        # Of this kind whatever the method's own: nothing of the call's messages is read.
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED,
+        "this worker takes calls of its own cluster alone: the caller has not shown the token that"
+        " is derived from the cluster's secret (cluster_secret; docs/security.md)",
+    )

@@ -1,0 +1,306 @@
+"""What a decode worker does for requests: handoffs, steps, aborts.
+
+    reserve ─room, a ticket→ bytes arrive ─commit→ running ─a message a step→ ended
+
+Prompts that are computed here take the way of ``decode_worker.local_prefill``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    HandoffError,
+    Overloaded,
+    TicketEnded,
+    Unavailable,
+    WorkerFailed,
+)
+from baton.grammar import TokenMatcher
+from baton.request import FirstToken
+from decode_worker.local_prefill import LocalPrefill
+from decode_worker.receiver import HandoffReceiver, Offer, ReserveQueue
+from decode_worker.sequences import RunningSequences
+from engine.scheduling.sequence import Sequence, SequenceUpdate
+from kvtransfer.tickets import Attempt, Ticket
+from worker.prefill.fetch_estimates import FetchEstimates
+from worker.prefill.flow import PrefillFlow, attempt_of
+from worker.role import WorkerContext
+from worker.services import Keepalive
+
+log = logging.getLogger(__name__)
+
+ROUTER_GRACE_S = 5.0
+"""Sequences of a router that has had no stream open for this long are ended."""
+
+
+class DecodeRequests:
+    """All requests of a decode worker. Owned by the worker's event loop."""
+
+    def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
+        """``estimates`` say when cached blocks of local prompts are fetched; None: new ones."""
+        self.context = context
+        self.closing = asyncio.Event()
+        """Set once the worker stops."""
+        self.clock = context.exchange.receiver.clock
+        """The clock of peers' silence; deadlines are on the monotonic clock."""
+        self.sequences = RunningSequences(context.settings.slot, self.clock)
+        self._deadlines: dict[Attempt, float] = {}
+        """Of requests that have tickets. A sequence has its own, which the scheduler keeps."""
+        self.receiver = HandoffReceiver(
+            context.engine.scheduler,
+            context.exchange.receiver,
+            fingerprint=context.engine.fingerprint,
+            geometry=context.engine.cache.geometry,
+            incarnation=context.incarnation,
+        )
+        self.reserves = ReserveQueue(self.reserve)
+        # Blocks of tickets that end may be what a reserve waits for.
+        self._unsubscribe = context.exchange.receiver.subscribe(
+            lambda _ticket, _error: self.reserves.serve_soon()
+        )
+        prompts = LocalPrefill(
+            context,
+            self.receiver,
+            keep=self.sequences.keep,
+            end=self._end_local,
+            turn=lambda: self.reserves.answered if self.reserves else None,
+        )
+        self.flow = PrefillFlow(context, prompts.open, prefill_only=False, estimates=estimates)
+        self.keepalive = Keepalive.of(context.settings.config)
+
+    def has_work_of(self, router_id: str, but: str = "") -> bool:
+        """Whether a sequence of this router runs here, waits, or is being handed over.
+
+        The ticket ``but`` does not count.
+        """
+        return self.receiver.promises(router_id, but) or bool(self.sequences.attempts(router_id))
+
+    # Handoffs
+
+    def request_reserve(self, offer: Offer) -> asyncio.Future[Ticket]:
+        """``reserve`` as soon as there is room, and it is the offer's turn.
+
+        A caller that cancels the future waits no more. Raises Unavailable where the worker takes
+        nothing more, and what ``ReserveQueue.add`` raises.
+        """
+        if self.closing.is_set():
+            raise stopping()
+        if self.receiver.blocks.book.find(offer.attempt) is not None:
+            # The reserve was answered before, and the answer was lost.
+            asked: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+            asked.set_result(self.reserve(offer))
+            return asked
+        self.context.intake.check()
+        self.receiver.check_offer(offer)
+        offer.deadline = time.monotonic() + offer.spec.deadline_s
+        return self.reserves.add(offer)
+
+    def reserve(self, offer: Offer) -> Ticket:
+        """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive.
+
+        Raises NoRoom, and Unavailable where the worker takes nothing more.
+        """
+        self.context.intake.check()
+        if offer.deadline is None:
+            offer.deadline = time.monotonic() + offer.spec.deadline_s
+        ticket = self.receiver.reserve(offer, self.clock())
+        if offer.spec.sampling.grammar is not None:
+            # Where too many others wait to be compiled, its commit begins it.
+            with contextlib.suppress(Overloaded):
+                self.context.grammars.begin(offer.spec.sampling.grammar, offer.spec.cache_salt)
+        if not self.has_work_of(offer.spec.router_id, but=ticket.ticket_id):
+            # From now on its stream has keepalives more often.
+            self.sequences.outbox(offer.spec.router_id).hurry()
+        self._deadlines[ticket.attempt] = offer.deadline
+        self.context.core.schedule_soon()
+        return ticket
+
+    def must_wait(self, ticket_id: str) -> bool:
+        """Whether a commit has to wait: for bytes, or for its sequence's grammar."""
+        spec = self.receiver.promised(ticket_id)
+        if spec is not None and spec.sampling.grammar is not None:
+            return True
+        ticket = self.receiver.blocks.book.find_id(ticket_id)
+        return ticket is not None and ticket.is_open and not ticket.is_complete
+
+    async def commit_when_complete(
+        self, ticket_id: str, writer: str, firsts: list[FirstToken]
+    ) -> int:
+        """``commit``, as soon as every byte is in place and its grammar is compiled.
+
+        Raises what has ended the ticket, or InvalidGrammar.
+        """
+        whole = self.receiver.blocks.whole(ticket_id)
+        if whole is not None:
+            # Another commit may wait for the same ticket.
+            await asyncio.shield(whole)
+        spec, matcher = self.receiver.promised(ticket_id), None
+        if spec is not None and spec.sampling.grammar is not None:
+            deadline = self._deadlines[(spec.request_id, spec.attempt)]
+            # Compiling has no bound of its own: the caller's deadline bounds it.
+            with self.receiver.blocks.holding(ticket_id, writer):
+                matcher = await self.context.grammars.ready(
+                    spec.sampling.grammar, spec.cache_salt, deadline
+                )
+        return self.commit(ticket_id, writer, firsts, matcher)
+
+    def commit(
+        self,
+        ticket_id: str,
+        writer: str,
+        firsts: list[FirstToken],
+        matcher: TokenMatcher | None = None,
+    ) -> int:
+        """Join a handed-off sequence and its siblings to the batch.
+
+        ``firsts`` are their first tokens, ``matcher`` is that of its grammar. Returns the bytes
+        that crossed the wire. Raises HandoffError, TicketEnded.
+        """
+        now = time.monotonic()
+        offer, ticket = self.receiver.commit(ticket_id, writer, self.clock())
+        spec, blocks = offer.spec, ticket.pinned + ticket.missing
+        deadline = self._deadlines.pop((spec.request_id, spec.attempt))
+        sequence = self.context.make_sequence(spec, arrived=now, deadline=deadline)
+        sequence.follow(matcher)
+        sequence.hashes = offer.hashes or []
+        sequence.token_ids.append(firsts[0].token_id)
+        sequence.spare = offer.spare
+        if len(firsts) != 1 + len(sequence.siblings):
+            self.context.engine.pool.release(blocks + offer.spare)
+            raise HandoffError(f"{len(firsts)} first tokens for {spec.choices} choices")
+        self.sequences.keep(sequence)
+        self.context.core.add_computed(sequence, blocks, len(spec.token_ids))
+        forks = self._fork(sequence, firsts[1:])
+        # Sent again: a prefill worker that dies before its answer loses nothing.
+        for choice, first in zip((sequence, *forks), firsts, strict=True):
+            self.sequences.send(
+                choice, (first.token_id,), () if first.logprobs is None else (first.logprobs,)
+            )
+            if choice.finish_reason:
+                self._forget(attempt_of(choice), choice.choice)
+        self.sequences.outbox(spec.router_id).flush()
+        return ticket.expected_bytes
+
+    def _fork(self, sequence: Sequence, others: list[FirstToken]) -> list[Sequence]:
+        """Let a sequence's siblings run, where there are any; then each of them may have ended."""
+        if not others:
+            return []
+        scheduler = self.context.engine.scheduler
+        forks = scheduler.fork(sequence, (other.token_id for other in others))
+        sequence.finish_reason = scheduler.finish_reason(sequence, sequence.token_ids[-1])
+        if sequence.finish_reason:
+            self.context.core.remove(sequence)
+        return forks
+
+    def _end_local(self, sequence: Sequence) -> None:
+        """End a prompt that was given up before its first token, if it is still here."""
+        if sequence in self.sequences:
+            self.abort(attempt_of(sequence))
+
+    def abort(self, attempt: Attempt, choice: int | None = None) -> None:
+        """End a request in whatever state it is, or one of its choices that runs; idempotent."""
+        if choice is None:
+            self.receiver.blocks.abort(attempt, self.clock())
+            self.reserves.end(attempt, _aborted())
+            self.flow.end(attempt, _aborted())
+        for sequence in self._forget(attempt, choice):
+            self.context.core.remove(sequence)
+        self.context.core.schedule_steps()
+
+    def abort_handoff(self, attempt: Attempt) -> None:
+        """A writer gives up: its ticket ends, idempotent.
+
+        A sequence that was committed runs on, since its writer may not know that it was: the
+        router ends what runs.
+        """
+        self.receiver.blocks.abort(attempt, self.clock())
+        self.reserves.end(attempt, _aborted())
+        self._deadlines.pop(attempt, None)
+        self.context.core.schedule_steps()
+
+    def _forget(self, attempt: Attempt, choice: int | None = None) -> list[Sequence]:
+        """Remove a request, or one of its choices. Returns the sequences that were kept of it."""
+        gone = self.sequences.forget(attempt, choice)
+        if not self.sequences.has(attempt):
+            self._deadlines.pop(attempt, None)
+        self.reserves.serve_soon()
+        return gone
+
+    def expire(self, now: float) -> None:
+        """End the requests whose deadline has come, and those of routers that have gone."""
+        for attempt, deadline in list(self._deadlines.items()):
+            if deadline <= now:
+                self.abort(attempt)
+        for router_id in self.sequences.lost_routers(ROUTER_GRACE_S):
+            log.info("router %s has gone: its sequences end", router_id)
+            for attempt in self.sequences.attempts(router_id):
+                self.abort(attempt)
+
+    def end_all(self) -> None:
+        """End every sequence and ticket. Streams that see ``closing`` end."""
+        self.closing.set()
+        self.reserves.close(stopping())
+        self.receiver.blocks.close()
+        error = WorkerFailed("the decode worker is stopping")
+        for sequence in self.sequences.each():
+            self._fail(sequence, error)
+            self.context.core.remove(sequence)
+        self.flow.close(error)
+        self.sequences.flush()
+        self._unsubscribe()
+        self.receiver.close()
+
+    # Steps
+
+    def on_emit(self, updates: list[SequenceUpdate]) -> None:
+        """Send a step's tokens to the routers."""
+        for update in updates:
+            if update.token_ids:
+                sequence = update.sequence
+                self.sequences.send(sequence, update.token_ids, update.logprobs)
+                if sequence.finish_reason:
+                    self._forget(attempt_of(sequence), sequence.choice)
+        self.flow.on_emit(updates)
+        self.hand_back()
+        self.sequences.flush()
+        self.reserves.serve_soon()
+
+    def hand_back(self) -> None:
+        """Report the sequences that have lost their blocks, after all their tokens."""
+        for sequence in self.context.engine.scheduler.take_handed_back():
+            if sequence in self.sequences:
+                self._forget(attempt_of(sequence), sequence.choice)
+                self.sequences.send_end(sequence)
+
+    def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
+        """The step of these sequences failed: they end with an error."""
+        for sequence in sequences:
+            self._fail(sequence, error)
+        self.sequences.flush()
+
+    def on_expire(self, sequences: list[Sequence]) -> None:
+        """These sequences end with an error."""
+        self.on_fail(sequences, DeadlineExceeded("the request's deadline has passed"))
+
+    def _fail(self, sequence: Sequence, error: BatonError) -> None:
+        """End a sequence that has left the scheduler, and its siblings, with an error."""
+        self.sequences.send_end(sequence, error)
+        for other in self._forget(attempt_of(sequence)):
+            if other is not sequence:
+                self.context.engine.scheduler.remove(other)
+        self.flow.end(attempt_of(sequence), error)
+
+
+def _aborted() -> TicketEnded:
+    return TicketEnded("the request was aborted")
+
+
+def stopping() -> Unavailable:
+    """The error of a call that comes to a worker that stops."""
+    return Unavailable("this decode worker is stopping")

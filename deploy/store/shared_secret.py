@@ -1,0 +1,61 @@
+"""The secret of a cluster whose configuration has none, in an operator's own Redis.
+
+Launchers and routers of the cluster find it there, by its id: the first of them draws it. The user
+of workers cannot read it (``redis/users.acl``). A cluster without an id, or with an embedded store,
+needs none of this: its launcher tells all other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import NoReturn, cast
+
+import redis
+
+from baton.config.cluster import Config
+from baton.errors import Unavailable
+from baton.security.cluster_secret import new_secret
+from baton.store.redis_client import redis_client
+
+_AGAIN_S = 10.0
+_READ_S = 10.0
+
+
+class SharedSecret:
+    """The secret of one cluster in Redis."""
+
+    def __init__(self, redis_url: str, cluster_id: str) -> None:
+        """``redis_url`` has the user of launchers or of routers."""
+        self._url = redis_url
+        self._key = f"baton:{{{cluster_id}}}:secret"
+
+    @classmethod
+    def of(cls, config: Config, redis_url: str) -> SharedSecret | None:
+        """That of the cluster; None where the configuration has one, or no other process looks."""
+        if config.cluster_secret or not config.redis_url or not config.cluster_id:
+            return None
+        return cls(redis_url, config.cluster_id)
+
+    async def read(self) -> str:
+        """The secret, drawn where there is none yet. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(_READ_S), redis_client(self._url) as client:
+                await client.set(self._key, new_secret(), nx=True)
+                found = cast(bytes | None, await client.get(self._key))
+        except (redis.RedisError, OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise Unavailable(
+                f"the cluster's secret cannot be read from Redis ({reason}): repair that, or"
+                " set BATON_CLUSTER_SECRET for all launchers and routers of the cluster"
+            ) from error
+        assert found is not None, "it was just written"
+        return found.decode()
+
+    async def keep(self, secret: str) -> NoReturn:
+        """Write it again and again: Redis may lose its data, and a router may begin after that."""
+        async with redis_client(self._url) as client:
+            while True:
+                await asyncio.sleep(_AGAIN_S)
+                with contextlib.suppress(redis.RedisError, OSError):
+                    await client.set(self._key, secret)

@@ -1,0 +1,345 @@
+"""The receiver's end of one pair: one stream of a writer.
+
+    opening ─fingerprint, geometry and a transport agreed→ open
+    opening ─refused→ closed
+    open ─stream broken, writer silent, transport failed→ closed
+
+When a pair closes its link does, so that nothing of it can be written any more, and what its writer
+had not sent in full is released. Owned by the event loop; transfers end on other threads and are
+told of here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import grpc.aio
+
+from baton.errors import (
+    BatonError,
+    ChecksumMismatch,
+    DeadlineExceeded,
+    HandoffError,
+    TicketEnded,
+    WorkerFailed,
+)
+from baton.host.background import end_tasks
+from baton.v1 import transfer_pb2
+from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, raw_checksum
+from kvtransfer.transports.transfer import Transfer
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, ReceiveLink, Transport, damaged
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
+Response = transfer_pb2.TransferResponse
+
+
+class TicketKeeper(Protocol):
+    """Owns the tickets; all its methods run on the event loop."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock of leases and of peers' silence, in seconds."""
+
+    def begin_copy(
+        self,
+        ticket_id: str,
+        writer: str,
+        transport: str,
+        targets: Sequence[int],
+        offset: int,
+        length: int,
+        now: float,
+        rank: int = 0,
+    ) -> tuple[int, ...] | None:
+        """See ``Ticket.begin_copy``."""
+
+    def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
+        """A copy has ended well."""
+
+    def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
+        """A copy has failed: the ticket ends."""
+
+    def drop_copy(self, ticket_id: str) -> None:
+        """A copy was never begun, because its ticket had ended."""
+
+    def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
+        """A writer's heartbeat. Returns the tickets that have ended."""
+
+    def writer_gone(self, writer: str, now: float) -> None:
+        """A writer's pair has closed."""
+
+
+class TicketTransfers:
+    """The transfers that are under way for tickets, by all pairs."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[str, set[Transfer]] = {}
+
+    def __len__(self) -> int:
+        """Tickets with a transfer."""
+        return len(self._transfers)
+
+    def add(self, ticket_id: str, transfer: Transfer) -> None:
+        """A transfer is under way."""
+        self._transfers.setdefault(ticket_id, set()).add(transfer)
+
+    def discard(self, ticket_id: str, transfer: Transfer) -> None:
+        """It is over."""
+        transfers = self._transfers.get(ticket_id, set())
+        transfers.discard(transfer)
+        if not transfers:
+            self._transfers.pop(ticket_id, None)
+
+    def cancel(self, ticket_id: str) -> None:
+        """Copies for a ticket that have not begun never will."""
+        for transfer in list(self._transfers.get(ticket_id, ())):
+            transfer.cancel()
+
+
+class InboundPair:
+    """One stream; see the module's text."""
+
+    def __init__(
+        self,
+        writer: Identity,
+        transport: Transport,
+        link: ReceiveLink,
+        keeper: TicketKeeper,
+        limits: PairLimits,
+        transfers: TicketTransfers,
+    ) -> None:
+        """``transfers`` are those of all pairs of this worker."""
+        self.writer, self.writer_rank = writer.incarnation, writer.rank
+        self._name = writer.name
+        self.transport = transport.name
+        self._reads_in_place = transport.reads_in_place
+        self._keeper = keeper
+        self._limits = limits
+        self._transfers = transfers
+        self._link = link
+        self._answers: asyncio.Queue[Response] = asyncio.Queue()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._next = 0
+        self._awaited: dict[int, float] = {}
+        """Batches that have not landed, oldest first, and since when."""
+        self._copies: dict[int, _Copy] = {}
+        """Batches that were let in and have not landed."""
+        self._heard_at = keeper.clock()
+
+    async def run(
+        self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
+    ) -> None:
+        """Until the writer ends the stream. Raises BatonError where it must be ended from here."""
+        tasks = [
+            asyncio.create_task(self._read(requests), name="read"),
+            asyncio.create_task(self._answer(context), name="answer"),
+        ]
+        try:
+            await asyncio.wait([*tasks, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                self._ended.result()
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            await end_tasks(tasks)
+
+    def stuck(self, now: float) -> BatonError | None:
+        """Why the bytes that are awaited will not come; None where there is still hope."""
+        if not self._awaited:
+            return None
+        limits = self._limits
+        if now - self._heard_at > limits.silence_s:
+            return WorkerFailed(f"{self._name} is silent")
+        # A writer may live whose bytes go astray.
+        number, since = next(iter(self._awaited.items()))
+        if now - since > limits.batch_deadline_s:
+            return DeadlineExceeded(f"batch {number} of {self._name} has not come in time")
+        return None
+
+    def end(self, error: BatonError) -> None:
+        """Close it with an error; idempotent."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+        self.close()
+
+    def close(self) -> None:
+        """Nothing of it is written from now on; idempotent."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+        self._ended.exception()  # looked at, so that asyncio does not log it
+        self._link.close()
+        for copy in list(self._copies.values()):
+            self._compare(copy)
+
+    async def _answer(self, context: Context) -> None:
+        while True:
+            await context.write(await all_at_once(self._answers))
+
+    async def _read(self, requests: AsyncIterator[transfer_pb2.TransferRequest]) -> None:
+        async for request in requests:
+            self._heard_at = self._keeper.clock()
+            if request.HasField("open"):
+                raise HandoffError("a pair is opened once")
+            for announced in request.announced:
+                self._announced(announced)
+            for seal in request.sealed:
+                self._sealed(seal)
+            if request.HasField("renew"):
+                ended = self._keeper.renew(
+                    self.writer, list(request.renew.ticket_ids), self._heard_at
+                )
+                renewed = transfer_pb2.LeasesRenewed(ended_ticket_ids=ended)
+                self._answers.put_nowait(Response(renewed=renewed))
+
+    def _announced(self, message: transfer_pb2.AnnounceBatch) -> None:
+        count = len(message.targets)
+        if message.number != self._next:
+            raise HandoffError(f"batch {message.number} came where {self._next} was awaited")
+        checksums = len(message.checksums)
+        follow = self._reads_in_place and not checksums
+        if not (count == len(message.sources) > 0) or not (follow or checksums == count):
+            raise HandoffError(f"batch {message.number} lists unequal numbers of parts")
+        self._next += 1
+        error: BatonError | None = None
+        blocks: tuple[int, ...] | None = None
+        try:
+            blocks = self._keeper.begin_copy(
+                message.ticket_id,
+                self.writer,
+                self.transport,
+                list(message.targets),
+                message.offset,
+                message.length,
+                self._heard_at,
+                self.writer_rank,
+            )
+        except BatonError as refusal:
+            error = refusal
+        batch = _batch(message, blocks)
+        deadline_s = self._limits.batch_deadline_s
+        transfer = self._link.receive(batch, deadline_s, wanted=blocks is not None)
+        self._awaited[batch.number] = self._heard_at
+        if blocks is None:
+            end = partial(self._landed, batch.number, error)
+        else:
+            copy = _Copy(message.ticket_id, batch, tuple(message.targets), transfer)
+            self._copies[batch.number] = copy
+            self._transfers.add(message.ticket_id, transfer)
+            end = partial(self._over, copy)
+        transfer.when_over(lambda _: self._tell(end))
+
+    def _tell(self, end: partial[None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(end)
+        except RuntimeError:
+            # The loop was closed: nobody is left to be told.
+            return
+
+    def _sealed(self, message: transfer_pb2.SealBatch) -> None:
+        """The checksums of a batch that was announced without. What has ended needs none."""
+        copy = self._copies.get(message.number)
+        if copy is None:
+            return
+        if copy.expected is not None or len(message.checksums) != len(copy.targets):
+            raise HandoffError(f"batch {message.number} has other checksums, or another number")
+        copy.expected = _raw(message.checksums, copy.ticket_id, copy.targets, copy.batch)
+        self._compare(copy)
+
+    def _over(self, copy: _Copy) -> None:
+        """A transfer for which the keeper gave blocks has ended."""
+        self._transfers.discard(copy.ticket_id, copy.transfer)
+        try:
+            copy.transfer.poll()
+        except CancelledError:
+            self._keeper.drop_copy(copy.ticket_id)
+            self._end_copy(copy, TicketEnded(f"ticket {copy.ticket_id} has ended"))
+        except Exception as failure:
+            self._failed(copy, _as_baton_error(failure))
+        else:
+            copy.is_placed = True
+            self._compare(copy)
+
+    def _compare(self, copy: _Copy) -> None:
+        """Let its bytes count, once they are placed and known to be the writer's."""
+        if not copy.is_placed:
+            return
+        if copy.expected is None:
+            if self._ended.done():
+                self._failed(copy, WorkerFailed(f"{self._name} has sent bytes, and no checksums"))
+        elif copy.expected != copy.transfer.found:
+            self._failed(copy, damaged(copy.batch.number))
+        else:
+            self._keeper.end_copy(copy.ticket_id, self.transport, copy.batch.target.bytes)
+            self._end_copy(copy, None)
+
+    def _failed(self, copy: _Copy, error: BatonError) -> None:
+        self._end_copy(copy, error)
+        self._keeper.fail_copy(copy.ticket_id, error, self._keeper.clock())
+        if not isinstance(error, ChecksumMismatch) and not self._ended.done():
+            # The link can carry nothing more.
+            self.end(error)
+
+    def _end_copy(self, copy: _Copy, error: BatonError | None) -> None:
+        del self._copies[copy.batch.number]
+        self._landed(copy.batch.number, error)
+
+    def _landed(self, number: int, error: BatonError | None) -> None:
+        self._awaited.pop(number, None)
+        landed = transfer_pb2.BatchLanded(number=number)
+        if error is not None:
+            landed.error, landed.code = error.message, error.code or ""
+        self._answers.put_nowait(Response(landed=[landed]))
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A batch on its way into blocks."""
+
+    ticket_id: str
+    batch: AnnouncedBatch
+    targets: tuple[int, ...]
+    """The ticket's missing blocks."""
+    transfer: Transfer
+    expected: tuple[int, ...] | None = None
+    """What the transfer must have found: nothing where it compares, unknown before it is sealed."""
+    is_placed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch.checksums:
+            self.expected = ()
+
+
+def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) -> AnnouncedBatch:
+    source = Parts(tuple(message.sources), message.offset, message.length)
+    target = Parts(blocks or (), message.offset, message.length)
+    batch = AnnouncedBatch(message.number, source, target, ())
+    if not message.checksums:
+        return batch
+    raw = _raw(message.checksums, message.ticket_id, message.targets, batch)
+    return replace(batch, checksums=raw)
+
+
+def _raw(
+    sealed: Sequence[int], ticket_id: str, targets: Sequence[int], batch: AnnouncedBatch
+) -> tuple[int, ...]:
+    return tuple(
+        raw_checksum(checksum, ticket_id, target, batch.source.offset)
+        for checksum, target in zip(sealed, targets, strict=True)
+    )
+
+
+def _as_baton_error(failure: Exception) -> BatonError:
+    if isinstance(failure, BatonError):
+        return failure
+    log.error("a copy failed", exc_info=failure)
+    return HandoffError(f"blocks could not be copied: {type(failure).__name__}")

