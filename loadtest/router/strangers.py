@@ -102,9 +102,10 @@ async def measure(settings: Settings) -> list[Row]:
     usable = cores()
     if len(usable) < 2:
         raise ConfigError("two cores are needed: one for the router, one for the load")
+    hashed = hashlib.sha256(KEY.encode()).hexdigest()
     config = Config(
         require_key=True,
-        keys=(KeyConfig(name="client", sha256=hashlib.sha256(KEY.encode()).hexdigest()),),
+        keys=(KeyConfig(name="client", sha256=hashed, tenant="default"),),
     )
     # Short: a socket's path is bounded.
     with (
@@ -163,8 +164,8 @@ async def _row(
             growth.append((peak_memory(router.process) - before) / (1 << 20))
             counts = await strangers.ask({"do": "leave"}, _RUN_S)
         say(f"{name}, turn {turn + 1}: p99 {beside[-1]:.2f} ms, without {without[-1]:.2f} ms")
-    medians = (float(np.median(one)) for one in (without, again, beside))
-    return Row(name, *medians, growth_mib=max(growth), strangers=counts)
+    medians = [float(np.median(one)) for one in (without, again, beside)]
+    return Row(name, medians[0], medians[1], medians[2], max(growth), counts)
 
 
 async def _p99(settings: Settings, client: Helper) -> float:

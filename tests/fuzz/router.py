@@ -178,7 +178,7 @@ async def fuzzed_router(model: Path, log: Path) -> AsyncIterator[FuzzedRouter]:
         folder = Path(name)
         config = Config(
             require_key=True,
-            keys=(KeyConfig(name="fuzz", sha256=hashed),),
+            keys=(KeyConfig(name="fuzz", sha256=hashed, tenant="default"),),
             data_dir=str(folder / "data"),
             request_deadline_s=30,
         )
