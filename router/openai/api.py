@@ -54,7 +54,7 @@ class OpenAiApi:
         self._tokenizer = service.tokenizer
         self._model = service.model
         self.chat = Endpoint(service, "chatcmpl-", self._chat)
-        self.plain = Endpoint(service, "cmpl-", self._completion)
+        self.completion = Endpoint(service, "cmpl-", self._completion)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""
@@ -62,7 +62,7 @@ class OpenAiApi:
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts."""
-        return await self.plain.answer(request)
+        return await self.completion.answer(request)
 
     async def _chat(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(ChatCompletionRequest, raw)
