@@ -113,14 +113,12 @@ class OpenAiApi:
         parts = (arrival.request_id, body.model, requests, options, details)
         return CompletionAnswer(*parts, stream=bool(body.stream))
 
-    async def list_models(self, request: Request) -> ModelList:
+    async def list_models(self) -> ModelList:
         """List the models that are served."""
-        self._service.access.caller(request.headers)
         return ModelList(data=[self._model_card()])
 
-    async def get_model(self, model_id: str, request: Request) -> Model:
+    async def get_model(self, model_id: str) -> Model:
         """Describe a model."""
-        self._service.access.caller(request.headers)
         self._builder.check_model(model_id)
         return self._model_card()
 
