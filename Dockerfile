@@ -1,5 +1,5 @@
 # Baton's images: `docker build --target cpu .` and `docker build --target cuda .`; docs/deploy.md
-# says how to run them. Both hold what requirements.lock pins, and no model: the first start gets
+# says how to run them. Both hold what requirements/ pins by hashes, and no model: the first start gets
 # one, or a volume brings it.
 
 # To pin the very bytes: --build-arg PYTHON_IMAGE=python:…@sha256:…
@@ -13,28 +13,27 @@ RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 WORKDIR /src
 # Dependencies are a layer of their own: they change seldom, and take most of the time.
-COPY pyproject.toml requirements.lock README.md LICENSE ./
+COPY requirements ./requirements
 
-# TORCH_INDEX_URL: an index with torch's CPU builds. Without it the CUDA build is installed, which
-# computes on CPUs too and is some gigabytes larger. An index with a password belongs in the secret,
-# a pip.conf: `docker build --secret id=pip,src=pip.conf`. It is in no layer.
+# TORCH_INDEX_URL: an index with torch's CPU builds. No file is installed whose hash is not in the
+# lock, whichever index has it. An index with a password belongs in the secret, a pip.conf:
+# `docker build --secret id=pip,src=pip.conf`. It is in no layer.
 FROM sources AS build-cpu
-ARG TORCH_INDEX_URL=""
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --constraint requirements.lock \
-    ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} .
+    pip install --require-hashes --requirement requirements/cpu.lock \
+    --extra-index-url "${TORCH_INDEX_URL}"
 COPY . .
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --no-deps --force-reinstall .
+RUN pip install --no-deps --no-build-isolation --no-index .
 
-# EXTRAS: [nixl] adds that transport.
+# EXTRAS: nixl adds that transport.
 FROM sources AS build-cuda
 ARG EXTRAS=""
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --constraint requirements.lock ".${EXTRAS}"
+    pip install --require-hashes --requirement requirements/cuda.lock \
+    ${EXTRAS:+--requirement "requirements/${EXTRAS}.lock"}
 COPY . .
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --no-deps --force-reinstall .
+RUN pip install --no-deps --no-build-isolation --no-index .
 
 # The compiler stays: kernels are built at the first start, for the CPU that is there (and Triton
 # builds its launchers with it). tini reaps what a worker's libraries leave behind.

@@ -7,7 +7,13 @@ PROTO_VENV := .venv-proto
 PROTO_BIN := $(PROTO_VENV)/bin
 AUDIT_VENV := .venv-audit
 PROTOS := $(wildcard proto/baton/v1/*.proto)
-PINS := pyproject.toml requirements.lock Makefile
+# A machine with an NVIDIA GPU gets torch's CUDA build, others its CPU build: GPU=1 or GPU= chooses.
+GPU ?= $(wildcard /dev/nvidiactl)
+LOCK = requirements/$(if $(GPU),cuda,cpu).lock
+# Where torch's CPU builds are. Whatever it serves, no file is installed whose hash is not in the lock.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+LOCK_VENV := .venv-lock
+PINS := pyproject.toml $(wildcard requirements/*.lock) Makefile
 # Flags for `baton serve`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
@@ -36,7 +42,7 @@ help:
 	@echo "make audit      look up known faults of what is installed"
 	@echo "make sbom       list what is installed in baton.cdx.json (CycloneDX)"
 	@echo "make proto      generate baton/v1 from proto/"
-	@echo "make lock       pin what is installed now in requirements.lock"
+	@echo "make lock       pin all packages in requirements/; UPGRADE=--upgrade takes newer versions"
 	@echo "make clean      remove what make has made"
 
 install: $(VENV)/.installed
@@ -51,8 +57,18 @@ $(BIN)/python:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# Two stamps: serving needs less than testing. One command for all of torch's dependents, so that
-# pip sees every bound at once.
+# Every file that is installed has a hash in a lock. torch's CPU build comes first and alone: its index
+# is asked for nothing else. Baton itself is built by the setuptools of the lock.
+define pip-install
+if [ -z '$(GPU)' ]; then \
+  sed -n '/^torch==/,/[^\\]$$/p' $(LOCK) > $(VENV)/torch.lock \
+  && $(BIN)/python -m pip install --require-hashes --no-deps --retries 2 \
+    --extra-index-url $(TORCH_CPU_INDEX) --requirement $(VENV)/torch.lock; fi \
+&& $(BIN)/python -m pip install --require-hashes $(1) --requirement $(LOCK) \
+&& $(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+endef
+
+# Two stamps: serving needs less than testing.
 #
 # Kernels are compiled meanwhile, which needs no package; `baton serve` waits for them, and does it itself
 # where that fails. kernels.log has what the compiler says. Nor does pip compile 12,000 Python files, of which
@@ -60,13 +76,12 @@ $(BIN)/python:
 $(VENV)/.installed: $(PINS) | $(BIN)/python
 	@echo "installing Baton into $(VENV); the first time takes a minute or more"
 	@nohup $(BIN)/python -m deploy.launcher.kernels > $(VENV)/kernels.log 2>&1 < /dev/null &
-	@$(BIN)/python -m pip install $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) \
-	  --constraint requirements.lock --editable .
+	@$(call pip-install,$(if $(PYTHONDONTWRITEBYTECODE),,--no-compile))
 	@touch $@
 
 $(VENV)/.installed-dev: $(PINS) | $(BIN)/python
 	@echo "installing Baton and what its tests need into $(VENV)"
-	@$(BIN)/python -m pip install --constraint requirements.lock --editable '.[dev]'
+	@$(call pip-install,--requirement requirements/dev.lock)
 	@$(BIN)/python -m tests.support.programs
 	@touch $(VENV)/.installed $@
 
@@ -108,7 +123,7 @@ check: install-dev check-proto
 MINUTES ?= 5
 FUZZ ?=
 $(VENV)/.installed-fuzz: $(PINS) | $(BIN)/python
-	@$(BIN)/python -m pip install --constraint requirements.lock --editable '.[dev,fuzz]'
+	@$(call pip-install,--requirement requirements/dev.lock --requirement requirements/fuzz.lock)
 	@touch $(VENV)/.installed $(VENV)/.installed-dev $@
 
 fuzz: $(VENV)/.installed-fuzz
@@ -149,15 +164,18 @@ check-proto: $(PROTO_VENV)/.installed
 	  && diff -r -x __init__.py -x __pycache__ "$$fresh/baton/v1" baton/v1 \
 	  || { echo "baton/v1 is not what proto/ says: run make proto" >&2; exit 1; }
 
-# Without triton and CUDA's libraries, which follow from torch's build, and without build tags such
-# as +cpu: the same line takes CPU torch on one machine and CUDA torch on another.
-lock: install-dev
-	@$(BIN)/python -m pip freeze --exclude-editable --exclude triton --exclude pytorch-triton \
-	  | grep -v -E '^(nvidia|cuda)[-_]' | sed -E 's/(==[^+ ]+)\+.*/\1/' > requirements.lock.new
-	@mv requirements.lock.new requirements.lock
-	@touch $(VENV)/.installed $(VENV)/.installed-dev
+# In an environment of its own: what pins the packages is none of them.
+UPGRADE ?=
+$(LOCK_VENV)/.installed: Makefile
+	@test -x $(LOCK_VENV)/bin/python || $(PYTHON) -m venv $(LOCK_VENV)
+	@$(LOCK_VENV)/bin/python -m pip install uv==0.13.9
+	@touch $@
+
+lock: $(LOCK_VENV)/.installed
+	@PATH="$(CURDIR)/$(LOCK_VENV)/bin:$$PATH" $(LOCK_VENV)/bin/python -m tools.lock $(UPGRADE) \
+	  --cpu-index $(TORCH_CPU_INDEX)/torch/
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(AUDIT_VENV) baton.cdx.json build dist *.egg-info
+	rm -rf $(VENV) $(PROTO_VENV) $(AUDIT_VENV) $(LOCK_VENV) baton.cdx.json build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

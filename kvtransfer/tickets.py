@@ -344,7 +344,7 @@ class TicketBook:
 
 
 class TicketReceiver:
-    """The shared part of ``kvtransfer.pairs.inbound.TicketKeeper``."""
+    """The shared part of ``kvtransfer.pairs.inbound_pair.TicketKeeper``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """``clock`` is that of leases, in seconds; see ``baton.liveness.listening``."""

@@ -25,7 +25,7 @@ from baton.v1 import decode_pb2
 from kvtransfer.pairs.negotiation import Fit
 from kvtransfer.pairs.outbound import Outbound
 from kvtransfer.pairs.push_fan import BlockPush
-from kvtransfer.pairs.push_schedule import Part, PutPlan
+from kvtransfer.pairs.push_schedule import LayerRun, PutPlan
 from kvtransfer.transports.transport import Peer
 from worker.conversion.converted_blocks import ConvertedBlocks, Staging
 from worker.exchange.handoff_calls import HandoffCalls
@@ -179,7 +179,7 @@ class Handoff:
         assert self._pair is not None, "no ticket"
         return blocks * self._context.memory.block_bytes / self._pair.bandwidth.bytes_per_s
 
-    def _send(self, block_table: list[int], parts: list[Part]) -> None:
+    def _send(self, block_table: list[int], parts: list[LayerRun]) -> None:
         assert self._push is not None, "no ticket"
         for target, first, last in parts:
             block = self.pinned_blocks + target

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ OTHERS_S, ALONE_S = 20.0, 2.0
 """How long a router that begins may look for the workers before it listens: where others serve
 meanwhile, and where there are none."""
 PARENT_POLL_S = 2.0
+OWN_DESCRIPTORS = 256
+"""Files that a router opens beside the connections of its listeners, about."""
 SWITCH_S = 0.0005
 """How soon the event loop has the interpreter's lock back from a thread that tokenises a long
 prompt or draws a metrics page; the default of 5 ms is longer than all else that a router adds."""
@@ -200,13 +203,34 @@ def main() -> None:
 
 def run(settings: RouterSettings) -> None:
     """Be a router, until SIGINT or SIGTERM."""
+    prepare(settings)
+    uvloop.run(serve(settings))
+
+
+def prepare(settings: RouterSettings) -> None:
+    """Set up this process, before its event loop runs."""
     config = Config(**settings.config)
     log_to_stream(sys.stderr, config.log_level, config.log_format)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    # It has a line for everything that a stranger gets wrong.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     sys.setswitchinterval(SWITCH_S)
     # A text is one piece of work: to hand it to another thread costs more than it spares.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    uvloop.run(serve(settings))
+    _take_descriptors(2 * config.advanced.max_connections + OWN_DESCRIPTORS)
+
+
+def _take_descriptors(needed: int) -> None:
+    """Raise this process' limit of open files as far as it goes."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most != resource.RLIM_INFINITY and most < needed:
+        log.warning(
+            "this process may open %d files, and needs %d for advanced.max_connections: raise"
+            " `ulimit -Hn` or lower the field",
+            most,
+            needed,
+        )
 
 
 if __name__ == "__main__":

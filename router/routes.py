@@ -103,7 +103,7 @@ class Apis:
         """By the path at which a batch's line may ask them."""
         return {
             CHAT: self.openai.chat,
-            COMPLETIONS: self.openai.plain,
+            COMPLETIONS: self.openai.completion,
             RESPONSES: self.responses.endpoint,
             EMBEDDINGS: self.embeddings.endpoint,
         }

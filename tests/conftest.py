@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 
 # Whoever asks Ray something where there is none is told so; by itself Ray would start a cluster in
 # the process of the tests, and leave it there.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+# A job in the background ignores SIGINT, and so would all that it starts: Ctrl-C would end nothing.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

@@ -32,7 +32,7 @@ from loadtest.common.child_processes import last_lines, process_group, signals_i
 from tools.ab_figures import compare_runs, numbers, show
 
 _OUT = "{out}"
-_PINS = ("pyproject.toml", "requirements.lock")
+_PINS = ("pyproject.toml", "requirements/cpu.lock", "requirements/cuda.lock")
 _GIT_S = 300.0
 _INSTALL_S = 3600.0
 

@@ -33,6 +33,12 @@ _PATIENCE = 2.0
 _END_S = 120.0
 """What a shard that is ended has to end its clusters, in seconds."""
 _COLLECT_S = 600.0
+_PYTEST = """
+import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(pytest.main())
+"""
+"""Ends its fixtures at SIGINT, even where this program ignores it, as jobs in the background do."""
 _WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 """How pytest ends that has run all tests."""
 _INTRODUCTION = """# Long tests
@@ -157,7 +163,7 @@ def run_shard(files: Sequence[str], limit_s: float, root: Path = ROOT) -> dict[s
     date, commit = time.strftime("%Y-%m-%d", time.gmtime()), _commit(root)
     with tempfile.TemporaryDirectory(prefix="long-tests-") as folder:
         results = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "long", "--durations=10"]
+        command = [sys.executable, "-c", _PYTEST, "-m", "long", "--durations=10"]
         command += ["-o", "junit_family=xunit1", f"--junitxml={results}", *files]
         process = subprocess.Popen(command, cwd=root, start_new_session=True)  # noqa: S603 - as above
         try:

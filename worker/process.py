@@ -70,10 +70,10 @@ class WorkerProcess:
         measure: Measure = measure,
         fail: Fail = fail,
     ) -> None:
-        """``roles`` maps a pool's role to what is mounted for it; ``start_engine`` makes the
+        """``roles`` maps a pool's role to what is mounted for it.
 
-        engine, and ``measure`` returns what its steps cost. ``fail`` ends the process at once, with
-        a reason; it is called on any thread.
+        ``start_engine`` makes the engine, and ``measure`` returns what its steps cost. ``fail``
+        ends the process at once, with a reason; it is called on any thread.
         """
         self.settings = settings
         self._start_engine, self._measure = start_engine, measure

@@ -94,9 +94,9 @@ class WorkerContext:
 
     @cached_property
     def grammars(self) -> GrammarGate:
-        """Where a sequence waits until its grammar is compiled, before it is queued: the engine
+        """Where a sequence waits until its grammar is compiled, before it is queued.
 
-        thread then finds it ready.
+        The engine thread then finds the grammar ready.
         """
         seconds = self.metrics.grammar_compile_seconds.labels(role=self.settings.pool.role)
         return GrammarGate(self.engine.grammars, seconds.observe)

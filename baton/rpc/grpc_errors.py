@@ -92,9 +92,11 @@ async def _abort(
         trailers.append((RETRY_KEY, str(int(error.retry_after * 1000))))
     if isinstance(error, errors.RateLimitExceeded):
         trailers.extend(error.facts.items())
-    # A status waits for what was written before it, which may be until the connection has gone.
-    with contextlib.suppress(grpc.aio.InternalError):
+    try:
         await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
+    except grpc.aio.InternalError:
+        # The connection has gone, which the status may have waited for. gRPC cancels such a call.
+        raise asyncio.CancelledError from None
 
 
 def error_from_code(

@@ -121,7 +121,7 @@ class RouterMetrics:
         )
         self.rate_limit_failures = Counter(
             "baton_rate_limit_failures",
-            "Requests that were not counted against their rate limits: Redis did not answer.",
+            "Requests let in unasked since Redis did not answer; they are charged later.",
             registry=registry,
         )
         self.key_file_failures = Counter(

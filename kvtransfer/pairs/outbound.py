@@ -29,7 +29,7 @@ from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.negotiation import Fit, check_geometry
 from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, segment_checksum, shard_between
-from kvtransfer.pairs.push_schedule import Bandwidth, Load, PushQueue
+from kvtransfer.pairs.push_schedule import Bandwidth, Batch, PushQueue
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Packed, Parts, Peer, SendLink, Transport, connect_shard
 
@@ -172,10 +172,10 @@ class Outbound:
         self._queue = PushQueue(1, 1)
         self._window_bytes = 0
         self._pushes: dict[str, Push] = {}
-        self._in_flight: dict[int, Load] = {}
+        self._in_flight: dict[int, Batch] = {}
         self._next = 0
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
-        self._reads: asyncio.Queue[tuple[int, Load, asyncio.Future[Packed]]] = asyncio.Queue(1)
+        self._reads: asyncio.Queue[tuple[int, Batch, asyncio.Future[Packed]]] = asyncio.Queue(1)
         """What is being read, besides one that is waited for."""
         self._reading: set[asyncio.Future[Packed]] = set()
         self._wake = asyncio.Event()
@@ -325,28 +325,28 @@ class Outbound:
             while not self._queue:
                 self._wake.clear()
                 await self._wake.wait()
-            load = self._queue.take()
-            while self._in_flight and self.in_flight_bytes + load.bytes > self._window_bytes:
+            batch = self._queue.take()
+            while self._in_flight and self.in_flight_bytes + batch.bytes > self._window_bytes:
                 self._wake.clear()
                 await self._wake.wait()
-            push = self._pushes.get(load.ticket_id)
+            push = self._pushes.get(batch.ticket_id)
             if push is not None and push.is_open:
-                number = self._begin(load, push)
+                number = self._begin(batch, push)
                 if self._reads_in_place:
-                    self._tell(_announcement(number, load))
-                await self._reads.put((number, load, self._read(load, push)))
+                    self._tell(_announcement(number, batch))
+                await self._reads.put((number, batch, self._read(batch, push)))
 
-    def _begin(self, load: Load, push: Push) -> int:
+    def _begin(self, batch: Batch, push: Push) -> int:
         """From now on it counts as being on its way. Returns its number."""
         number, self._next = self._next, self._next + 1
-        push.announced(load.bytes)
-        self._in_flight[number] = load
-        self.in_flight_bytes += load.bytes
+        push.announced(batch.bytes)
+        self._in_flight[number] = batch
+        self.in_flight_bytes += batch.bytes
         return number
 
-    def _read(self, load: Load, push: Push) -> asyncio.Future[Packed]:
+    def _read(self, batch: Batch, push: Push) -> asyncio.Future[Packed]:
         assert self._link is not None, "not open"
-        parts = Parts(load.sources, load.offset, load.length)
+        parts = Parts(batch.sources, batch.offset, batch.length)
         reading = self._loop.run_in_executor(self._executor, self._link.pack, parts, push.memory)
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
@@ -356,15 +356,15 @@ class Outbound:
         """Announce (or seal what was) and send what has been read, in the order of numbers."""
         assert self._link is not None, "not open"
         while True:
-            number, load, reading = await self._reads.get()
+            number, batch, reading = await self._reads.get()
             # Shielded: the thread reads on, and whoever closes the pair waits for it.
             packed = await asyncio.shield(reading)
-            sealed = _sealed(load, packed)
+            sealed = _sealed(batch, packed)
             if self._reads_in_place:
                 seal = transfer_pb2.SealBatch(number=number, checksums=sealed)
                 self._requests.put_nowait(Request(sealed=[seal]))
             else:
-                self._tell(_announcement(number, load, sealed))
+                self._tell(_announcement(number, batch, sealed))
             transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
             transfer.when_over(self._sent)
 
@@ -404,18 +404,18 @@ class Outbound:
             push.fail(TicketEnded(f"{self.peer.incarnation} has ended ticket {ticket_id}"))
 
     def _landed(self, message: transfer_pb2.BatchLanded) -> None:
-        load = self._in_flight.pop(message.number, None)
-        if load is None:
+        batch = self._in_flight.pop(message.number, None)
+        if batch is None:
             return
-        self.in_flight_bytes -= load.bytes
-        self.bandwidth.landed(load.bytes, time.monotonic(), is_idle=not self._in_flight)
+        self.in_flight_bytes -= batch.bytes
+        self.bandwidth.landed(batch.bytes, time.monotonic(), is_idle=not self._in_flight)
         self._wake.set()
-        push = self._pushes.get(load.ticket_id)
+        push = self._pushes.get(batch.ticket_id)
         if push is None:
             return
         if message.code:
             push.fail(error_from_code(message.code, message.error))
-        push.landed(load.bytes)
+        push.landed(batch.bytes)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -469,23 +469,23 @@ class Outbound:
         return answer
 
 
-def _sealed(load: Load, packed: Packed) -> list[int]:
+def _sealed(batch: Batch, packed: Packed) -> list[int]:
     """The parts' checksums, each bound to its place."""
     return [
-        segment_checksum(digest, load.ticket_id, target, load.offset)
-        for digest, target in zip(packed.checksums, load.targets, strict=True)
+        segment_checksum(digest, batch.ticket_id, target, batch.offset)
+        for digest, target in zip(packed.checksums, batch.targets, strict=True)
     ]
 
 
 def _announcement(
-    number: int, load: Load, checksums: Sequence[int] = ()
+    number: int, batch: Batch, checksums: Sequence[int] = ()
 ) -> transfer_pb2.AnnounceBatch:
     return transfer_pb2.AnnounceBatch(
         number=number,
-        ticket_id=load.ticket_id,
-        offset=load.offset,
-        length=load.length,
-        targets=load.targets,
-        sources=load.sources,
+        ticket_id=batch.ticket_id,
+        offset=batch.offset,
+        length=batch.length,
+        targets=batch.targets,
+        sources=batch.sources,
         checksums=checksums,
     )

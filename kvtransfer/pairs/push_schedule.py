@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What goes into one batch: the same part of some blocks of one ticket."""
+class Batch:
+    """What is announced together: the same part of some blocks of one ticket."""
 
     ticket_id: str
     targets: tuple[int, ...]
@@ -55,7 +55,7 @@ class PushQueue:
             part = min(self._part_bytes, offset + length - start)
             waiting.setdefault((start, part), deque()).append((target, source))
 
-    def take(self) -> Load:
+    def take(self) -> Batch:
         """The next batch. Raises KeyError where nothing waits."""
         ticket_id, waiting = self._waiting.popitem(last=False)
         (offset, length), blocks = next(iter(waiting.items()))
@@ -72,14 +72,14 @@ class PushQueue:
         if waiting:
             self._waiting[ticket_id] = waiting
         targets, sources = zip(*taken, strict=True)
-        return Load(ticket_id, targets, sources, offset, length)
+        return Batch(ticket_id, targets, sources, offset, length)
 
     def drop(self, ticket_id: str) -> None:
         """Send no more of a ticket; idempotent."""
         self._waiting.pop(ticket_id, None)
 
 
-Part = tuple[int, int, int]
+LayerRun = tuple[int, int, int]
 """(missing block, first layer, the layer behind the last one)"""
 
 
@@ -102,9 +102,9 @@ class PutPlan:
         self._layers = layers
         self._missing = missing
 
-    def blocks_done(self, blocks: int) -> list[Part]:
+    def blocks_done(self, blocks: int) -> list[LayerRun]:
         """The first ``blocks`` of the missing ones are complete. Returns what was not given yet."""
-        parts: list[Part] = []
+        parts: list[LayerRun] = []
         blocks = min(blocks, self._missing)
         for block in range(self.whole, blocks):
             first = self.layers if block < self.ahead else 0
@@ -115,13 +115,15 @@ class PutPlan:
             self.ahead, self.layers = self.whole, 0
         return parts
 
-    def layers_done(self, blocks: int, layers: int) -> list[Part]:
+    def layers_done(self, blocks: int, layers: int) -> list[LayerRun]:
         """The same of the first ``layers`` layers of the first ``blocks`` missing blocks."""
         blocks = min(blocks, self._missing)
         is_known = self.ahead in (blocks, self.whole)
         if not is_known or blocks <= self.whole or layers <= self.layers:
             return []
-        parts: list[Part] = [(block, self.layers, layers) for block in range(self.whole, blocks)]
+        parts: list[LayerRun] = [
+            (block, self.layers, layers) for block in range(self.whole, blocks)
+        ]
         self.ahead, self.layers = blocks, layers
         return parts
 

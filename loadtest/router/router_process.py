@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,11 +49,13 @@ async def router_child(
     log: Path,
     *,
     core: int | None = None,
+    program: Sequence[str] = ("-m", "router.main"),
 ) -> AsyncIterator[RouterChild]:
     """Start one; it has ended afterwards. ``config`` counts but for its ports; of ``model``, a
 
     Hugging Face folder, only the tokenizer is used. With a ``core`` it runs on that one alone.
-    Raises Unavailable where it does not come up.
+    ``program``: what Python runs, which reads the settings as ``router.main`` does. Raises
+    Unavailable where it does not come up.
     """
     http, grpc = (f"{LOOPBACK}:{free_port()}" for _ in range(2))
     told = config.model_copy(update={"http": http, "grpc": grpc})
@@ -66,7 +68,7 @@ async def router_child(
     }
     with log.open("ab") as output, contextlib.nullcontext() if core is None else pinned(core):
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router.main"),
+            *(sys.executable, *program),
             stdin=asyncio.subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -80,6 +82,19 @@ async def router_child(
         yield RouterChild(http, grpc, psutil.Process(process.pid))
     finally:
         await _end(process)
+
+
+def forget_peak(process: psutil.Process) -> int:
+    """Begin to look for the highest resident memory; what there is now, in bytes."""
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
+    return int(process.memory_info().rss)
+
+
+def peak_memory(process: psutil.Process) -> int:
+    """The highest resident memory since ``forget_peak``, in bytes."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
 
 
 async def _healthy(http: str, process: asyncio.subprocess.Process, log: Path) -> None:

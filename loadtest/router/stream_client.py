@@ -90,9 +90,10 @@ class Target(ABC):
 class HttpTarget(Target):
     """A server of the OpenAI API, over connections that are used again."""
 
-    def __init__(self, address: str, model: str) -> None:
+    def __init__(self, address: str, model: str, key: str = "") -> None:
         self._pool = HttpPool(Origin.parse(f"http://{address}"))
         self._model = model
+        self._credential = f"authorization: Bearer {key}\r\n" if key else ""
 
     async def begin(self, prompt: str, tokens: int) -> StreamResult:
         """See ``Target``. What it takes to open a connection is not counted."""
@@ -108,7 +109,8 @@ class HttpTarget(Target):
         ).encode()
         head = (
             "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\naccept: text/event-stream\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"{self._credential}\r\n"
         ).encode()
         connection = await self._pool.take()
         answer = StreamResult(time.perf_counter())
@@ -302,7 +304,7 @@ async def _work(asker: Asker, start: Fields) -> None:
 
 async def _target(start: Fields) -> Target:
     if "http" in start:
-        return HttpTarget(start["http"], start["model"])
+        return HttpTarget(start["http"], start["model"], start.get("key", ""))
     tokenizer = Tokenizer.load(Path(start["model_path"]))
     target = DirectTarget(
         WorkerPlane.of(None, "").channel(start["address"]), start["decode"], tokenizer

@@ -11,7 +11,6 @@ from starlette.responses import FileResponse, Response
 
 from baton.config.cluster import Config
 from baton.errors import InvalidRequest
-from router.access.access import Access
 from router.batches.batch import Batch, StoredFile
 from router.batches.desk import (
     DEFAULT_BATCHES,
@@ -29,7 +28,7 @@ from router.batches.protocol import (
     FileObject,
 )
 from router.batches.upload import receive_upload
-from router.http.client import read_object, validate
+from router.http.client import SMALL_BYTES, caller_of, read_object, validate
 from router.http.openapi import body, json_body, made_of_its_id
 
 _FILES, _FILE, _CONTENT = "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"
@@ -62,10 +61,9 @@ _BATCH_MADE: dict[int | str, dict[str, Any]] = {
 class BatchesApi:
     """A key sees the files and batches of its tenant alone."""
 
-    def __init__(self, desk: BatchDesk, config: Config, access: Access) -> None:
+    def __init__(self, desk: BatchDesk, config: Config) -> None:
         self._desk = desk
         self._config = config
-        self._access = access
 
     def mount(self, app: FastAPI) -> None:
         """Add the endpoints to the app."""
@@ -91,7 +89,7 @@ class BatchesApi:
 
     async def create_file(self, request: Request) -> FileObject:
         """Upload a batch's input: a form with `file` and `purpose=batch`. Each line is checked."""
-        tenant = self._tenant(request)
+        tenant = caller_of(request).principal.tenant
         config = self._config
         async with self._desk.incoming(tenant) as incoming:
             upload = await receive_upload(
@@ -111,7 +109,7 @@ class BatchesApi:
         order: Literal["asc", "desc"] = "desc",
     ) -> FileList:
         """List files, newest first unless `order=asc`."""
-        tenant = self._tenant(request)
+        tenant = caller_of(request).principal.tenant
         page = await self._desk.files(tenant, purpose, after, limit, ascending=order == "asc")
         first, last = _ends(page.entries)
         data = [FileObject.of(file) for file in page.entries]
@@ -119,26 +117,26 @@ class BatchesApi:
 
     async def get_file(self, request: Request, file_id: str) -> FileObject:
         """Describe a file."""
-        return FileObject.of(await self._desk.file(self._tenant(request), file_id))
+        return FileObject.of(await self._desk.file(caller_of(request).principal.tenant, file_id))
 
     async def get_content(self, request: Request, file_id: str) -> Response:
         """The contents of a file."""
-        path = await self._desk.content(self._tenant(request), file_id)
+        path = await self._desk.content(caller_of(request).principal.tenant, file_id)
         # Octets: whoever opens a client's text in a browser must not run it.
         return FileResponse(path, media_type="application/octet-stream")
 
     async def delete_file(self, request: Request, file_id: str) -> FileDeleted:
         """Delete a file, unless a batch needs it."""
-        await self._desk.delete_file(self._tenant(request), file_id)
+        await self._desk.delete_file(caller_of(request).principal.tenant, file_id)
         return FileDeleted(id=file_id)
 
     # Batches
 
     async def create_batch(self, request: Request) -> BatchObject:
         """Begin a batch."""
-        principal = self._access.caller(request.headers).principal
+        principal = caller_of(request).principal
         config = self._config
-        raw = await read_object(request, config.max_body_bytes, config.request_deadline_s)
+        raw = await read_object(request, SMALL_BYTES, config.request_deadline_s)
         asked = validate(CreateBatchRequest, raw)
         expiry = asked.output_expires_after
         batch = await self._desk.create_batch(
@@ -158,21 +156,20 @@ class BatchesApi:
         limit: int = Query(default=DEFAULT_BATCHES, ge=1, le=MAX_BATCHES),
     ) -> BatchList:
         """List batches, newest first."""
-        page = await self._desk.batches(self._tenant(request), after, limit)
+        page = await self._desk.batches(caller_of(request).principal.tenant, after, limit)
         first, last = _ends(page.entries)
         data = [BatchObject.of(batch) for batch in page.entries]
         return BatchList(data=data, first_id=first, last_id=last, has_more=page.has_more)
 
     async def get_batch(self, request: Request, batch_id: str) -> BatchObject:
         """Describe a batch, and how far it has come."""
-        return BatchObject.of(await self._desk.batch(self._tenant(request), batch_id))
+        return BatchObject.of(await self._desk.batch(caller_of(request).principal.tenant, batch_id))
 
     async def cancel_batch(self, request: Request, batch_id: str) -> BatchObject:
         """End a batch early; the results that there are become its files."""
-        return BatchObject.of(await self._desk.cancel(self._tenant(request), batch_id))
-
-    def _tenant(self, request: Request) -> str:
-        return self._access.caller(request.headers).principal.tenant
+        return BatchObject.of(
+            await self._desk.cancel(caller_of(request).principal.tenant, batch_id)
+        )
 
 
 def _ends(entries: Sequence[StoredFile | Batch]) -> tuple[str | None, str | None]:

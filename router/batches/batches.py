@@ -39,7 +39,7 @@ class Batches:
             max_line_bytes=config.max_body_bytes,
         )
         desk = BatchDesk(self._store, model.id, config, self._runner.wake)
-        self.api = BatchesApi(desk, config, service.access)
+        self.api = BatchesApi(desk, config)
 
     async def start(self) -> None:
         """Begin to run batches."""

@@ -70,9 +70,9 @@ class GenerationRequest:
 
     @property
     def awaits_prompt(self) -> bool:
-        """Whether something is to be told of the prompt itself: a prompt's first token has no log
+        """Whether something is to be told of the prompt itself.
 
-        probability.
+        The first token of a prompt has no log probability.
         """
         return self.embeds or (self.scores_prompt and len(self.prompt_ids) > 1)
 

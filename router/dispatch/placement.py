@@ -121,9 +121,9 @@ class Placement:
         Workers of the first set of ``avoid`` are left out; where no other is there, those of the
         second, and so on. Waits for workers that are cut off. Raises BatonError.
         """
-        for place, group in enumerate(running.groups(choices)):
+        for position, group in enumerate(running.groups(choices)):
             await self._links.returned(running.deadline)
-            self.begin(running, await self._route(running, place, group, avoid), moved)
+            self.begin(running, await self._route(running, position, group, avoid), moved)
 
     async def find(
         self,
@@ -137,21 +137,21 @@ class Placement:
         ``source_worker`` has all of their blocks. Raises BatonError.
         """
         return [
-            await self._route(running, place, group, avoid, source_worker)
-            for place, group in enumerate(running.groups(choices))
+            await self._route(running, position, group, avoid, source_worker)
+            for position, group in enumerate(running.groups(choices))
         ]
 
     async def _route(
         self,
         running: RunningRequest,
-        place: int,
+        position: int,
         group: tuple[int, ...],
         avoid: Sequence[Names],
         source_worker: str = "",
     ) -> Route:
         asked = running.request
         # The first group tells of the prompt for all.
-        scored = running.awaits_prompt and place == 0
+        scored = running.awaits_prompt and position == 0
         left_s = running.left_s(time.monotonic())
         token_ids = running.token_ids(group[0])
         hashes = self._routes.hashes(token_ids, asked.cache_salt, running.chains[group[0]])

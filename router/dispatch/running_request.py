@@ -236,12 +236,14 @@ class RunningRequest:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """Some choices of a request at two workers: at one where it computes the prompt itself."""
+    """Some choices of a request, at the workers where one placement has put them."""
 
     owner: RunningRequest
     spec: SequenceSpec
     source: WorkerLink
+    """To the worker that computes the prompt."""
     target: WorkerLink
+    """To the worker that decodes; ``source`` itself where it does both."""
     promise: Promise
     span: Span
     """From its placing to its end."""

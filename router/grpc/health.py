@@ -52,7 +52,7 @@ class HealthServicer:
 
     def add_to(self, server: grpc.aio.Server) -> str:
         """Mount it; gives its name. Its methods take streams, of which nothing is read unasked."""
-        handlers = {
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             name: grpc.stream_stream_rpc_method_handler(
                 method,
                 response_serializer=health_pb2.HealthCheckResponse.SerializeToString,

@@ -18,6 +18,7 @@ from starlette.types import Receive
 
 from baton.errors import InvalidRequest, RequestTooLarge, UnsupportedParameter
 from baton.liveness.listening import listening
+from router.access.api_keys import Caller
 from router.core.turns import FairTurns
 from router.http.errors import from_validation
 
@@ -49,6 +50,12 @@ Body = TypeVar("Body", bound=BaseModel)
 
 class ClientGone(Exception):
     """The client has disconnected; there is no one to answer."""
+
+
+def caller_of(request: Request) -> Caller:
+    """The caller of a request that the gate has let in, and counted if its key has limits."""
+    caller: Caller = request.scope["state"]["caller"]
+    return caller
 
 
 class RequestBody(BaseModel):

@@ -125,6 +125,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The next check of a paused client."""
         self._unfinished = 0
         """Bytes since the parser last completed a head, a part of a body or a message."""
+        self._parts: list[bytes] = []
+        """Parts of a body that the parser found in what came last."""
 
     # A connection's phases
 
@@ -194,6 +196,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         self._unfinished += len(data)
         super().data_received(data)
+        self._pass_body()
         if self.transport.is_closing():
             return
         if self._unfinished > MAX_HEAD_BYTES:
@@ -223,9 +226,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unfinished = 0
-        super().on_body(body)
+        self._parts.append(body)
+
+    def _pass_body(self) -> None:
+        """Pass on what came of a body at once: it may have come in chunks of a byte."""
+        if self._parts:
+            body = b"".join(self._parts)
+            self._parts.clear()
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._pass_body()
         self._unfinished = 0
         self._in_message = False
         if not self.cycle.response_started:

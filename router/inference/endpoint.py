@@ -20,7 +20,7 @@ from starlette.responses import Response
 from baton.errors import BatonError
 from router.access.api_keys import Caller
 from router.core.request import Choice, GenerationRequest, OutputDelta, choices_for
-from router.http.client import unless_disconnected
+from router.http.client import caller_of, unless_disconnected
 from router.http.json_stream import JsonStream, without_items
 from router.http.sse import EventStream, error_event
 from router.inference.builder import Arrival
@@ -80,7 +80,7 @@ class Endpoint:
         max_s = service.config.request_deadline_s
         try:
             with service.counting_refusals():
-                caller: Caller = request.scope["state"]["caller"]
+                caller = caller_of(request)
                 name = self._name()
                 async with service.bodies.object(request, caller.principal.tenant) as body:
                     arrival = Arrival.of(name, received_at, request.headers, max_s, caller)

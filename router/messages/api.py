@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from router.http.client import validate
+from router.http.client import caller_of, validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.sampling_input import SamplingInput
@@ -32,7 +32,7 @@ class MessagesApi:
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a conversation has as a prompt."""
         with self._service.counting_refusals():
-            tenant = self._service.access.caller(request.headers).principal.tenant
+            tenant = caller_of(request).principal.tenant
             async with self._service.bodies.object(request, tenant) as raw:
                 body = validate(CountTokensRequest, raw)
                 self._builder.check_model(body.model)

@@ -54,7 +54,7 @@ class OpenAiApi:
         self._tokenizer = service.tokenizer
         self._model = service.model
         self.chat = Endpoint(service, "chatcmpl-", self._chat)
-        self.plain = Endpoint(service, "cmpl-", self._completion)
+        self.completion = Endpoint(service, "cmpl-", self._completion)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a conversation."""
@@ -62,7 +62,7 @@ class OpenAiApi:
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts."""
-        return await self.plain.answer(request)
+        return await self.completion.answer(request)
 
     async def _chat(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(ChatCompletionRequest, raw)
@@ -113,14 +113,12 @@ class OpenAiApi:
         parts = (arrival.request_id, body.model, requests, options, details)
         return CompletionAnswer(*parts, stream=bool(body.stream))
 
-    async def list_models(self, request: Request) -> ModelList:
+    async def list_models(self) -> ModelList:
         """List the models that are served."""
-        self._service.access.caller(request.headers)
         return ModelList(data=[self._model_card()])
 
-    async def get_model(self, model_id: str, request: Request) -> Model:
+    async def get_model(self, model_id: str) -> Model:
         """Describe a model."""
-        self._service.access.caller(request.headers)
         self._builder.check_model(model_id)
         return self._model_card()
 

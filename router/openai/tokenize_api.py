@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
-from router.http.client import Int, Ints, RequestBody, validate
+from router.http.client import Int, Ints, RequestBody, caller_of, validate
 from router.http.json_stream import Items, JsonStream
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
@@ -96,7 +96,7 @@ class TokenizeApi:
 
     async def tokenize(self, request: Request) -> Response:
         """Text or messages to token ids."""
-        tenant = self._service.access.caller(request.headers).principal.tenant
+        tenant = caller_of(request).principal.tenant
         async with self._service.bodies.object(request, tenant) as raw:
             body = validate(TokenizeRequest, raw)
             self._tokens.check_model(body.model)
@@ -114,16 +114,15 @@ class TokenizeApi:
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text, special tokens included."""
-        tenant = self._service.access.caller(request.headers).principal.tenant
+        tenant = caller_of(request).principal.tenant
         async with self._service.bodies.object(request, tenant) as raw:
             body = validate(DetokenizeRequest, raw)
             self._tokens.check_model(body.model)
             text = await self._tokens.text(body.tokens, "tokens", tenant)
         return JSONResponse(Detokenized(prompt=text).model_dump())
 
-    async def model_info(self, request: Request) -> ModelInfo:
+    async def model_info(self) -> ModelInfo:
         """Describe the served model."""
-        self._service.access.caller(request.headers)
         return ModelInfo.model_validate(self._tokens.facts())
 
     async def _ids(self, body: TokenizeRequest, tenant: str) -> tuple[int, ...]:

@@ -160,11 +160,12 @@ class RouteFinder:
         source_worker: str = "",
         is_moved: bool = False,
     ) -> Decision:
-        """Choose workers, to none of the first set of ``avoid``; where that leaves none, of the
+        """Choose the workers of a request.
 
-        second, and so on. ``reads_cache``: cached blocks may be used. ``source_worker`` has all
-        blocks, including those that the index does not list yet. With ``is_moved`` a request is not
-        refused because it will be late.
+        None is of the first set of ``avoid``; where that leaves none, of the second, and so on.
+        ``reads_cache``: cached blocks may be used. ``source_worker`` has all blocks, including
+        those that the index does not list yet. With ``is_moved`` a request is not refused because
+        it will be late.
 
         Raises Unavailable, Overloaded.
         """

@@ -265,9 +265,9 @@ class WorkerLink:
 
     @property
     def engine_load(self) -> LoadSnapshot | worker_pb2.LoadSnapshot:
-        """The latest that a stream has told, or the registry where there is none; both kinds have
+        """The latest load that a stream has told, or that of the registry where there is none.
 
-        what the engine does.
+        Both kinds say what the engine does.
         """
         if self.record.role == "decode" or self.prefills.load is None:
             return self.load

@@ -6,6 +6,7 @@ make fuzz MINUTES=5; or python -m tests.fuzz --minutes 5 gguf sse
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz.openapi import fuzz_openapi
+from tests.fuzz import router
+from tests.fuzz.openapi import fuzz_openapi, router_model
+from tests.fuzz.router_inputs import KINDS
 from tests.fuzz.targets import TARGETS
 
-OPENAPI = "openapi"
-NAMES = (*TARGETS, OPENAPI)
+OPENAPI, ROUTER = "openapi", "router"
+NAMES = (*TARGETS, OPENAPI, ROUTER)
 
 _TIMEOUT_S = 10
 """A single input that takes longer is a fault."""
@@ -30,7 +33,10 @@ _LAST_RUN = re.compile(r"^#(\d+)\s", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one target's run came to; of ``openapi`` cases and operations."""
+    """What one target's run came to; of ``openapi`` cases and operations.
+
+    Of ``router``: inputs and the longest hold of its event loop, in milliseconds of CPU time.
+    """
 
     name: str
     minutes: float
@@ -46,6 +52,8 @@ def fuzz(name: str, minutes: float, out: Path) -> Figures:
     if name == OPENAPI:
         executions, edges, faulty = fuzz_openapi(minutes, folder)
         return Figures(name, minutes, executions, edges, str(folder) if faulty else "")
+    if name == ROUTER:
+        return _fuzz_router(minutes, folder)
     target = TARGETS[name]
     corpus = folder / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
@@ -78,17 +86,41 @@ def fuzz(name: str, minutes: float, out: Path) -> Figures:
     return Figures(name, minutes, executions, edges, fault)
 
 
+def _fuzz_router(minutes: float, folder: Path) -> Figures:
+    model = router_model(folder)
+    found = asyncio.run(router.fuzz(minutes, model, folder))
+    for fault in found.faults:
+        print(f"router: {fault}", file=sys.stderr)
+    held_ms = round(found.longest_s * 1e3)
+    fault = f"{folder}: {'; '.join(found.faults)}" if found.faults else ""
+    return Figures(ROUTER, minutes, found.inputs, held_ms, fault)
+
+
+def _replay(given: str, out: Path) -> int:
+    kind, _, number = given.partition(":")
+    if kind not in KINDS or not number.isdecimal():
+        print(f"--input: KIND:NUMBER, of {', '.join(KINDS)}", file=sys.stderr)
+        return 2
+    print(asyncio.run(router.replay(kind, int(number), router_model(out), out)))
+    return 0
+
+
 def main() -> int:
     """0 where nothing was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("targets", nargs="*", help=", ".join(NAMES))
     parser.add_argument("--minutes", type=float, default=5.0, help="For each target.")
     parser.add_argument("--out", type=Path, help="Where inputs and logs go.")
+    parser.add_argument(
+        "--input", default="", metavar="KIND:NUMBER", help="Send one input of router again."
+    )
     given = parser.parse_args()
     unknown = [name for name in given.targets if name not in NAMES]
     if unknown:
         parser.error(f"there is no target {unknown[0]!r}; there are {', '.join(NAMES)}")
     out = given.out or Path(tempfile.mkdtemp(prefix="baton-fuzz-"))
+    if given.input:
+        return _replay(given.input, out)
     print("| target | minutes | executions | edges | found |\n|---|---|---|---|---|", flush=True)
     found = False
     for name in given.targets or NAMES:

@@ -37,11 +37,17 @@ _CASES = re.compile(r"^\s+(\d+) generated", re.MULTILINE)
 _OPERATIONS = re.compile(r"^\s+Tested: (\d+)", re.MULTILINE)
 
 
+def router_model(folder: Path) -> Path:
+    """A tiny model below ``folder``, with a chat template."""
+    model = make_tiny_model(folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return model
+
+
 @contextmanager
 def fuzzed_cluster(folder: Path) -> Iterator[UpProcess]:
     """A cluster that writes below ``folder`` alone."""
-    model = make_tiny_model(folder / "model")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+    model = router_model(folder)
     hashed = hashlib.sha256(_KEY.encode()).hexdigest()
     keys = folder / "keys.json"
     key = {"name": "fuzz", "tenant": "default", "sha256": hashed, "scopes": _SCOPES}
@@ -57,7 +63,7 @@ def fuzz_openapi(minutes: float, folder: Path) -> tuple[int, int, bool]:
     """Cases, operations, and whether there was a fault; logs are left in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     with fuzzed_cluster(folder) as up:
-        text, code = _ask(up.http, minutes, folder)
+        text, code = ask_schema(up.http, minutes, folder)
         up.wait_healthy()
         # Each error that nobody meant is logged with where it came from.
         broken = [log.name for log in up.logs.glob("*.log") if "Traceback" in log.read_text()]
@@ -69,7 +75,8 @@ def fuzz_openapi(minutes: float, folder: Path) -> tuple[int, int, bool]:
     return int(cases[1]), int(operations[1]), bool(code or broken)
 
 
-def _ask(url: str, minutes: float, folder: Path) -> tuple[str, int]:
+def ask_schema(url: str, minutes: float, folder: Path) -> tuple[str, int]:
+    """Run schemathesis against a server; what it prints, and its exit code."""
     log = folder / "schemathesis.log"
     config = folder / "schemathesis.toml"
     config.write_text(_CONFIG)

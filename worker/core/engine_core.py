@@ -106,11 +106,11 @@ class EngineCore:
         *,
         fail: Fail,
     ) -> None:
-        """``board`` shares the host's cores; see ``EngineThread``. ``budget`` bounds the prompt
+        """``board`` shares the host's cores; see ``EngineThread``.
 
-        tokens of a step in which others decode; without it only the step's own limits do.
-        ``tiers`` are behind the block pool. ``fail`` ends the process: where the device is lost, or
-        too many steps in a row have failed.
+        ``budget`` bounds the prompt tokens of a step in which others decode; without it only the
+        step's own limits do. ``tiers`` are behind the block pool. ``fail`` ends the process: where
+        the device is lost, or too many steps in a row have failed.
         """
         self.engine = engine
         self.scheduler = engine.scheduler

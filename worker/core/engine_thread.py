@@ -30,9 +30,9 @@ class EngineThread:
     def __init__(
         self, runner: ModelRunner, done: Done, board: CoreBoard | None = None, *, fail: Fail
     ) -> None:
-        """With a ``board``, each step takes as many threads as it says. ``fail`` ends the process;
+        """With a ``board``, each step takes as many threads as it says.
 
-        it is called on a thread of the engine when the device is lost.
+        ``fail`` ends the process; it is called on a thread of the engine when the device is lost.
         """
         self._runner = runner
         self._done = done

@@ -40,7 +40,7 @@ class _Opening:
 
 
 class BlockReceiver(TicketReceiver):
-    """Implements ``kvtransfer.pairs.inbound.TicketKeeper``."""
+    """Implements ``kvtransfer.pairs.inbound_pair.TicketKeeper``."""
 
     def __init__(
         self,

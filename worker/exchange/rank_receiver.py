@@ -25,7 +25,7 @@ Event = rank_pb2.RankEvent
 
 
 class RankReceiver(TicketReceiver):
-    """Implements ``kvtransfer.pairs.inbound.TicketKeeper`` at a rank other than rank 0."""
+    """Implements ``kvtransfer.pairs.inbound_pair.TicketKeeper`` at a rank other than rank 0."""
 
     def __init__(
         self,

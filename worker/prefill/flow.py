@@ -151,7 +151,7 @@ class PrefillFlow:
                 firsts = await sink.compute(sequence, blocks)
                 _note(span, sequence)
                 for choice, first in zip(choices, firsts, strict=False):
-                    send(first_token(choice, first, self._context.core.load()))
+                    send(first_token_response(choice, first, self._context.core.load()))
                 handoff = await sink.commit(firsts)
                 if handoff is not None:
                     load = convert.load_to_proto(self._context.core.load())
@@ -222,7 +222,7 @@ def first_of(update: SequenceUpdate) -> FirstToken:
     return FirstToken(update.token_ids[0], update.sequence.finish_reason, logprobs)
 
 
-def first_token(
+def first_token_response(
     sequence: Sequence, first: FirstToken, load: LoadSnapshot
 ) -> prefill_pb2.PrefillResponse:
     """The message for a choice whose prompt is computed and whose first token is ``first``.

@@ -29,6 +29,7 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import as_baton_error
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from kvtransfer.tickets import Attempt
 from worker.services import DEFAULT_KEEPALIVE, Keepalive
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ Send = Callable[[prefill_pb2.PrefillResponse], None]
 Run = Callable[[prefill_pb2.PrefillRequest, Send], Awaitable[None]]
 """Computes a prompt and sends its responses. Raises BatonError; cancelling it aborts."""
 Load = Callable[[], LoadSnapshot]
-PrefillName = tuple[str, int]
-"""Request id and attempt."""
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_pb2.PrefillsResponse]
 
 
@@ -83,7 +82,7 @@ class _Prefills:
     """What one stream has started."""
 
     def __init__(self, run: Run, load: Load, keepalive: Keepalive) -> None:
-        self.running: dict[PrefillName, asyncio.Task[None]] = {}
+        self.running: dict[Attempt, asyncio.Task[None]] = {}
         self._run = run
         self._load = load
         self._keepalive = keepalive
@@ -128,12 +127,12 @@ class _Prefills:
         # A message at once: should this worker die, its router knows whether it had the prompt.
         self._happened.set()
 
-    def _cancel(self, name: PrefillName) -> None:
+    def _cancel(self, name: Attempt) -> None:
         task = self.running.get(name)
         if task is not None:
             task.cancel()
 
-    async def _follow(self, name: PrefillName, request: prefill_pb2.PrefillRequest) -> None:
+    async def _follow(self, name: Attempt, request: prefill_pb2.PrefillRequest) -> None:
         end = prefill_pb2.PrefillEnd()
         try:
             await self._run(request, lambda response: self._say(name, response=response))
@@ -143,7 +142,7 @@ class _Prefills:
 
     def _say(
         self,
-        name: PrefillName,
+        name: Attempt,
         response: prefill_pb2.PrefillResponse | None = None,
         end: prefill_pb2.PrefillEnd | None = None,
     ) -> None:

@@ -460,8 +460,8 @@ def test_ray_takes_its_parameters() -> None:
 
 def test_rays_version_is_the_one_that_is_installed() -> None:
     (cluster,) = of_kind(render("kuberay-values.yaml"), "RayCluster")
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
-    assert f"ray=={cluster['spec']['rayVersion']}" in lines
+    lines = (ROOT / "requirements" / "cuda.lock").read_text().splitlines()
+    assert f"ray=={cluster['spec']['rayVersion']} \\" in lines
 
 
 @pytest.mark.parametrize("store", ["index", "gcs"])

@@ -136,7 +136,8 @@ def test_a_commit_with_other_packages_gets_its_own_environment(
 ) -> None:
     makefile = MAKEFILE.format(python=sys.executable)
     git(repository, "checkout", "--quiet", "-b", "packages")
-    (repository / "requirements.lock").write_text("torch==0\n")
+    (repository / "requirements").mkdir()
+    (repository / "requirements" / "cpu.lock").write_text("torch==0\n")
     commit(repository, Makefile=makefile)
     git(repository, "checkout", "--quiet", "old")
     arguments = ("old", "packages", "--command", "python installed.py {out}", "-n", "1")

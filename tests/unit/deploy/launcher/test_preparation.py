@@ -87,9 +87,9 @@ async def test_a_draft_model_has_a_revision(hub: HubStub) -> None:
 async def test_a_demo_model_of_the_hub_is_pinned(
     hub: HubStub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    known = replace(demo_model.KNOWN_MODELS[0], name="tiny", hub_id=ID)
-    monkeypatch.setattr(demo_model, "KNOWN_MODELS", (known,))
     first = hub.models[ID].refs["main"]
+    known = replace(demo_model.KNOWN_MODELS[0], name="tiny", hub_id=ID, commit=first)
+    monkeypatch.setattr(demo_model, "KNOWN_MODELS", (known,))
     del hub.models[DRAFT]
     config = Config(model="tiny")
     # The other node has an empty cache of its own.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -50,6 +51,7 @@ def known(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownM
     model = KnownModel(
         name="tiny",
         hub_id="someone/tiny",
+        commit="",
         package="tiny-model",
         package_version="1.0",
         gguf=gguf.name,
@@ -331,6 +333,25 @@ def test_the_hub_is_asked_first(known: KnownModel, hub: HubStub) -> None:
     hub.seen.clear()
     assert resolve("tiny", told) == model
     assert hub.seen == []
+
+
+def test_a_demo_model_stays_as_it_is_when_its_branch_moves(
+    known: KnownModel, hub: HubStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a stranger pushes there later is not served."""
+    model = hub.models[known.hub_id]
+    pinned = model.refs["main"]
+    monkeypatch.setattr(demo_model, "KNOWN_MODELS", (replace(known, commit=pinned),))
+    moved = model.commit(model.commits[pinned] | {"generation_config.json": b"{}"})
+    assert moved != pinned
+    for _ in range(2):
+        found = resolve("tiny", Told())
+        assert (found.commit, found.path.name) == (pinned, pinned)
+    assert list_models()[0].path == found.path
+
+
+def test_the_demo_model_is_pinned() -> None:
+    assert all(hub_model.is_commit(model.commit) for model in demo_model.KNOWN_MODELS)
 
 
 def test_a_hub_without_the_model_is_no_source(known: KnownModel, hub: HubStub, cache: Path) -> None:

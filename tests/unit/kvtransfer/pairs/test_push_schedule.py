@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.pairs.push_schedule import Bandwidth, Load, Part, PushQueue, PutPlan
+from kvtransfer.pairs.push_schedule import Bandwidth, Batch, LayerRun, PushQueue, PutPlan
 
 Byte = tuple[str, int, int, int]
 """(ticket, target, source, place in the block)"""
 
 
-def bytes_of(load: Load) -> list[Byte]:
+def bytes_of(batch: Batch) -> list[Byte]:
     return [
-        (load.ticket_id, target, source, at)
-        for target, source in zip(load.targets, load.sources, strict=True)
-        for at in range(load.offset, load.offset + load.length)
+        (batch.ticket_id, target, source, at)
+        for target, source in zip(batch.targets, batch.sources, strict=True)
+        for at in range(batch.offset, batch.offset + batch.length)
     ]
 
 
@@ -56,22 +56,22 @@ class PushQueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.turns)
     @rule()
     def take(self) -> None:
-        load = self.queue.take()
-        assert load.ticket_id == self.turns[0], "out of turn"
-        assert 0 < load.length <= min(self.part, self.batch)
-        assert load.bytes == len(load.targets) * load.length <= self.batch
-        assert len(set(load.targets)) == len(load.targets)
-        self._strike(load)
+        batch = self.queue.take()
+        assert batch.ticket_id == self.turns[0], "out of turn"
+        assert 0 < batch.length <= min(self.part, self.batch)
+        assert batch.bytes == len(batch.targets) * batch.length <= self.batch
+        assert len(set(batch.targets)) == len(batch.targets)
+        self._strike(batch)
 
-    def _strike(self, load: Load) -> None:
-        left = self.waiting[load.ticket_id]
-        for byte in bytes_of(load):
+    def _strike(self, batch: Batch) -> None:
+        left = self.waiting[batch.ticket_id]
+        for byte in bytes_of(batch):
             left.remove(byte)  # raises for what was never put, or was taken before
         self.turns.pop(0)
         if left:
-            self.turns.append(load.ticket_id)
+            self.turns.append(batch.ticket_id)
         else:
-            del self.waiting[load.ticket_id]
+            del self.waiting[batch.ticket_id]
 
     @rule(ticket=st.sampled_from("abc"))
     def drop(self, ticket: str) -> None:
@@ -110,16 +110,16 @@ def test_whole_blocks_go_in_as_few_batches_as_there_can_be(
     queue = PushQueue(part, batch)
     for block in range(blocks):
         queue.put("t", block, block, 0, length)
-    loads = []
+    batches = []
     while queue:
-        loads.append(queue.take())
+        batches.append(queue.take())
     size = min(part, batch, length)
     expected = 0
     for piece in {size, length % size} - {0}:
         count = length // size if piece == size else 1
         expected += count * -(-blocks // max(1, batch // piece))
-    assert len(loads) == expected
-    assert sum(load.bytes for load in loads) == blocks * length
+    assert len(batches) == expected
+    assert sum(batch.bytes for batch in batches) == blocks * length
 
 
 def test_a_short_prompt_is_not_held_up_by_a_long_one() -> None:
@@ -133,9 +133,9 @@ def test_a_short_prompt_is_not_held_up_by_a_long_one() -> None:
 def test_blocks_larger_than_a_batch_are_cut() -> None:
     queue = PushQueue(1 << 40, 100)
     queue.put("t", 3, 7, 50, 250)
-    loads = [queue.take() for _ in range(3)]
-    assert [(load.offset, load.length) for load in loads] == [(50, 100), (150, 100), (250, 50)]
-    assert {(load.targets, load.sources) for load in loads} == {((3,), (7,))}
+    batches = [queue.take() for _ in range(3)]
+    assert [(batch.offset, batch.length) for batch in batches] == [(50, 100), (150, 100), (250, 50)]
+    assert {(batch.targets, batch.sources) for batch in batches} == {((3,), (7,))}
 
 
 def test_nothing_waits() -> None:
@@ -150,10 +150,10 @@ def test_a_small_rest_goes_with_the_batch_before_it() -> None:
     queue = PushQueue(1 << 20, 16 << 20)
     for target in range(9):
         queue.put("t", target, target, 0, 1 << 20)
-    loads = []
+    batches = []
     while queue:
-        loads.append(len(queue.take().targets))
-    assert loads == [5, 4]
+        batches.append(len(queue.take().targets))
+    assert batches == [5, 4]
     for target in range(5):
         queue.put("t", target, target, 0, 1 << 20)
     assert len(queue.take().targets) == 5
@@ -165,7 +165,7 @@ LAYOUTS = (KvLayout(2, 4, 1, 8, "bfloat16"), KvLayout(2, 3, 1, 5, "int8"))
 LAYERS = 4
 
 
-def cover(parts: list[Part], block: int) -> list[int]:
+def cover(parts: list[LayerRun], block: int) -> list[int]:
     """How often each layer of a block is given out."""
     counts = [0] * LAYERS
     for target, first, last in parts:
@@ -185,7 +185,7 @@ def cover(parts: list[Part], block: int) -> list[int]:
 @settings(deadline=None)
 def test_every_layer_once(missing: int, calls: list[tuple[bool, int, int]]) -> None:
     plan = PutPlan(LAYERS, missing)
-    parts: list[Part] = []
+    parts: list[LayerRun] = []
     for is_whole, blocks, layers in calls:
         parts += plan.blocks_done(blocks) if is_whole else plan.layers_done(blocks, layers)
         for block in range(missing):

@@ -45,7 +45,7 @@ async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     # Of these only the endpoints are looked at.
     more = (
-        BatchesApi(cast(BatchDesk, None), front.config, access),
+        BatchesApi(cast(BatchDesk, None), front.config),
         ConsoleApi(cast(ClusterDispatcher, None), front.stats, front.config, "tiny", access),
         WorkerApi(cast(WorkerControl, None), cast(PoolScaling, None), access, front.config),
         ClusterApi("1f2e3d", "tiny", cast(WorkerControl, None), cast(PoolScaling, None), access),

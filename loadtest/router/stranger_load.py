@@ -1,0 +1,152 @@
+"""What strangers send to a router, who have no key. Run as a module; see ``json_worker``.
+
+Connections of four kinds are kept open: some send nothing, some a head byte by byte, some a body
+that was refused, and some ask for ``/live`` now and then. Calls are gRPC's: some claim a message of
+many MiB and send as much of it as they may, some watch the health. Owned by the process's event
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import resource
+from collections.abc import Callable
+
+import uvloop
+
+from loadtest.common.json_worker import Asker, Fields, run_helper
+from loadtest.router.http2_client import Http2Connection, call_headers
+
+GENERATE, WATCH = "/baton.v1.InferenceService/Generate", "/grpc.health.v1.Health/Watch"
+_PIECE_S = 2.0
+"""How often a slow connection sends something."""
+_AGAIN_S = 5.0
+"""When a connection that was closed is opened again."""
+_OPENINGS = 100
+"""Connections that are being opened at a time."""
+_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
+_SLOW_HEAD = _HEAD + b"x-slow: " + b"x" * 10_000
+_BODY = _HEAD + b"content-length: 1000000000\r\n\r\n" + b"x" * 10_000
+_LIVE = b"GET /live HTTP/1.1\r\nhost: router\r\n\r\n"
+_KINDS = ((b"", 0), (_SLOW_HEAD, 1), (_BODY, 200), (_LIVE * 100, len(_LIVE)))
+"""What each kind sends, and in pieces of how many bytes."""
+
+
+class Strangers:
+    """Connections that are opened again whenever they are closed, and calls."""
+
+    def __init__(self, http: str, grpc: str) -> None:
+        self._http, self._grpc = http, grpc
+        self._tasks: list[asyncio.Task[None]] = []
+        self._calls: Http2Connection | None = None
+        self._opened = self._open = 0
+        self._opening = asyncio.Semaphore(_OPENINGS)
+        self._dice = random.Random(1)  # noqa: S311 - pauses, no secret
+
+    async def connect(self, question: Fields) -> Fields:
+        """Keep ``count`` connections open; answers how many there are once all were tried."""
+        count = question["count"]
+        self._tasks = [
+            asyncio.create_task(self._keep(*_KINDS[number % len(_KINDS)]))
+            for number in range(count)
+        ]
+        while self._opened < count:  # noqa: ASYNC110 - one of five thousand events
+            await asyncio.sleep(0.05)
+        return {"open": self._open}
+
+    async def _keep(self, sent: bytes, piece: int) -> None:
+        host, port = self._http.rsplit(":", 1)
+        while True:
+            with contextlib.suppress(OSError):
+                async with self._opening:
+                    reader, writer = await asyncio.open_connection(host, int(port))
+                await self._use(reader, writer, sent, piece)
+            await asyncio.sleep(_AGAIN_S * self._dice.uniform(0.5, 1.5))
+
+    async def _use(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: bytes, piece: int
+    ) -> None:
+        self._opened += 1
+        self._open += 1
+        sending = asyncio.create_task(self._send(writer, sent, piece))
+        try:
+            while await reader.read(4096):
+                pass
+        finally:
+            self._open -= 1
+            sending.cancel()
+            writer.transport.abort()
+
+    async def _send(self, writer: asyncio.StreamWriter, sent: bytes, piece: int) -> None:
+        await asyncio.sleep(_PIECE_S * self._dice.random())
+        for at in range(0, len(sent) if piece else 0, piece or 1):
+            writer.write(sent[at : at + piece])
+            await asyncio.sleep(_PIECE_S)
+
+    async def call(self, question: Fields) -> Fields:
+        """``calls`` that claim ``bytes``, and ``watches``, on one connection."""
+        host, port = self._grpc.rsplit(":", 1)
+        loop = asyncio.get_running_loop()
+        _, there = await loop.create_connection(Http2Connection, host, int(port))
+        self._calls = there
+        plan: list[Callable[[int], None]] = [
+            *(lambda stream: there.call(stream, call_headers(GENERATE), b"", question["bytes"]),)
+            * question["calls"],
+            *(lambda stream: there.call(stream, call_headers(WATCH), b""),) * question["watches"],
+        ]
+        for number, begin in enumerate(plan):
+            while not there.max_streams or number - len(there.ended) >= there.max_streams:
+                there.changed.clear()
+                await there.changed.wait()
+                if there.closed.is_set():
+                    return {"ended": len(there.ended), "watching": 0, "closed": True}
+            begin(2 * number + 1)
+            if number % 50 == 0:
+                await asyncio.sleep(0)
+        return {"open": len(plan) - len(there.ended), "closed": there.closed.is_set()}
+
+    async def counts(self, question: Fields) -> Fields:
+        """What there is now."""
+        calls = self._calls
+        return {
+            "open": self._open,
+            "opened": self._opened,
+            "ended_calls": 0 if calls is None else len(calls.ended),
+            "watching": 0 if calls is None else len(set(calls.answered) - calls.ended),
+        }
+
+    async def leave(self, question: Fields) -> Fields:
+        """Close everything."""
+        counted = await self.counts(question)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._calls is not None:
+            self._calls.close()
+        return counted
+
+
+async def _work(asker: Asker, start: Fields) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    os.nice(19)
+    strangers = Strangers(start["http"], start["grpc"])
+    kinds = {
+        "connect": strangers.connect,
+        "call": strangers.call,
+        "counts": strangers.counts,
+        "leave": strangers.leave,
+    }
+    asker.say({})
+    try:
+        await asker.serve(lambda question: kinds[question["do"]](question))
+    finally:
+        await strangers.leave({})
+
+
+if __name__ == "__main__":
+    uvloop.run(run_helper(_work))

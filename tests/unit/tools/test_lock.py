@@ -1,0 +1,105 @@
+"""What is installed: every file has a hash in a lock, and no index can put another in its place."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tools.lock import _TRITON, EXTRAS, FOLDER, ROOT, blocks_of, cpu_blocks, wheels_of
+
+LOCKS = {
+    name: blocks_of((FOLDER / f"{name}.lock").read_text()) for name in ("cpu", "cuda", *EXTRAS)
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CUDA = {
+    "numpy": "numpy==2.4.6 \\\n    --hash=sha256:aa\n",
+    "nvidia-nccl-cu13": "nvidia-nccl-cu13==2.29.7 \\\n    --hash=sha256:bb\n",
+    "torch": "torch==2.13.0 \\\n    --hash=sha256:cc\n",
+}
+PAGE = """
+<a href="/whl/torch-2.12.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl#sha256=01">x</a>
+<a href="/whl/torch-2.13.0%2Bcpu-cp312-cp312-manylinux_2_28_x86_64.whl#sha256=04">x</a>
+<a href="/whl/torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl#sha256=03">x</a>
+<a href="/whl/torch-2.13.0%2Bcpu-cp311-cp311-win_amd64.whl#sha256=05">x</a>
+<a href="/whl/torch-2.13.0%2Bcpu-cp313-cp313-manylinux_2_28_x86_64.whl">without a hash</a>
+"""
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_package_has_one_version_and_hashes(name: str) -> None:
+    for package, lines in LOCKS[name].items():
+        pin, *hashes = lines.replace(" \\", "").splitlines()
+        assert re.fullmatch(rf"{re.escape(package)}==\S+", pin), pin
+        assert hashes, package
+        assert all(re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}", one) for one in hashes), package
+
+
+def test_the_locks_hold_what_the_project_asks_for() -> None:
+    """One that was added without `make lock` would be a failure to install."""
+    extras = PROJECT["optional-dependencies"]
+    asked = {"cpu": PROJECT["dependencies"], "cuda": PROJECT["dependencies"]} | extras
+    for name, requirements in asked.items():
+        below = EXTRAS.get(name, ())
+        known = {k: v for file in (*below, name) for k, v in LOCKS[file].items()}
+        for one in map(Requirement, requirements):
+            lines = known[canonicalize_name(one.name)]
+            pinned = lines.split(maxsplit=1)[0].partition("==")[2]
+            assert one.specifier.contains(pinned, prereleases=True), (name, str(one), pinned)
+
+
+def test_builds_for_cpus_and_gpus_differ_in_torch_alone() -> None:
+    cpu, cuda = LOCKS["cpu"], LOCKS["cuda"]
+    assert {name for name in cpu if cpu[name] != cuda[name]} == {"torch", "triton"}
+    assert _TRITON in PROJECT["dependencies"]
+    assert all(re.match("(nvidia|cuda)-", name) for name in cuda.keys() - cpu.keys())
+    assert len(cuda.keys() - cpu.keys()) > 10
+    assert re.match(r"torch==[0-9.]+\+cpu ", cpu["torch"])
+    for name, below in EXTRAS.items():
+        assert not any(LOCKS[name].keys() & LOCKS[file].keys() for file in below)
+
+
+def test_tests_run_with_what_is_locked() -> None:
+    for name, lines in (LOCKS["cpu"] | LOCKS["dev"]).items():
+        if name in ("async-timeout", "setuptools"):  # of older Pythons; of the build alone
+            continue
+        pinned = lines.split(maxsplit=1)[0].partition("==")[2].partition("+")[0]
+        assert version(name).partition("+")[0] == pinned, name
+
+
+def test_everything_that_is_installed_is_checked_against_a_lock() -> None:
+    """But for the tools in environments of their own, whose versions are pinned."""
+    for file in ("Makefile", "Dockerfile"):
+        text = (ROOT / file).read_text().replace("\\\n", " ")
+        for line in text.splitlines():
+            if "pip install" not in line or line.lstrip().startswith("#"):
+                continue
+            for command in re.split(r"&&|;", line):
+                if "pip install" not in command:
+                    continue
+                own = re.search(r"\$\((AUDIT|LOCK)_VENV\)|\$\(PROTO_BIN\)", command)
+                built = "--no-deps --no-build-isolation" in command
+                assert "--require-hashes" in command or built or own, command
+
+
+def test_a_cpu_lock_has_the_builds_of_that_version_for_linux() -> None:
+    triton = "triton==3.9.0 \\\n    --hash=sha256:dd\n"
+    made = cpu_blocks(CUDA, triton, wheels_of(PAGE))
+    assert made == {
+        "numpy": CUDA["numpy"],
+        "triton": triton,
+        "torch": "torch==2.13.0+cpu \\\n    --hash=sha256:03 \\\n    --hash=sha256:04\n",
+    }
+    with pytest.raises(ValueError, match=r"no CPU build of torch 2.13.0"):
+        cpu_blocks(CUDA, triton, {})
+
+
+@pytest.mark.parametrize("text", ["torch>=2 \\\n", "    --hash=sha256:aa\n", "-e .\n"])
+def test_a_lock_has_pins_alone(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="package"):
+        blocks_of(text)

@@ -1,0 +1,149 @@
+"""Pins every package that Baton installs, with hashes, in ``requirements/*.lock``: `make lock`.
+
+``cuda.lock`` has what serving needs, with torch's CUDA build and its libraries; ``cpu.lock`` the
+same with torch's CPU build. ``dev.lock``, ``fuzz.lock`` and ``nixl.lock`` have what the extras of
+these names add to either. uv resolves them, and gives the hashes of the files for all Pythons.
+Versions that a file has stay, unless it is called with ``--upgrade``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import urllib.request
+from collections.abc import Iterable, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "requirements"
+EXTRAS = {"dev": ("cuda",), "fuzz": ("cuda", "dev"), "nixl": ("cuda",)}
+"""By extra: the files that are installed before its own."""
+CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
+_TRITON = "triton>=3.2"
+"""As in pyproject.toml."""
+_CUDA_ONLY = re.compile(r"(nvidia|cuda)-")
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*(?===)")
+_CPU_WHEEL = re.compile(r"torch-([0-9.]+)\+cpu-.*_(x86_64|aarch64)\.whl")
+_PYTHON, _PLATFORM = "3.11", "x86_64-manylinux_2_28"
+"""The oldest Python that Baton supports: newer ones need no package more."""
+_UV_S, _INDEX_S = 600.0, 60.0
+
+Blocks = dict[str, str]
+"""By name of a package: its lines in a lock file, the pin and its hashes."""
+
+
+def blocks_of(text: str) -> Blocks:
+    """The packages of a lock file. Raises ValueError for lines that belong to none."""
+    found: Blocks = {}
+    name = ""
+    for line in text.splitlines():
+        if line.startswith(("#", "--")) or not line.strip():
+            continue
+        if not line.startswith(" "):
+            pin = _NAME.match(line)
+            if pin is None:
+                raise ValueError(f"no pin of a package: {line!r}")
+            name = pin.group()
+            found[name] = ""
+        if not name:
+            raise ValueError(f"of no package: {line!r}")
+        found[name] += f"{line}\n"
+    return found
+
+
+def cpu_blocks(cuda: Mapping[str, str], triton: str, wheels: Mapping[str, str]) -> Blocks:
+    """The packages of ``cuda.lock`` with torch's CPU build, and without what is for CUDA alone.
+
+    ``triton``: its lines; torch's CUDA build pins another version. ``wheels``: SHA-256 by the name
+    of the file, of the CPU builds of torch. Raises ValueError where none of them is of the pinned
+    version.
+    """
+    pinned = re.match(r"torch==([0-9.]+)", cuda["torch"])
+    assert pinned is not None, "a pin begins with its name"
+    builds = {name: _CPU_WHEEL.fullmatch(name) for name in wheels}
+    hashes = sorted(
+        wheels[name] for name, one in builds.items() if one is not None and one[1] == pinned[1]
+    )
+    if not hashes:
+        raise ValueError(f"the index has no CPU build of torch {pinned[1]} for Linux")
+    lines = [f"torch=={pinned[1]}+cpu", *(f"    --hash=sha256:{one}" for one in hashes)]
+    torch = " \\\n".join(lines) + "\n"
+    kept = {name: lines for name, lines in cuda.items() if not _CUDA_ONLY.match(name)}
+    return kept | {"torch": torch, "triton": triton}
+
+
+class _Links(HTMLParser):
+    """The hashes of a package's files, by name, of a page of a package index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hashes: dict[str, str] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """See ``HTMLParser``."""
+        url, _, fragment = (dict(attrs).get("href") or "").partition("#")
+        if tag == "a" and fragment.startswith("sha256="):
+            name = unquote(url.rpartition("/")[2])
+            self.hashes[name] = fragment.removeprefix("sha256=")
+
+
+def wheels_of(page: str) -> dict[str, str]:
+    """SHA-256 by file name, of a page of a package index."""
+    links = _Links()
+    links.feed(page)
+    return links.hashes
+
+
+def _compile(target: Path, options: Iterable[str], wanted: str = "") -> Blocks:
+    """Resolve with uv; versions that ``target`` has are kept.
+
+    ``wanted`` is a requirement; empty takes those of pyproject.toml.
+    """
+    source = "-" if wanted else "pyproject.toml"
+    command = ["uv", "pip", "compile", source, "--generate-hashes", "--no-annotate"]
+    command += ["--python-platform", _PLATFORM, "--python-version", _PYTHON]
+    command += ["--no-header", "--quiet"]
+    command += ["-o", str(target), *options]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=_UV_S, input=wanted, text=True)  # noqa: S603
+    return blocks_of(target.read_text())
+
+
+def _write(name: str, blocks: Mapping[str, str]) -> None:
+    head = "# Made by `make lock`. Installed with --require-hashes: see the Makefile.\n"
+    text = "".join(blocks[one] for one in sorted(blocks))
+    (FOLDER / f"{name}.lock").write_text(head + text)
+
+
+def _page(source: str) -> str:
+    """Of a URL or a file."""
+    if not source.startswith("https://"):
+        return Path(source).read_text()
+    with urllib.request.urlopen(source, timeout=_INDEX_S) as answer:  # noqa: S310 - https alone
+        return str(answer.read().decode())
+
+
+def main() -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
+    parser.add_argument("--cpu-index", default=CPU_INDEX, help="the page of torch's CPU builds")
+    given = parser.parse_args()
+    options = ["--upgrade"] if given.upgrade else []
+    locks = {"cuda": _compile(FOLDER / "cuda.lock", options)}
+    _write("cuda", locks["cuda"])
+    for extra, below in EXTRAS.items():
+        pins = [f"--constraint={FOLDER / name}.lock" for name in below]
+        added = _compile(FOLDER / f"{extra}.lock", [*options, f"--extra={extra}", *pins])
+        known = {name for file in below for name in locks[file]}
+        locks[extra] = {name: lines for name, lines in added.items() if name not in known}
+        _write(extra, locks[extra])
+    wheels = wheels_of(_page(given.cpu_index))
+    triton = _compile(FOLDER / "cpu.lock", options, _TRITON)["triton"]
+    _write("cpu", cpu_blocks(locks["cuda"], triton, wheels))
+
+
+if __name__ == "__main__":
+    main()
