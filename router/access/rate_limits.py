@@ -312,7 +312,8 @@ class RateLimits:
             await asyncio.wait([answer], timeout=ANSWER_S)
         finally:
             if asked.sent:
-                answer.add_done_callback(_look_at)
+                # An error may come when nothing waits for it any more.
+                answer.add_done_callback(lambda late: late.cancelled() or late.exception())
             else:
                 answer.cancel()
             error = answer.exception() if answer.done() and not answer.cancelled() else None
@@ -384,12 +385,6 @@ class RateLimits:
     def _keys(self, key: KeyConfig) -> list[str]:
         kinds = ("requests", "tokens", "running", "clock", "charged", "ended")
         return [f"{self._prefix}:{key.name}:{kind}" for kind in kinds]
-
-
-def _look_at(answer: asyncio.Future[Any]) -> None:
-    """Keep asyncio from logging an error that comes when nothing waits for it any more."""
-    if not answer.cancelled():
-        answer.exception()
 
 
 def duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,16 @@ from baton.errors import InvalidRequest, NotFound, Overloaded
 from router.batches.batch import UNFINISHED, Batch, BatchStatus, LineResult, StoredFile
 from router.batches.line import Fault
 from router.batches.quota import Quota, reserve, room_of
-from router.batches.tables import change, open_tables
+from router.batches.tables import MARKS, Free, change, open_tables
 
 MAX_UNFINISHED_OF_TENANT = 100
 """Maximum batches of a tenant that have not ended."""
 MAX_ENDED_OF_TENANT = 1000
 """Maximum ended batches of a tenant that are kept; the oldest go first."""
-
 _RETRY_S = 60.0
-_MARKS = ", ".join("?" * len(UNFINISHED))
 _IS_NEEDED = (
     "EXISTS (SELECT 1 FROM batches WHERE input_file_id = files.id"  # noqa: S608 - our own names
-    f" AND status IN ({_MARKS}))"
+    f" AND status IN ({MARKS}))"
 )
 _BATCH_COLUMNS = tuple(field.name for field in fields(Batch))
 _FILE_COLUMNS = tuple(field.name for field in fields(StoredFile))
@@ -51,23 +49,6 @@ class NoSpace(Exception):
     """The tenant's quota has no room for a result of its batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Which unfinished batches a process may claim."""
-
-    owners: Collection[str]
-    """This process, dead ones, and "" for batches that have none."""
-    but: Collection[str] = ()
-    """Ids of batches that are left alone."""
-
-    def clause(self) -> tuple[str, tuple[str, ...]]:
-        """A condition in SQL, and the values of its marks."""
-        owners = ", ".join("?" * len(self.owners))
-        but = ", ".join("?" * len(self.but))
-        condition = f"status IN ({_MARKS}) AND owner IN ({owners}) AND id NOT IN ({but})"
-        return condition, (*UNFINISHED, *self.owners, *self.but)
-
-
 class Database:
     """One connection. Raises ``sqlite3.Error`` where the disk fails."""
 
@@ -85,12 +66,10 @@ class Database:
         with change(self._connection) as connection:
             return reserve(connection, upload_id, tenant, size, ahead, quota)
 
-    def release_uploads(self, upload_ids: Sequence[str]) -> None:
+    def release_uploads(self, ids: Sequence[str]) -> None:
         """Give back the room of uploads that have ended without a file."""
         with change(self._connection) as connection:
-            connection.executemany(
-                "DELETE FROM uploads WHERE id = ?", [(name,) for name in upload_ids]
-            )
+            connection.executemany("DELETE FROM uploads WHERE id = ?", [(name,) for name in ids])
 
     def uploads(self) -> set[str]:
         """The ids of uploads that have room, of all tenants and processes."""
@@ -141,7 +120,7 @@ class Database:
         self.file(file_id, tenant)
         with change(self._connection) as connection:
             users = connection.execute(
-                f"SELECT id FROM batches WHERE input_file_id = ? AND status IN ({_MARKS})",  # noqa: S608
+                f"SELECT id FROM batches WHERE input_file_id = ? AND status IN ({MARKS})",  # noqa: S608
                 (file_id, *UNFINISHED),
             ).fetchone()
             if users is not None:
@@ -178,7 +157,7 @@ class Database:
         """
         with change(self._connection) as connection:
             (unfinished,) = connection.execute(
-                f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({_MARKS})",  # noqa: S608
+                f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({MARKS})",  # noqa: S608
                 (batch.tenant, *UNFINISHED),
             ).fetchone()
             if unfinished >= MAX_UNFINISHED_OF_TENANT:
@@ -188,7 +167,7 @@ class Database:
                 )
             connection.execute(
                 "DELETE FROM batches WHERE place IN (SELECT place FROM batches"  # noqa: S608
-                f" WHERE tenant = ? AND status NOT IN ({_MARKS})"
+                f" WHERE tenant = ? AND status NOT IN ({MARKS})"
                 " ORDER BY place DESC LIMIT -1 OFFSET ?)",
                 (batch.tenant, *UNFINISHED, MAX_ENDED_OF_TENANT - 1),
             )
@@ -218,11 +197,8 @@ class Database:
 
     def of_ids(self, batch_ids: Collection[str]) -> list[Batch]:
         """Batches of any tenant, oldest first; without those that are not there."""
-        marks = ", ".join("?" * len(batch_ids))
-        rows = self._connection.execute(
-            f"{_SELECT_BATCH} WHERE id IN ({marks}) ORDER BY place", (*batch_ids,)
-        )
-        return [_batch(row) for row in rows.fetchall()]
+        select = f"{_SELECT_BATCH} WHERE id IN ({', '.join('?' * len(batch_ids))}) ORDER BY place"
+        return [_batch(row) for row in self._connection.execute(select, (*batch_ids,)).fetchall()]
 
     def beats(self) -> dict[str, int]:
         """The owners of unfinished batches; the value of each changes while it lives."""

@@ -27,10 +27,11 @@ from baton.host.background import end_tasks, spawn
 from baton.liveness.silence import SilenceWatch
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
-from router.batches.database import Database, Free, LeaseLost, NoSpace, StatusChanged
+from router.batches.database import Database, LeaseLost, NoSpace, StatusChanged
 from router.batches.line import Fault, Line, find_faults, read_lines
 from router.batches.line_runner import expired_result
 from router.batches.store import BatchStore
+from router.batches.tables import Free
 
 log = logging.getLogger(__name__)
 

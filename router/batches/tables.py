@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from router.batches.batch import UNFINISHED
 
+MARKS = ", ".join("?" * len(UNFINISHED))
+"""In SQL, for the statuses of unfinished batches."""
 VERSION = 3
 """Of the tables."""
 BUSY_S = 5.0
@@ -45,6 +49,23 @@ CREATE TABLE results (
     PRIMARY KEY (batch_id, line)
 ) WITHOUT ROWID;
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Which unfinished batches a process may claim."""
+
+    owners: Collection[str]
+    """This process, dead ones, and "" for batches that have none."""
+    but: Collection[str] = ()
+    """Ids of batches that are left alone."""
+
+    def clause(self) -> tuple[str, tuple[str, ...]]:
+        """A condition in SQL, and the values of its marks."""
+        owners = ", ".join("?" * len(self.owners))
+        but = ", ".join("?" * len(self.but))
+        condition = f"status IN ({MARKS}) AND owner IN ({owners}) AND id NOT IN ({but})"
+        return condition, (*UNFINISHED, *self.owners, *self.but)
 
 
 def open_tables(path: Path) -> sqlite3.Connection:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidRequest, NotFound, Overloaded, RequestTooLarge
 from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
-from router.batches.database import Database, Free, LeaseLost, NoSpace, StatusChanged
+from router.batches.database import Database, LeaseLost, NoSpace, StatusChanged
 from router.batches.line import Fault
 from router.batches.quota import Quota
+from router.batches.tables import Free
 
 QUOTA = Quota(1000, 2000)
 FREE = Free(("", "me"))
