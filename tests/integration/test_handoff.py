@@ -98,10 +98,6 @@ async def check_real_model(redis_url: str, lengths: list[int]) -> None:
         await cluster.until_idle()
 
 
-async def test_the_real_model_at_a_block_boundary(redis_url: str) -> None:
-    await check_real_model(redis_url, [BLOCK])
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_the_real_model_at_every_length(redis_url: str) -> None:

@@ -94,8 +94,9 @@ def test_a_page_has_the_sums() -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A project with a file of long tests, and one without."""
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a file of long tests, and one without; its tests need no plugin."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = long: takes minutes\n")
     (tmp_path / "test_long.py").write_text(TESTS)
     (tmp_path / "test_short.py").write_text("def test_that_is_short():\n    pass\n")
