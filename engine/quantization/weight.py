@@ -144,11 +144,6 @@ class QuantizedWeight:
         )
 
 
-def code_values(weight: QuantizedWeight) -> torch.Tensor:
-    """The codes' values as fp32 [out, in], without scales, in the stored order of columns."""
-    return _code_values(weight.codes, weight.kind)
-
-
 def _code_values(codes: torch.Tensor, kind: QuantKind) -> torch.Tensor:
     if kind == "int4":
         return unpack_nibbles(codes).float()

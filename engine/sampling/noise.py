@@ -31,11 +31,6 @@ def noise_keys(seed: int, choice: int, position: int) -> tuple[int, int]:
     return lowbias32(first ^ second), lowbias32((second + _GOLDEN) & _MASK)
 
 
-def noise_bits(keys: tuple[int, int], token_id: int) -> int:
-    """The 32 bits of one token: the reference for ``noise_bits_tensor``."""
-    return lowbias32((lowbias32(token_id ^ keys[0]) + keys[1]) & _MASK)
-
-
 def _lowbias32_tensor(x: torch.Tensor) -> torch.Tensor:
     x = x ^ (x >> 16)
     x = (x * _FIRST) & _MASK

@@ -114,12 +114,16 @@ def test_a_result_is_read(cluster: UpProcess, client: openai.OpenAI) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "It is noon."},
     ]
-    answer = client.chat.completions.create(
-        model=cluster.model, messages=history, tools=TOOLS, temperature=0, max_tokens=20
-    )
+    asked: Any = {"model": cluster.model, "messages": history, "tools": TOOLS}
+    answer = client.chat.completions.create(**asked, temperature=0, max_tokens=20)
     assert answer.choices[0].finish_reason in {"stop", "length", "tool_calls"}
     assert answer.usage
-    assert answer.usage.completion_tokens > 0
+    assert 0 < answer.usage.completion_tokens <= 20
+    with httpx.Client(base_url=cluster.http, trust_env=False, timeout=DEADLINE_S) as http:
+        tokens = http.post("/tokenize", json=asked).json()["tokens"]
+        prompt = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert "It is noon." in prompt
+    assert answer.usage.prompt_tokens == len(tokens)
 
 
 def test_responses(cluster: UpProcess, client: openai.OpenAI) -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_config import ModelConfig
 from engine.kv.kv_cache import KvCache
 from engine.kv.kv_quantization import dequantize_kv, quantize_kv
-from engine.model.attention import attend, attend_dense, attention_meta
+from engine.model.attention import attend, attention_meta
 from engine.scheduling.plan import PlanRow
+from tests.support.engine.dense_attention import attend_dense
 from tests.support.models import plain_config
 
 CPU = torch.device("cpu")

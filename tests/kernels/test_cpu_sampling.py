@@ -24,8 +24,9 @@ from engine.cpu.sampler import CpuSampler, cpu_sampler
 from engine.engine import EngineSettings
 from engine.offline import generate
 from engine.sampling.grammar_state import Mask, pack, unpack
-from engine.sampling.noise import lowbias32, noise_bits, noise_keys
+from engine.sampling.noise import lowbias32, noise_keys
 from engine.sampling.sampling import SampleRow, _adjust, sample
+from tests.support.engine.noise import noise_bits
 from tests.support.engine.sampling import VOCAB, everything_masked
 from tests.support.models import make_tiny_model
 

@@ -10,7 +10,8 @@ import json
 import sys
 from typing import Any
 
-from engine.gpu.compile_ahead import compile_launch, few, matrix
+from engine.gpu.compile_ahead import compile_launch
+from tests.support.kernels.configurations import few, matrix
 
 EDGES = ("decode torch.bfloat16 torch.float8_e4m3fn", "chunk torch.bfloat16", "linear")
 """The beginnings of what is compiled for every capability."""

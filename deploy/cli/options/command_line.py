@@ -15,7 +15,6 @@ DEFAULT_HTTP = "127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MAX_WORKERS = 1024
-MAX_RANKS = 64
 INTERRUPTED = ExitCode.INTERRUPTED
 CONNECTION = "Connection"
 """The panel of help with the options that choose a cluster and reach it. It comes last."""

@@ -39,7 +39,7 @@ def _lowbias32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _noise_bits(first, second, token):  # type: ignore[no-untyped-def]
-    """``engine.sampling.noise.noise_bits`` of uint32 keys and int32 token ids: uint32."""
+    """``engine.sampling.noise.noise_bits_tensor`` of uint32 keys and int32 token ids: uint32."""
     return _lowbias32(_lowbias32(token.to(tl.uint32) ^ first) + second)
 
 

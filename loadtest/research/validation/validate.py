@@ -17,9 +17,6 @@ from loadtest.research.validation.predicted import predicted, with_call_time
 from planning.common.slo import Slo
 from planning.simulator.cluster_shape import ClusterShape
 
-LATE_S = 0.05
-"""A client that was later than this at p99 measures itself."""
-
 
 async def measured(
     load: OfferedLoad, url: str, model: str, *, run: int = 0

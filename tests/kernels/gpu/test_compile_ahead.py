@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.gpu.compile_ahead import SHARED_BYTES
+from tests.support.kernels.configurations import SHARED_BYTES
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = {80: ".target sm_80", 90: ".target sm_90a", 100: ".target sm_100a"}

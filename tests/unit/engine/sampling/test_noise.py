@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling.noise import gumbel, lowbias32, noise_bits, noise_bits_tensor, noise_keys
+from engine.sampling.noise import gumbel, lowbias32, noise_bits_tensor, noise_keys
+from tests.support.engine.noise import noise_bits
 
 WORD = 1 << 32
 EULER_GAMMA = 0.5772156649015329

@@ -13,8 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from baton.sampling_params import SamplingParams
-from engine.sampling.noise import noise_bits, noise_keys
+from engine.sampling.noise import noise_keys
 from engine.sampling.sampling import SampleRow, sample, sample_one
+from tests.support.engine.noise import noise_bits
 from tests.support.engine.sampling import VOCAB, everything_masked
 
 Floats = npt.NDArray[np.float64]
