@@ -56,7 +56,7 @@ def test_who_is_no_operator_runs_nothing(headers: dict[str, str], error: type[Ba
 
 
 def test_a_quiet_log_level_leaves_the_audit_log(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger().setLevel(logging.ERROR)
+    caplog.set_level(logging.ERROR)
     with operator_call(access(), ADMIN, "", "drop cache", "all workers"):
         pass
     assert len(lines(caplog)) == 1
