@@ -59,7 +59,10 @@ PLANTED = (
     Planted(
         "a duplicated token on a move",
         "router/dispatch/running_request.py",
-        "        request, sampling = self.request, self.request.sampling\n        return SequenceSpec(\n",
+        """\
+        request, sampling = self.request, self.request.sampling
+        return SequenceSpec(
+""",
         "        del self.choices[choices[0]].token_ids[-1:]\n",
         8,
         ("decode killed", "decode stopped"),

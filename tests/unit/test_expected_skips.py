@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "reasons",
-    [[], ["no GPU here"], ["no GPU here", "no GPU there"], ["no GPU here"] + ["the trace is away"]],
+    [[], ["no GPU here"], ["no GPU here", "no GPU there"], ["no GPU here", "the trace is away"]],
 )
 def test_the_expected_number_and_fewer_are_in_order(reasons: list[str]) -> None:
     assert wrong_skips(reasons, EXPECTED) == []
