@@ -96,7 +96,7 @@ else
 	@$(BIN)/python -m pytest $(QUICK) $(TESTS)
 endif
 
-# In shards of about ten minutes: all, or SHARD=2 or TESTS=... alone, or that of COMMIT=... as CI does.
+# In shards of about ten minutes: all, or SHARD=2 or TESTS=... alone, or that of COMMIT=...
 # Without COMMIT the results go into docs/long-tests.md.
 SHARD ?=
 COMMIT ?=

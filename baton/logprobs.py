@@ -59,3 +59,6 @@ class PackedTop(Sequence[tuple[int, float]]):
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))

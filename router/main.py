@@ -14,6 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Read when gRPC is imported. Its core would log what strangers send as it came, control characters
+# included.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 import grpc.aio
 import uvloop
 from prometheus_client import CollectorRegistry

@@ -44,9 +44,8 @@ _WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 _INTRODUCTION = """# Long tests
 
 `make test-long` runs the tests that take minutes, in shards of about ten minutes, and writes this
-page. `make test-long SHARD=2` runs one shard, `make test-long TESTS=FILE` one file. CI runs one
-shard of these files after `make test`, chosen by the commit's hash. A file's row is from the last
-time that `make test-long` ran it.
+page. `make test-long SHARD=2` runs one shard, `make test-long TESTS=FILE` one file. `COMMIT=HASH`
+chooses a shard by a commit's hash. A file's row is from the last time that `make test-long` ran it.
 """
 
 

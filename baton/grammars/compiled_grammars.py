@@ -6,6 +6,7 @@ what another tenant has asked. Room is taken from the salt that holds the most o
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -38,7 +39,9 @@ class CompiledGrammars:
         max_grammars: int = 64,
         max_bytes: int = 2 << 20,
     ) -> None:
-        """``load`` is called for the first grammar. Masks are of ``vocab_size`` tokens.
+        """``load`` is called by ``prepare``, or for the first grammar.
+
+        Masks are of ``vocab_size`` tokens.
 
         Keeps up to ``max_grammars`` grammars, whose texts have up to ``max_bytes`` in all, and
         always the latest one.
@@ -52,6 +55,16 @@ class CompiledGrammars:
         """By salt, the longest unused first."""
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
+
+    def prepare(self) -> None:
+        """Load what the first grammar needs, which holds the interpreter lock for 0.3 s or more.
+
+        What fails is raised for the first grammar.
+        """
+        with self._compiling:
+            if self._compile is None:
+                with contextlib.suppress(InvalidGrammar):
+                    self._compile = self._load()
 
     def kept(self, grammar: Grammar, cache_salt: bytes = b"") -> TokenMatcher | None:
         """A new matcher at the start of a text; None if the grammar is not kept."""

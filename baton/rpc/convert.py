@@ -186,13 +186,11 @@ class PromptScores(Sequence[TokenLogprobs]):
     """Those of a prompt, read from their message when they are looked at.
 
     A prompt of 8,000 tokens may have 170,000 log probabilities, which come in one message: to read
-    them all at once would hold the event loop.
+    them all at once would hold the event loop. To look at one raises HandoffError where its tokens
+    and probabilities are not equally many.
     """
 
     def __init__(self, messages: Sequence[worker_pb2.TokenLogprobs]) -> None:
-        """Raises HandoffError for tokens and probabilities that are not equally many."""
-        if any(len(one.top_ids) != len(one.top_logprobs) for one in messages):
-            raise HandoffError("a worker has sent log probabilities without their tokens")
         self._messages = messages
 
     def __len__(self) -> int:
@@ -212,6 +210,9 @@ class PromptScores(Sequence[TokenLogprobs]):
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 def write_first_tokens(message: decode_pb2.CommitRequest, firsts: Sequence[FirstToken]) -> None:

@@ -11,9 +11,10 @@ the wall clock: in it no token of any other request is passed on. Run it on a qu
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,11 @@ from rich.table import Table
 from starlette.types import ASGIApp, Message
 
 from baton.config.cluster import Config
-from baton.logprobs import PackedTop, TokenLogprobs
-from baton.request import FinishReason
+from baton.logprobs import MAX_TOP_LOGPROBS, PackedTop, TokenLogprobs
+from baton.request import FinishReason, TokenOutput
+from baton.rpc.convert import output_from_proto, output_to_proto
 from baton.telemetry.metrics import RouterMetrics
+from baton.v1 import worker_pb2
 from loadtest.common.bench_app import ModelFolder, bench_app
 from router.access.access import Access
 from router.core.accounting import RequestStats
@@ -56,14 +59,18 @@ class InstantDispatcher:
     context_length = CONTEXT
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        # Workers take time, if only that of a turn of the loop.
+        await asyncio.sleep(0)
         sampling = request.sampling
         if request.embeds:
             vector = tuple(number / 7 for number in range(EMBEDDING_SIZE))
             yield OutputDelta("", (), FinishReason.LENGTH, embedding=vector)
             return
-        prompt: list[TokenLogprobs] = []
+        prompt: Sequence[TokenLogprobs] = ()
         if sampling.prompt_logprobs is not None:
-            prompt = [_scores(sampling.prompt_logprobs)] * (len(request.prompt_ids) - 1)
+            raw = prompt_message(len(request.prompt_ids) - 1, sampling.prompt_logprobs)
+            prompt = output_from_proto(worker_pb2.TokenOutput.FromString(raw)).prompt_logprobs
+            await asyncio.sleep(0)
         for choice in range(request.choices):
             for place in range(sampling.max_tokens):
                 last = place == sampling.max_tokens - 1
@@ -86,6 +93,13 @@ class InstantDispatcher:
 
     def metrics_addresses(self) -> list[str]:
         return []
+
+
+@functools.cache
+def prompt_message(tokens: int, top: int) -> bytes:
+    """A worker's message with the log probabilities of a prompt."""
+    output = TokenOutput("r", 0, 0, (), prompt_logprobs=(_scores(top),) * tokens)
+    return output_to_proto(output).SerializeToString()
 
 
 def _scores(top: int) -> TokenLogprobs:
@@ -144,6 +158,7 @@ _TOOLS = [
     for n in range(128)
 ]
 _SCORED_ANSWERS = {"messages": [_HELLO], "logprobs": True, "top_logprobs": 20}
+_SCORED_TOKENS = CONTEXT - 2
 _SCORED_PROMPTS = {"max_tokens": 1, "prompt_logprobs": 20}
 
 BODIES = (
@@ -197,8 +212,13 @@ BODIES = (
     Body("ids", PLAIN, 400, _filled(_MODEL + '"prompt":[', "0", "]}")),
     Body("300,000 ids", PLAIN, 200, _json(max_tokens=1, prompt=[[66] * 8000] * 37)),
     Body("a long prompt", PLAIN, 400, _text(_MODEL + '"prompt":"', "a b ", '"}')),
-    Body("prompts scored", PLAIN, 200, _json(**_SCORED_PROMPTS, prompt=[[5] * 8190] * 4)),
-    Body("more prompts scored", PLAIN, 400, _json(**_SCORED_PROMPTS, prompt=[[5] * 8190] * 30)),
+    Body("prompts scored", PLAIN, 200, _json(**_SCORED_PROMPTS, prompt=[[5] * _SCORED_TOKENS] * 4)),
+    Body(
+        "more prompts scored",
+        PLAIN,
+        400,
+        _json(**_SCORED_PROMPTS, prompt=[[5] * _SCORED_TOKENS] * 30),
+    ),
     Body("answers scored", CHAT, 200, _json(**_SCORED_ANSWERS, n=8, max_tokens=4000)),
     Body("more answers scored", CHAT, 400, _json(**_SCORED_ANSWERS, n=128, max_tokens=512)),
     Body("2048 embeddings", "/v1/embeddings", 200, _json(input=["x"] * 2048)),
@@ -245,6 +265,7 @@ class _Holds:
 def make_app(tokenizer: Tokenizer, config: Config) -> ASGIApp:
     """The HTTP app of a router whose workers answer at once."""
     dispatcher = InstantDispatcher()
+    prompt_message(_SCORED_TOKENS - 1, MAX_TOP_LOGPROBS)
     stats = RequestStats(RouterMetrics(CollectorRegistry()))
     model = ServedModel(MODEL_NAME, 0, CONTEXT, EMBEDDING_SIZE)
     access = Access(config, stats.metrics)

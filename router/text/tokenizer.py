@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -146,12 +147,13 @@ class Tokenizer:
         return {text: number for text, number in ids if number in self._special}
 
     async def start(self) -> None:
-        """Start the chat template's process, if the model has a template.
+        """Start the chat template's process, if the model has a template, and load grammars.
 
         Raises ConfigError if the template does not compile, BatonError if no process starts.
         """
         if self._template is not None:
             await self._template.start()
+        await asyncio.to_thread(self.grammars.prepare)
 
     def render_chat(
         self,

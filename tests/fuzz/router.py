@@ -3,8 +3,9 @@
 A router that requires keys, with a real store, stands before an echo worker. Inputs are sent one
 after another, so that each has its own figures. An input is a fault if, each time of three, it
 holds the event loop for more than ``MAX_HOLD_S`` of CPU time; if the router's memory has grown by
-more than ``MAX_GROWTH``; or if the router ends, logs an error that nobody meant, or answers no
-more. A fault is kept by its kind and number: ``python -m tests.fuzz router --input http:17``.
+more than ``MAX_GROWTH``; or if the router ends, logs an error that nobody meant or bytes that it
+was sent, or answers no more. A fault is kept by its kind and number: ``python -m tests.fuzz router
+--input http:17``.
 """
 
 from __future__ import annotations
@@ -161,6 +162,8 @@ class FuzzedRouter:
             return f"a client is answered {answer.status_code}: {answer.text[:200]}"
         text = _text(self._log)
         new, self._log_read = text[self._log_read :], len(text)
+        if any(character not in "\n\t" and not character.isprintable() for character in new):
+            return "the log has bytes that strangers sent"
         mistakes = [line for line in new.splitlines() if any(one in line for one in _MISTAKES)]
         return f"the log says: {mistakes[0][:300]}" if mistakes else ""
 

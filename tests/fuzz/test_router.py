@@ -58,6 +58,10 @@ WORST: dict[str, tuple[Kind, bytes]] = {
     "unknown methods": ("http2", _calls("/a.B/C", 1000)),
     "pings": ("http2", _PREFACE + frame(http2_client.PING, 0, 0, bytes(8)) * 10_000),
     "settings": ("http2", _PREFACE + frame(http2_client.SETTINGS, 0, 0) * 10_000),
+    "a farewell with control characters": (
+        "http2",
+        _PREFACE + frame(http2_client.GOAWAY, 0, 0, bytes(7) + b"\x02\x1b[2J\x00forged\xff"),
+    ),
     "headers that do not end": ("http2", _PREFACE + _BEGUN + frame(_CONTINUATION, 0, 1) * 10_000),
 }
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import redis.asyncio
@@ -18,6 +19,7 @@ from baton import errors
 from baton.config.access import KeyConfig
 from baton.store.redis_client import redis_client
 from baton.telemetry.metrics import RouterMetrics
+from baton.v1 import inference_pb2, inference_pb2_grpc, tokens_pb2, tokens_pb2_grpc
 from router.access import limit_scripts, rate_limits
 from router.access.access import Access
 from router.access.rate_limits import RateLimits, Visit
@@ -25,6 +27,7 @@ from router.core.request import GenerationRequest
 from tests.chaos.harness.clock import Clock
 from tests.support.mini_cluster import free_port, valkey
 from tests.support.router.front_fakes import MODEL, Front, create_app, make_front
+from tests.support.router.grpc_inference import serve
 
 DEADLINE_S = 60.0
 PROMPT = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2}
@@ -625,3 +628,35 @@ async def test_a_body_that_is_refused_counts_as_a_request(limits: RateLimits, pa
             answer = await http.post(path, content=b"{", headers=SHOWN)
             assert answer.status_code == status
             await limits.close()
+
+
+async def test_calls_of_grpc_count_when_they_arrive_and_leave_when_they_end(
+    limits: RateLimits,
+) -> None:
+    front = make_front(keys=[key(requests_per_minute=4, concurrency=1).model_dump()])
+    shown = tuple(SHOWN.items())
+    async with serve(front, limits) as channel:
+        inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        tokens = tokens_pb2_grpc.TokenServiceStub(channel)
+
+        async def call(request: inference_pb2.GenerateRequest) -> list[Any]:
+            answer = inference.Generate(request, metadata=shown, timeout=DEADLINE_S)
+            return [message async for message in answer]
+
+        good = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[5, 6, 7]))
+        good.sampling.max_tokens = 2
+        for request in (inference_pb2.GenerateRequest(model="none"), good):
+            if request is good:
+                assert await call(request)
+            else:
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    await call(request)
+                assert refusal.value.code() is grpc.StatusCode.NOT_FOUND
+            await limits.close()
+            text = tokens_pb2.TokenizeRequest(prompt="x")
+            await tokens.Tokenize(text, metadata=shown, timeout=DEADLINE_S)
+            await limits.close()
+        with pytest.raises(grpc.aio.AioRpcError) as used_up:
+            await call(good)
+        assert used_up.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "4 requests a minute" in str(used_up.value.details())

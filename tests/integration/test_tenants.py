@@ -16,6 +16,7 @@ import torch
 
 from baton.config.access import KeyConfig, TenantConfig
 from router.access.access import Access
+from router.core.request import OutputDelta
 from router.core.served_model import ServedModel
 from tests.support.integration.handoff import BLOCK, SAMPLINGS, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
@@ -122,11 +123,17 @@ def _but_text(one: Seen) -> dict[str, Any]:
     return one.body | {"choices": []}
 
 
+def _scores(answer: OutputDelta) -> list[float]:
+    """The log probability of each token, and those of the two best ones at its place."""
+    scored = [one.logprobs for one in answer.scored]
+    return [number for one in scored for number in (one.logprob, *(best for _, best in one.top))]
+
+
 async def test_what_a_block_held_is_never_read(tiny_model: Path, redis_url: str) -> None:
     """Blocks are not zeroed when they change hands: whatever they hold, every slot that attention
 
-    reads was written for its own sequence. So answers and log probabilities are the same bit for
-    bit, over memory full of zeros and full of another's values.
+    reads was written for its own sequence. So answers are the same over memory full of zeros and
+    full of another's values, and log probabilities differ by no more than from run to run.
     """
     sampling = replace(SAMPLINGS["greedy"], logprobs=2)
     prompts = [prompt_of(length) for length in (1, BLOCK - 1, BLOCK, 3 * BLOCK + 5)]
@@ -138,7 +145,10 @@ async def test_what_a_block_held_is_never_read(tiny_model: Path, redis_url: str)
                 memory = worker.context.engine.cache.bytes.view(torch.float32)
                 memory.fill_(poison)
             answers = [await cluster.answer(prompt, sampling) for prompt in prompts]
-            told.append([(answer.token_ids, answer.scored) for answer in answers])
+            told.append(answers)
             await cluster.until_idle()
-    assert all(len(tokens) == len(scored) > 0 for tokens, scored in told[0])
-    assert told[0] == told[1] == told[2]
+    for zeros, *others in zip(*told, strict=True):
+        assert len(_scores(zeros)) == 3 * len(zeros.token_ids) > 0
+        for other in others:
+            assert other.token_ids == zeros.token_ids
+            assert _scores(other) == pytest.approx(_scores(zeros), abs=1e-4)

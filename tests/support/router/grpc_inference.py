@@ -13,6 +13,7 @@ import pytest
 from baton.rpc.grpc_channel import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.access.access import Access
+from router.access.rate_limits import RateLimits
 from router.grpc.gate import make_public_server
 from tests.support.router.front_fakes import Front, add_grpc
 
@@ -20,9 +21,9 @@ Request = inference_pb2.GenerateRequest
 
 
 @asynccontextmanager
-async def serve(front: Front) -> AsyncIterator[grpc.aio.Channel]:
+async def serve(front: Front, limits: RateLimits | None = None) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to the front's gRPC listener."""
-    async with serve_at(front) as address:
+    async with serve_at(front, limits) as address:
         channel = open_channel(address)
         try:
             yield channel
@@ -31,9 +32,9 @@ async def serve(front: Front) -> AsyncIterator[grpc.aio.Channel]:
 
 
 @asynccontextmanager
-async def serve_at(front: Front) -> AsyncIterator[str]:
+async def serve_at(front: Front, limits: RateLimits | None = None) -> AsyncIterator[str]:
     """The host:port of the front's gRPC listener, as a router makes it."""
-    access = Access(front.config, front.stats.metrics)
+    access = Access(front.config, front.stats.metrics, limits)
     server = make_public_server(access, front.config)
     add_grpc(
         server, front.dispatcher, front.tokenizer, front.model, front.stats, front.config, access

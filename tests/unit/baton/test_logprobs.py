@@ -16,7 +16,7 @@ def test_packed_pairs_are_a_sequence_of_them() -> None:
     packed = PackedTop.of(TOP)
     assert len(packed) == 3
     assert tuple(packed)[:2] == TOP[:2]
-    assert tuple(packed)[2] == (0, pytest.approx(-1e30))
+    assert packed[2][1] == pytest.approx(-1e30)
     assert packed[1] == TOP[1]
     assert packed[:2] == TOP[:2]
     assert PackedTop.of(TOP[:2]) == TOP[:2]
@@ -37,5 +37,6 @@ def test_scores_of_a_prompt_are_read_when_they_are_looked_at() -> None:
 def test_scores_without_their_tokens_are_refused() -> None:
     message = worker_pb2.TokenOutput()
     message.prompt_logprobs.add(logprob=-1.0, top_ids=[1])
+    scores = PromptScores(message.prompt_logprobs)
     with pytest.raises(HandoffError, match="without their tokens"):
-        PromptScores(message.prompt_logprobs)
+        list(scores)

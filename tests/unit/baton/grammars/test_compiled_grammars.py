@@ -54,6 +54,25 @@ def test_each_is_compiled_once(compiler: CountingCompiler) -> None:
     assert grammars.kept(regex("a")) is not None
 
 
+def test_the_library_is_loaded_before_the_first_grammar(compiler: CountingCompiler) -> None:
+    grammars = CompiledGrammars(compiler.load, vocab_size())
+    grammars.prepare()
+    assert (compiler.loads, compiler.compiled) == (1, {})
+    grammars.matcher(regex("a"))
+    grammars.prepare()
+    assert compiler.loads == 1
+
+
+def test_a_library_that_cannot_be_loaded_fails_the_first_grammar() -> None:
+    def load() -> CountingCompiler:
+        raise InvalidGrammar("no memory")
+
+    grammars = CompiledGrammars(load, vocab_size())
+    grammars.prepare()
+    with pytest.raises(InvalidGrammar, match="no memory"):
+        grammars.matcher(regex("a"))
+
+
 def test_matchers_of_one_grammar_do_not_disturb_each_other(compiler: CountingCompiler) -> None:
     grammars = CompiledGrammars(compiler.load, vocab_size())
     broken, sound = grammars.matcher(regex("a")), grammars.matcher(regex("a"))

@@ -24,7 +24,8 @@ def test_a_long_conversation_passes() -> None:
 
 
 def test_ids_are_one_field() -> None:
-    request = Request(token_ids={"ids": [1000] * 1_000_000})
+    request = Request()
+    request.token_ids.ids.extend([1000] * 1_000_000)
     check_fields(request.SerializeToString(), Request.DESCRIPTOR)
 
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.config.cluster import Config
 from baton.errors import InvalidRequest
-from router.inference.prompt import calls_turn, fitted, is_about_tools, parsed, result_turn
+from baton.host.background import INLINE
+from router.inference.prompt import (
+    TEXTS_AT_ONCE,
+    PromptEncoder,
+    calls_turn,
+    fitted,
+    is_about_tools,
+    parsed,
+    result_turn,
+)
+from router.inference.sampling_input import SamplingInput
 from router.text.chat_template import ChatTemplate, load_chat_template
 from router.tool_calls.formats import FORMATS, format_for
 from router.tool_calls.tools import Tool, ToolUse
-from tests.support.router.front_fakes import TEMPLATE
+from tests.support.router.front_fakes import TEMPLATE, tiny_tokenizer
 
+WAIT_S = 20.0
 TOOL = Tool("look_up", "Finds a word.", {"type": "object", "properties": {}})
 USE = ToolUse((TOOL,), frozenset({"look_up"}))
 KNOWS = (
@@ -125,3 +139,34 @@ def test_tools_select_the_template_for_tools(tmp_path: Path) -> None:
     assert not template.knows_tools
     assert template.for_tools.knows_tools
     assert format_for("auto", template, lambda _: True).name == "llama3"
+
+
+async def test_long_texts_of_a_tenant_leave_others_a_turn() -> None:
+    tokenizer = tiny_tokenizer()
+    release = threading.Event()
+    begun: list[str] = []
+    encode = tokenizer.encode
+
+    def slow(text: str, **options: Any) -> tuple[int, ...]:
+        begun.append(text[0])
+        if text[0] == "a":
+            assert release.wait(WAIT_S)
+        return encode(text, **options)
+
+    tokenizer.encode = slow  # type: ignore[method-assign]
+    encoder = PromptEncoder(tokenizer, FORMATS["hermes"], Config(), lambda: 100_000)
+    long = "a" * (INLINE + 1)
+    tasks = [
+        asyncio.create_task(encoder.prompt_ids("one", [long], SamplingInput(), "prompt"))
+        for _ in range(3 * TEXTS_AT_ONCE)
+    ]
+    try:
+        async with asyncio.timeout(WAIT_S):
+            # Another tenant's long text is done while all of the first one's are under way.
+            other = "b" * (INLINE + 1)
+            assert await encoder.prompt_ids("two", [other], SamplingInput(), "prompt")
+        assert begun.count("a") <= TEXTS_AT_ONCE - 1
+        assert not any(task.done() for task in tasks)
+    finally:
+        release.set()
+        await asyncio.gather(*tasks)
