@@ -109,7 +109,7 @@ async def transfer_end(
             geometry=identity.geometry,
             ranks=ranks,
         )
-        plane = WorkerPlane(tls.of("worker"))
+        plane = WorkerPlane.of(tls.of("worker"), config.cluster_secret)
         exchange = Exchange(
             identity,
             transports,

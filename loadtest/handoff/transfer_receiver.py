@@ -33,7 +33,8 @@ async def _work(asker: Asker, start: Fields) -> None:
         pool = held.enter_context(bench_pool(start["blocks"], start["block_bytes"]))
         certs = start.get("certs", "")
         async with transfer_end(identity, pool.memory, start["transport"], certs=certs) as exchange:
-            plane = WorkerPlane(TlsConfig(folder=certs).of("worker"))
+            # Without a secret, as the sending end and the worker of `decode_host`.
+            plane = WorkerPlane.of(TlsConfig(folder=certs).of("worker"), "")
             server = plane.server()
             transfer_pb2_grpc.add_TransferServiceServicer_to_server(
                 TransferServicer(exchange), server

@@ -74,8 +74,8 @@ class Http2Connection(asyncio.Protocol):
         self._unsent: dict[int, int] = {}
         """Bytes that are still to be sent, by stream."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # uvloop's transports are no subclasses of asyncio's.
         self._transport = transport
         transport.write(PREFACE + frame(SETTINGS, 0, 0))
 

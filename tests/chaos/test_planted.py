@@ -44,7 +44,7 @@ PLANTED = (
     # A block stays used: the worker's own check meets that within a heartbeat, and ends it.
     Planted(
         "a leaked block on abort",
-        "decode_worker/role.py",
+        "decode_worker/requests.py",
         """\
             self.context.core.remove(sequence)
         self.context.core.schedule_steps()
@@ -58,9 +58,12 @@ PLANTED = (
     # The last token is drawn again at the next worker, and the client has it already.
     Planted(
         "a duplicated token on a move",
-        "router/dispatch/placement.py",
-        "        sampling = request.sampling\n        return SequenceSpec(\n",
-        "        del running.choices[group[0]].token_ids[-1:]\n",
+        "router/dispatch/running_request.py",
+        """\
+        request, sampling = self.request, self.request.sampling
+        return SequenceSpec(
+""",
+        "        del self.choices[choices[0]].token_ids[-1:]\n",
         8,
         ("decode killed", "decode stopped"),
         lambda told: told["wrong_tokens"] > 0,

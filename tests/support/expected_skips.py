@@ -1,7 +1,8 @@
 """Which tests may skip: expected_skips.toml lists the reasons, with the number of tests each.
 
-With ``--expect-skips RUN`` pytest fails where a test skips for another reason, or where the number
-differs from that of the run. None skips where what the reason says is missing is there.
+With ``--expect-skips RUN`` pytest fails where a test skips for another reason, or where more
+do than the run expects. Fewer skip where what the reason says is missing is there, or comes while
+tests run.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def wrong_skips(reasons: Iterable[str], expected: Mapping[str, int]) -> list[str
         else:
             counts[begin] += 1
     wrong += [
-        f"{count} tests skip because: {begin}; expected are {expected[begin]} or none"
+        f"{count} tests skip because: {begin}; expected are at most {expected[begin]}"
         for begin, count in counts.items()
-        if count != expected[begin]
+        if count > expected[begin]
     ]
     return wrong

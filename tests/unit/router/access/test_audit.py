@@ -56,9 +56,14 @@ def test_who_is_no_operator_runs_nothing(headers: dict[str, str], error: type[Ba
 
 
 def test_a_quiet_log_level_leaves_the_audit_log(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger().setLevel(logging.ERROR)
-    with operator_call(access(), ADMIN, "", "drop cache", "all workers"):
-        pass
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        with operator_call(access(), ADMIN, "", "drop cache", "all workers"):
+            pass
+    finally:
+        root.setLevel(level)
     assert len(lines(caplog)) == 1
 
 
