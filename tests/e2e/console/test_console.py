@@ -126,14 +126,14 @@ async def test_keys(chat_model: Path, console_redis: str, open_page: OpenPage) -
         await expect(page.locator("#key-why")).to_contain_text("is required")
         field = page.get_by_label("Key", exact=True)
         await expect(field).to_be_focused()
-        await page.keyboard.type("wrong")
+        await field.fill("wrong")
         # The dialog is closed by then, and opens again once the answer is read.
         async with page.expect_response(_asked_with("wrong")):
             await page.keyboard.press("Enter")
         await expect(dialog).to_be_visible()
         await expect(field).to_be_focused()
         await expect(page.locator("#connection-text")).to_have_text("no access")
-        await page.keyboard.type("boss")
+        await field.fill("boss")
         await page.keyboard.press("Enter")
         await expect(dialog).to_be_hidden()
         await live(page)
