@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from baton.logprobs import TokenLogprobs
 from baton.sampling_params import SamplingParams
 
+AttemptName = tuple[str, int]
+"""A request's id, and the number of the attempt to run it."""
+
 MAX_STATE = 512
 """Characters of a tracestate that are passed on, as the W3C's recommendation asks at least; a
 longer one is dropped."""

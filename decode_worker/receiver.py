@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError, ContextLengthExceeded, HandoffError, NoRoom, TicketEnded
 from baton.hashing import block_hashes, hash_key, last_hashes
-from baton.request import Geometry, SequenceSpec
+from baton.request import AttemptName, Geometry, SequenceSpec
 from decode_worker.room import Room
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 from kvtransfer.pairs.pair import Identity, check_peer
-from kvtransfer.tickets import Attempt, Ticket
+from kvtransfer.tickets import Ticket
 from worker.exchange.block_receiver import BlockReceiver
 
 
@@ -50,7 +50,7 @@ class Offer:
     """Blocks for what its siblings write first, one each, once it has a ticket."""
 
     @property
-    def attempt(self) -> Attempt:
+    def attempt(self) -> AttemptName:
         """The request's id, and the number of this attempt."""
         return self.spec.request_id, self.spec.attempt
 
@@ -257,7 +257,7 @@ class ReserveQueue:
             queue[0][0].min_blocks = 0
             self.serve_soon()
 
-    def end(self, attempt: Attempt, error: BatonError) -> None:
+    def end(self, attempt: AttemptName, error: BatonError) -> None:
         """Answer the reserve of an attempt that is over with an error, if it waits."""
         self._refuse(error, lambda offer: offer.attempt == attempt)
 

@@ -22,12 +22,12 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.grammar import TokenMatcher
-from baton.request import FirstToken
+from baton.request import AttemptName, FirstToken
 from decode_worker.local_prefill import LocalPrefill
 from decode_worker.receiver import HandoffReceiver, Offer, ReserveQueue
 from decode_worker.sequences import RunningSequences
 from engine.scheduling.sequence import Sequence, SequenceUpdate
-from kvtransfer.tickets import Attempt, Ticket
+from kvtransfer.tickets import Ticket
 from worker.prefill.fetch_estimates import FetchEstimates
 from worker.prefill.flow import PrefillFlow, attempt_of
 from worker.role import WorkerContext
@@ -50,7 +50,7 @@ class DecodeRequests:
         self.clock = context.exchange.receiver.clock
         """The clock of peers' silence; deadlines are on the monotonic clock."""
         self.sequences = RunningSequences(context.settings.slot, self.clock)
-        self._deadlines: dict[Attempt, float] = {}
+        self._deadlines: dict[AttemptName, float] = {}
         """Of requests that have tickets. A sequence has its own, which the scheduler keeps."""
         self.receiver = HandoffReceiver(
             context.engine.scheduler,
@@ -203,7 +203,7 @@ class DecodeRequests:
         if sequence in self.sequences:
             self.abort(attempt_of(sequence))
 
-    def abort(self, attempt: Attempt, choice: int | None = None) -> None:
+    def abort(self, attempt: AttemptName, choice: int | None = None) -> None:
         """End a request in whatever state it is, or one of its choices that runs; idempotent."""
         if choice is None:
             self.receiver.blocks.abort(attempt, self.clock())
@@ -213,7 +213,7 @@ class DecodeRequests:
             self.context.core.remove(sequence)
         self.context.core.schedule_steps()
 
-    def abort_handoff(self, attempt: Attempt) -> None:
+    def abort_handoff(self, attempt: AttemptName) -> None:
         """A writer gives up: its ticket ends, idempotent.
 
         A sequence that was committed runs on, since its writer may not know that it was: the
@@ -224,7 +224,7 @@ class DecodeRequests:
         self._deadlines.pop(attempt, None)
         self.context.core.schedule_steps()
 
-    def _forget(self, attempt: Attempt, choice: int | None = None) -> list[Sequence]:
+    def _forget(self, attempt: AttemptName, choice: int | None = None) -> list[Sequence]:
         """Remove a request, or one of its choices. Returns the sequences that were kept of it."""
         gone = self.sequences.forget(attempt, choice)
         if not self.sequences.has(attempt):

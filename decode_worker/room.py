@@ -7,9 +7,8 @@ seconds of any one clock; owned by the event loop.
 from __future__ import annotations
 
 from baton.errors import HandoffError, NoRoom
-from baton.request import SequenceSpec
+from baton.request import AttemptName, SequenceSpec
 from engine.scheduling.scheduler import Scheduler
-from kvtransfer.tickets import Attempt
 
 RETRY_AFTER_S = 0.05
 """How soon a writer that found no room may ask again: about one decode step."""
@@ -26,19 +25,19 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        self._until: dict[Attempt, float] = {}
+        self._until: dict[AttemptName, float] = {}
 
-    def may_go(self, attempt: Attempt, now: float) -> bool:
+    def may_go(self, attempt: AttemptName, now: float) -> bool:
         """Whether no other attempt comes before this one."""
         self._until = {one: until for one, until in self._until.items() if until > now}
         first = next(iter(self._until), attempt)
         return first == attempt
 
-    def make(self, attempt: Attempt, now: float) -> None:
+    def make(self, attempt: AttemptName, now: float) -> None:
         """Add an attempt that has found no room; one that has a claim keeps its place."""
         self._until[attempt] = now + CLAIM_S
 
-    def drop(self, attempt: Attempt) -> None:
+    def drop(self, attempt: AttemptName) -> None:
         """Remove an attempt that has its room; idempotent."""
         self._until.pop(attempt, None)
 

@@ -15,10 +15,9 @@ from opentelemetry.trace import Span
 
 from baton.errors import BatonError
 from baton.logprobs import TokenLogprobs
-from baton.request import TokenOutput
+from baton.request import AttemptName, TokenOutput
 from baton.telemetry.tracing import Attribute, begin_span, fail_span, trace_id_of
 from engine.scheduling.sequence import Sequence
-from kvtransfer.tickets import Attempt
 from worker.prefill.flow import attempt_of
 
 
@@ -91,7 +90,7 @@ class RunningSequences:
         """``worker`` is its slot, ``clock`` that of routers' silence, in seconds."""
         self._worker = worker
         self._clock = clock
-        self._choices: dict[Attempt, dict[int, Sequence]] = {}
+        self._choices: dict[AttemptName, dict[int, Sequence]] = {}
         """The choices of each request by number, those that have not begun yet included."""
         self._spans: dict[int, Span] = {}
         """Each from the sequence's first token here, or its queueing, to its end."""
@@ -101,7 +100,7 @@ class RunningSequences:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._choices.get(attempt_of(sequence), {}).values()
 
-    def has(self, attempt: Attempt) -> bool:
+    def has(self, attempt: AttemptName) -> bool:
         """Whether a choice of a request is here."""
         return attempt in self._choices
 
@@ -109,7 +108,7 @@ class RunningSequences:
         """All sequences."""
         return [each for choices in self._choices.values() for each in choices.values()]
 
-    def attempts(self, router_id: str) -> list[Attempt]:
+    def attempts(self, router_id: str) -> list[AttemptName]:
         """The requests of a router."""
         return [
             attempt
@@ -124,7 +123,7 @@ class RunningSequences:
         for choice in choices:
             self._begin_span(choice)
 
-    def forget(self, attempt: Attempt, choice: int | None = None) -> list[Sequence]:
+    def forget(self, attempt: AttemptName, choice: int | None = None) -> list[Sequence]:
         """Remove a request, or one of its choices. Returns the sequences that were kept of it."""
         choices = self._choices.get(attempt, {})
         if choice is None:

@@ -24,10 +24,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from baton.errors import HandoffError, TicketEnded
+from baton.request import AttemptName
 from kvtransfer.layout.shard_layout import ShardLayout
 
-Attempt = tuple[str, int]
-"""(request id, number of the attempt)"""
 _Runs = list[tuple[int, int]]
 
 
@@ -55,7 +54,7 @@ class Ticket:
     def __init__(
         self,
         ticket_id: str,
-        attempt: Attempt,
+        attempt: AttemptName,
         writer: str,
         *,
         missing: list[int],
@@ -285,8 +284,8 @@ class TicketBook:
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}
-        self._of_attempt: dict[Attempt, str] = {}
-        self._tombstones: OrderedDict[Attempt, float] = OrderedDict()
+        self._of_attempt: dict[AttemptName, str] = {}
+        self._tombstones: OrderedDict[AttemptName, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -300,7 +299,7 @@ class TicketBook:
         self._tickets[ticket.ticket_id] = ticket
         self._of_attempt[ticket.attempt] = ticket.ticket_id
 
-    def check_alive(self, attempt: Attempt) -> None:
+    def check_alive(self, attempt: AttemptName) -> None:
         """Raises TicketEnded for an attempt with a tombstone."""
         if attempt in self._tombstones:
             raise TicketEnded(f"request {attempt[0]} was aborted before its blocks were reserved")
@@ -316,12 +315,12 @@ class TicketBook:
         """A ticket, if it has not ended."""
         return self._tickets.get(ticket_id)
 
-    def find(self, attempt: Attempt) -> Ticket | None:
+    def find(self, attempt: AttemptName) -> Ticket | None:
         """The ticket of an attempt, if it has one."""
         ticket_id = self._of_attempt.get(attempt)
         return None if ticket_id is None else self._tickets.get(ticket_id)
 
-    def bury(self, attempt: Attempt, now: float) -> None:
+    def bury(self, attempt: AttemptName, now: float) -> None:
         """Remember that an attempt is over, so that a late reserve is refused."""
         self._tombstones[attempt] = now + TOMBSTONE_S
         self._tombstones.move_to_end(attempt)

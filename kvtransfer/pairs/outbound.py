@@ -29,7 +29,7 @@ from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.negotiation import Fit, check_geometry
 from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, segment_checksum, shard_between
-from kvtransfer.pairs.push_schedule import Bandwidth, Batch, PushQueue
+from kvtransfer.pairs.push_schedule import Bandwidth, PushBatch, PushQueue
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Packed, Parts, Peer, SendLink, Transport, connect_shard
 
@@ -172,10 +172,10 @@ class Outbound:
         self._queue = PushQueue(1, 1)
         self._window_bytes = 0
         self._pushes: dict[str, Push] = {}
-        self._in_flight: dict[int, Batch] = {}
+        self._in_flight: dict[int, PushBatch] = {}
         self._next = 0
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
-        self._reads: asyncio.Queue[tuple[int, Batch, asyncio.Future[Packed]]] = asyncio.Queue(1)
+        self._reads: asyncio.Queue[tuple[int, PushBatch, asyncio.Future[Packed]]] = asyncio.Queue(1)
         """What is being read, besides one that is waited for."""
         self._reading: set[asyncio.Future[Packed]] = set()
         self._wake = asyncio.Event()
@@ -336,7 +336,7 @@ class Outbound:
                     self._tell(_announcement(number, batch))
                 await self._reads.put((number, batch, self._read(batch, push)))
 
-    def _begin(self, batch: Batch, push: Push) -> int:
+    def _begin(self, batch: PushBatch, push: Push) -> int:
         """From now on it counts as being on its way. Returns its number."""
         number, self._next = self._next, self._next + 1
         push.announced(batch.bytes)
@@ -344,7 +344,7 @@ class Outbound:
         self.in_flight_bytes += batch.bytes
         return number
 
-    def _read(self, batch: Batch, push: Push) -> asyncio.Future[Packed]:
+    def _read(self, batch: PushBatch, push: Push) -> asyncio.Future[Packed]:
         assert self._link is not None, "not open"
         parts = Parts(batch.sources, batch.offset, batch.length)
         reading = self._loop.run_in_executor(self._executor, self._link.pack, parts, push.memory)
@@ -469,7 +469,7 @@ class Outbound:
         return answer
 
 
-def _sealed(batch: Batch, packed: Packed) -> list[int]:
+def _sealed(batch: PushBatch, packed: Packed) -> list[int]:
     """The parts' checksums, each bound to its place."""
     return [
         segment_checksum(digest, batch.ticket_id, target, batch.offset)
@@ -478,7 +478,7 @@ def _sealed(batch: Batch, packed: Packed) -> list[int]:
 
 
 def _announcement(
-    number: int, batch: Batch, checksums: Sequence[int] = ()
+    number: int, batch: PushBatch, checksums: Sequence[int] = ()
 ) -> transfer_pb2.AnnounceBatch:
     return transfer_pb2.AnnounceBatch(
         number=number,

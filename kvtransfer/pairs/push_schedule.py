@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PushBatch:
     """What is announced together: the same part of some blocks of one ticket."""
 
     ticket_id: str
@@ -55,7 +55,7 @@ class PushQueue:
             part = min(self._part_bytes, offset + length - start)
             waiting.setdefault((start, part), deque()).append((target, source))
 
-    def take(self) -> Batch:
+    def take(self) -> PushBatch:
         """The next batch. Raises KeyError where nothing waits."""
         ticket_id, waiting = self._waiting.popitem(last=False)
         (offset, length), blocks = next(iter(waiting.items()))
@@ -72,7 +72,7 @@ class PushQueue:
         if waiting:
             self._waiting[ticket_id] = waiting
         targets, sources = zip(*taken, strict=True)
-        return Batch(ticket_id, targets, sources, offset, length)
+        return PushBatch(ticket_id, targets, sources, offset, length)
 
     def drop(self, ticket_id: str) -> None:
         """Send no more of a ticket; idempotent."""

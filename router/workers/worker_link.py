@@ -22,7 +22,7 @@ import grpc.aio
 
 from baton.errors import BatonError, WorkerFailed
 from baton.host.background import end_tasks, spawn
-from baton.request import LoadSnapshot
+from baton.request import AttemptName, LoadSnapshot
 from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
@@ -33,8 +33,6 @@ from router.workers.breaker import Breaker
 
 log = logging.getLogger(__name__)
 
-PrefillName = tuple[str, int]
-"""Request id and attempt."""
 Events = asyncio.Queue[prefill_pb2.PrefillEvent | BatonError]
 Call = grpc.aio.StreamStreamCall[prefill_pb2.PrefillsRequest, prefill_pb2.PrefillsResponse]
 
@@ -52,7 +50,7 @@ class PrefillStream:
     def __init__(self, channel: grpc.aio.Channel, incarnation: str) -> None:
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._incarnation = incarnation
-        self._events: dict[PrefillName, Events] = {}
+        self._events: dict[AttemptName, Events] = {}
         self._commands: list[prefill_pb2.PrefillCommand] = []
         self._commanded = asyncio.Event()
         self._life: asyncio.Task[None] | None = None

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded
-from baton.request import Geometry
+from baton.request import AttemptName, Geometry
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.scheduling.block_pool import BlockPool
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.shard_layout import ShardLayout, shards_to
 from kvtransfer.pairs.push_fan import fail
-from kvtransfer.tickets import Attempt, Purpose, Ticket, TicketReceiver
+from kvtransfer.tickets import Purpose, Ticket, TicketReceiver
 from worker.exchange.rank_link import RankLinks
 
 NO_TRANSPORT = "none"
@@ -90,7 +90,7 @@ class BlockReceiver(TicketReceiver):
 
     def promise(
         self,
-        attempt: Attempt,
+        attempt: AttemptName,
         writer: str,
         *,
         missing: int,
@@ -299,7 +299,7 @@ class BlockReceiver(TicketReceiver):
         finally:
             ticket.let_go(self.clock())
 
-    def abort(self, attempt: Attempt, now: float, outcome: str = "aborted") -> None:
+    def abort(self, attempt: AttemptName, now: float, outcome: str = "aborted") -> None:
         """End an attempt's ticket, or see that it never gets one; idempotent.
 
         ``outcome`` is how the metrics call it.

@@ -21,12 +21,11 @@ from typing import Protocol
 from opentelemetry.trace import Span
 
 from baton.errors import DeadlineExceeded, TicketEnded
-from baton.request import FirstToken, LoadSnapshot, SequenceSpec, TokenOutput
+from baton.request import AttemptName, FirstToken, LoadSnapshot, SequenceSpec, TokenOutput
 from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
 from baton.v1 import prefill_pb2
 from engine.scheduling.sequence import Sequence, SequenceUpdate
-from kvtransfer.tickets import Attempt
 from worker.prefill.fetch import Fetcher, PrefixSource, source_of
 from worker.prefill.fetch_estimates import FetchEstimates
 from worker.prefill.service import Send
@@ -113,7 +112,7 @@ class PrefillFlow:
         self._open_sink = open_sink
         self._prefill_only = prefill_only
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
-        self._updates: dict[Attempt, PromptUpdates] = {}
+        self._updates: dict[AttemptName, PromptUpdates] = {}
 
     async def run(self, request: prefill_pb2.PrefillRequest, send: Send) -> None:
         """Compute a prompt, send its first token, hand it on, send that. Raises BatonError.
@@ -199,7 +198,7 @@ class PrefillFlow:
             if waiting is not None:
                 waiting.put(update)
 
-    def end(self, attempt: Attempt, error: Exception) -> None:
+    def end(self, attempt: AttemptName, error: Exception) -> None:
         """End a prompt before its time, if it waits."""
         waiting = self._updates.get(attempt)
         if waiting is not None:
@@ -211,7 +210,7 @@ class PrefillFlow:
             waiting.put(error)
 
 
-def attempt_of(sequence: Sequence) -> Attempt:
+def attempt_of(sequence: Sequence) -> AttemptName:
     """The request's id and the attempt's number."""
     return sequence.spec.request_id, sequence.spec.attempt
 

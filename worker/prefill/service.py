@@ -24,12 +24,11 @@ import grpc.aio
 
 from baton.errors import BatonError
 from baton.host.background import end_tasks
-from baton.request import LoadSnapshot
+from baton.request import AttemptName, LoadSnapshot
 from baton.rpc import convert
 from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import as_baton_error
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from kvtransfer.tickets import Attempt
 from worker.services import DEFAULT_KEEPALIVE, Keepalive
 
 log = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class _Prefills:
     """What one stream has started."""
 
     def __init__(self, run: Run, load: Load, keepalive: Keepalive) -> None:
-        self.running: dict[Attempt, asyncio.Task[None]] = {}
+        self.running: dict[AttemptName, asyncio.Task[None]] = {}
         self._run = run
         self._load = load
         self._keepalive = keepalive
@@ -127,12 +126,12 @@ class _Prefills:
         # A message at once: should this worker die, its router knows whether it had the prompt.
         self._happened.set()
 
-    def _cancel(self, name: Attempt) -> None:
+    def _cancel(self, name: AttemptName) -> None:
         task = self.running.get(name)
         if task is not None:
             task.cancel()
 
-    async def _follow(self, name: Attempt, request: prefill_pb2.PrefillRequest) -> None:
+    async def _follow(self, name: AttemptName, request: prefill_pb2.PrefillRequest) -> None:
         end = prefill_pb2.PrefillEnd()
         try:
             await self._run(request, lambda response: self._say(name, response=response))
@@ -142,7 +141,7 @@ class _Prefills:
 
     def _say(
         self,
-        name: Attempt,
+        name: AttemptName,
         response: prefill_pb2.PrefillResponse | None = None,
         end: prefill_pb2.PrefillEnd | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from baton.config.advanced import AdvancedConfig
 from baton.hashing import block_hashes, hash_key
 from baton.liveness.listening import ListeningClock
-from baton.request import Geometry
+from baton.request import AttemptName, Geometry
 from baton.rpc.worker_plane import WorkerPlane
 from baton.telemetry.worker_metrics import WorkerMetrics
 from baton.v1 import transfer_pb2_grpc
@@ -23,7 +23,7 @@ from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SchedulerLimits
 from kvtransfer.pairs.pair import Identity, PairLimits
-from kvtransfer.tickets import Attempt, Purpose, Ticket
+from kvtransfer.tickets import Purpose, Ticket
 from kvtransfer.transports.transport import Parts, Transport
 from prefill_worker.role import PrefillRole
 from tests.support.engine.fake_engine import next_token
@@ -124,7 +124,7 @@ class WatchedReceiver(BlockReceiver):
 
     def promise(
         self,
-        attempt: Attempt,
+        attempt: AttemptName,
         writer: str,
         *,
         missing: int,
@@ -150,7 +150,7 @@ class WatchedReceiver(BlockReceiver):
         worker.over.add(attempt)
         return ticket
 
-    def abort(self, attempt: Attempt, now: float, outcome: str = "aborted") -> None:
+    def abort(self, attempt: AttemptName, now: float, outcome: str = "aborted") -> None:
         super().abort(attempt, now, outcome)
         self.worker.over.add(attempt)
 
@@ -172,7 +172,7 @@ class Worker(Process):
         super().__init__(name, network.time)
         self.address = address
         self.complaints: list[str] = []
-        self.over: set[Attempt] = set()
+        self.over: set[AttemptName] = set()
         """Attempts that were aborted here, or have had their ticket."""
         self.network = network
         self.memory = SimulatedMemory(blocks)

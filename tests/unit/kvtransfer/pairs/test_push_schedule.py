@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtransfer.layout.layout import KvLayout
-from kvtransfer.pairs.push_schedule import Bandwidth, Batch, LayerRun, PushQueue, PutPlan
+from kvtransfer.pairs.push_schedule import Bandwidth, LayerRun, PushBatch, PushQueue, PutPlan
 
 Byte = tuple[str, int, int, int]
 """(ticket, target, source, place in the block)"""
 
 
-def bytes_of(batch: Batch) -> list[Byte]:
+def bytes_of(batch: PushBatch) -> list[Byte]:
     return [
         (batch.ticket_id, target, source, at)
         for target, source in zip(batch.targets, batch.sources, strict=True)
@@ -63,7 +63,7 @@ class PushQueueMachine(RuleBasedStateMachine):
         assert len(set(batch.targets)) == len(batch.targets)
         self._strike(batch)
 
-    def _strike(self, batch: Batch) -> None:
+    def _strike(self, batch: PushBatch) -> None:
         left = self.waiting[batch.ticket_id]
         for byte in bytes_of(batch):
             left.remove(byte)  # raises for what was never put, or was taken before
