@@ -33,7 +33,10 @@ class Throughput:
         self._last_at = 0.0
         self._last = Progress()
         self._last_asked = 0.0
-        self._clear()
+        self._passed_s = 0.0
+        self._lines = self._tokens = 0
+        self._asked = math.inf
+        """The lowest that was asked for in the measurement."""
 
     def observe(self, progress: Progress, asked: float, now: float) -> float | None:
         """Look again; returns the new speed in tokens per second if it has been learned just now.
@@ -51,14 +54,8 @@ class Throughput:
             return None
         rate = self._tokens / self._passed_s
         is_full = self._asked == math.inf or rate < BEHIND * self._asked
-        self._clear()
+        self._passed_s, self._lines, self._tokens, self._asked = 0.0, 0, 0, math.inf
         return _learned(progress.tokens_per_s, rate, is_full=is_full)
-
-    def _clear(self) -> None:
-        self._passed_s = 0.0
-        self._lines = self._tokens = 0
-        self._asked = math.inf
-        """The lowest that was asked for in the measurement."""
 
 
 def _learned(known: float | None, rate: float, *, is_full: bool) -> float:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.config.cluster import load_config
 from baton.config.daily_hours import DailyHours, seconds_of
+from baton.config.sources import Flag
 from baton.errors import ConfigError
 
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -74,7 +75,7 @@ def test_all_views_agree(begin: int, length: int, zone: str, start: int, passed_
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "fault"),
     [
         ("batch_hours", "22-6", "not HH:MM-HH:MM"),
         ("batch_hours", "22:00-24:30", "ends at 24:00"),
@@ -83,10 +84,11 @@ def test_all_views_agree(begin: int, length: int, zone: str, start: int, passed_
         ("batch_time_zone", "../../etc/passwd", "no time zone"),
     ],
 )
-def test_faults_in_the_configuration_are_named(field: str, value: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        load_config(**{field: value})
-    assert field.replace("_", "-") in str(caught.value)
+def test_faults_in_the_configuration_are_named(field: str, value: str, fault: str) -> None:
+    flag = Flag(f"--{field.replace('_', '-')}", (field,), value)
+    with pytest.raises(ConfigError, match=fault) as caught:
+        load_config(flags=[flag])
+    assert flag.name in str(caught.value)
 
 
 def test_hours_are_read_from_the_configuration() -> None:
