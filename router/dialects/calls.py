@@ -23,11 +23,13 @@ class CallReader(Protocol):
     finds no call of an offered tool is ``broken``.
     """
 
-    raw: str
-    """The text that was read before the call began, or behind its arguments."""
     begun: bool
     complete: bool
     broken: bool
+
+    @property
+    def raw(self) -> str:
+        """The text that was read before the call began, or behind its arguments."""
 
     @property
     def in_arguments(self) -> bool:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from baton.config.choices import ReasoningParserName, ToolParserName
 from baton.errors import ConfigError
 from router.core.request import AnswerPart
-from router.dialects.families import HARMONY, KIMI_K2, format_for
+from router.dialects.families import KIMI_K2, format_for
 from router.dialects.formats import ToolFormat
 from router.dialects.harmony import CHANNEL, ENDS, MESSAGE, HarmonyParser
+from router.dialects.harmony import FORMAT as HARMONY
 from router.dialects.pieces import (
     AnswerParser,
     Arguments,

@@ -8,15 +8,21 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.dialects.dialect import Dialect, dialect_for
+from baton.errors import ConfigError
+from router.core.request import AnswerPart
+from router.dialects.dialect import Dialect, ParsedOutput, dialect_for
+from router.dialects.families import FORMATS
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Piece, Reasoning, joined
 from router.dialects.tools import Tool, ToolUse
+from router.text.chat_template import ChatTemplate
+from tests.support.router.front_fakes import TEMPLATE
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -419,3 +425,55 @@ def test_ids_that_the_model_writes() -> None:
     assert pieces_of("kimi_k2", [KIMI + text])[0] == CallStart("get_time", "functions.get_time:3")
     text = "[TOOL_CALLS]get_time[CALL_ID]a1B2c3d4e[ARGS]{}"
     assert pieces_of("mistral", [text])[0] == CallStart("get_time", "a1B2c3d4e")
+
+
+def test_one_call_alone() -> None:
+    text = '[get_weather(city="Paris"), get_time()] so'
+    output = ParsedOutput(dialect("llama4"), replace(USE, single=True))
+    pieces = output.feed(text, last=True)
+    assert [call.name for call in output.calls] == ["get_weather"]
+    assert output.content == " so"
+    assert sum(isinstance(piece, CallEnd) for piece in pieces) == 1
+
+
+def test_an_answer_is_gathered() -> None:
+    output = ParsedOutput(dialect("kimi_k2"), USE, "reasoning")
+    text = f"I look.</think>Hm.{KIMI}<|tool_call_begin|>functions.get_time:7{{}}"
+    for character in text:
+        output.feed(character, last=False)
+    output.feed("", last=True)
+    assert (output.reasoning, output.content) == ("I look.", "Hm.")
+    (call,) = output.calls
+    assert (call.id, call.name, call.arguments) == ("functions.get_time:7", "get_time", "{}")
+
+
+@pytest.mark.parametrize(
+    ("begins_in", "reasoning", "content"), [("reasoning", "a", "b"), ("content", "", "a\n\nb")]
+)
+def test_messages_of_gpt_oss_that_are_continued(
+    begins_in: AnswerPart, reasoning: str, content: str
+) -> None:
+    output = ParsedOutput(dialect("harmony"), None, begins_in)
+    output.feed("a<|end|><|start|>assistant<|channel|>final<|message|>b", last=True)
+    assert (output.reasoning, output.content) == (reasoning, content)
+
+
+def test_reasoning_of_gpt_oss_may_stay_in_the_content() -> None:
+    found = dialect_for("harmony", "none", None, lambda _: False)
+    output = ParsedOutput(found, USE)
+    output.feed("<|channel|>analysis<|message|>Hm.<|end|>", last=True)
+    assert (output.reasoning, output.content) == ("", "Hm.")
+
+
+def test_harmony_is_the_format_of_calls_and_reasoning() -> None:
+    source = TEMPLATE + "<|channel|>analysis<|message|>"
+    found = dialect_for("auto", "auto", ChatTemplate(source, {}), lambda _: False)
+    assert found.tools is FORMATS["harmony"]
+    assert found.reasoning is not None
+    assert found.reasoning.name == "harmony"
+    assert "<|channel|>" in found.answer_texts
+    assert dialect_for("auto", "harmony", None, lambda _: False) == found
+    for calls, reasoning in (("hermes", "harmony"), ("harmony", "think")):
+        names: Any = (calls, reasoning)
+        with pytest.raises(ConfigError, match="harmony is the format of both"):
+            dialect_for(*names, None, lambda _: False)
