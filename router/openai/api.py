@@ -24,7 +24,6 @@ from router.openai.options import (
     AnswerOptions,
     chat_options,
     completion_options,
-    grammar_of,
     scoring,
     template_options,
 )
@@ -37,6 +36,7 @@ from router.openai.protocol import (
     ModelList,
     SamplingFields,
 )
+from router.openai.structured_output import grammar_of
 from router.tool_calls.tools import check_name, tool_use
 
 # `developer` is the newer name of the same thing; templates know the older one.
