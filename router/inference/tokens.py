@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from router.dialects.tools import ToolUse
 from router.inference.prompt import Ending, Turn
 from router.inference.service import InferenceService
-from router.tool_calls.tools import ToolUse
 
 _KINDS = ("int8", "int4", "fp8")
 
@@ -119,7 +119,7 @@ class TokenService:
             vocab_size=self._tokenizer.vocab_size,
             eos_token_ids=tuple(sorted(self._tokenizer.eos_ids)),
             has_chat_template=self._tokenizer.has_chat_template,
-            tool_parser=self._builder.tool_format.name,
+            tool_parser=self._builder.dialect.tools.name,
             quantization=asked if shown is None else shown.quantization or None,
             dtype=config.dtype if shown is None else shown.dtype,
             kv_dtype=config.lossiest_kv_dtype if shown is None else shown.geometry.kv_dtype,

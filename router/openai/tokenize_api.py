@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
+from router.dialects.tools import ToolDefinitions, tool_use
 from router.http.client import Int, Ints, RequestBody, caller_of, validate
 from router.http.json_stream import Items, JsonStream
 from router.inference.service import InferenceService
@@ -17,7 +18,6 @@ from router.inference.tokens import TokenService
 from router.openai.api import openai_turns
 from router.openai.options import template_options
 from router.openai.protocol import Messages
-from router.tool_calls.tools import ToolDefinitions, tool_use
 
 
 class _Body(RequestBody):
