@@ -368,7 +368,7 @@ async def test_the_template_can_be_told_more() -> None:
     going_on = await prompt_of(
         messages=messages, continue_final_message=True, chat_template_kwargs=kwargs
     )
-    assert going_on == "[user]Hello![assistant]I say:"
+    assert going_on == "[user]Hello![assistant]I say: ", "the template keeps the space"
 
 
 BAD = [

@@ -78,15 +78,15 @@ async def test_a_stream_joins_to_the_whole() -> None:
 
 async def test_a_batch() -> None:
     front = make_front()
-    asked = {"prompts": ["Hello", "the fox"], "max_tokens": 4}
-    answer = (await post(front, BATCH, asked)).json()
+    prompts = ["Hello", "the fox"]
+    answer = (await post(front, BATCH, {"prompts": prompts, "max_tokens": 4})).json()
     assert set(answer) == {"results", "total_latency_ms", "throughput_tokens_per_sec"}
     assert [one["tokens_generated"] for one in answer["results"]] == [4, 4]
     slowest = max(one["latency_ms"] for one in answer["results"])
     assert answer["total_latency_ms"] == slowest
     assert answer["throughput_tokens_per_sec"] == pytest.approx(8e3 / slowest, rel=0.01)
     asked_ids = {request.prompt_ids for request in front.dispatcher.requests}
-    assert asked_ids == {front.tokenizer.encode(one) for one in asked["prompts"]}
+    assert asked_ids == {front.tokenizer.encode(one) for one in prompts}
 
 
 @pytest.mark.parametrize(

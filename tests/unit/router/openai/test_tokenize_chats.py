@@ -60,13 +60,15 @@ def template_of(name: str) -> ChatTemplate:
 def front_of(name: str) -> Front:
     front = make_front(context=4096)
     eos = backend().token_to_id(EOS)
+    assert eos is not None
     front.tokenizer = Tokenizer(backend(), eos_ids=[eos], chat_template=template_of(name))
     return front
 
 
 @functools.cache
 def reference(name: str) -> Any:
-    return PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast
+    return fast(
         tokenizer_object=tokenizers.Tokenizer.from_str(backend().to_str()),
         bos_token=BOS,
         eos_token=EOS,
