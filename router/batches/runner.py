@@ -232,7 +232,9 @@ class BatchRunner:
         """A batch that is run here was cancelled, taken over, or has lost its key."""
         run = self._runs[batch.id]
         if batch.owner != self.owner:
-            log.warning("batch %s was taken over by another process", batch.id)
+            if batch.owner:
+                # Otherwise it was given back just now.
+                log.warning("batch %s was taken over by another process", batch.id)
             await end_tasks([run.task])
         elif (
             self._end_of(batch) is not None
@@ -282,6 +284,7 @@ class BatchRunner:
                 batch, status=BatchStatus.IN_PROGRESS, in_progress_at=self._now(), total=total
             )
         if not await self._run_lines(batch, path, pace):
+            self._slots.resume(batch.id)
             await self._move(batch, owner="")
             return
         batch = await self._move(batch, status=BatchStatus.FINALIZING, finalizing_at=self._now())

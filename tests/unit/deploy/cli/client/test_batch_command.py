@@ -17,14 +17,18 @@ from typer.testing import CliRunner
 
 from baton.client.http_api import open_api
 from baton.errors import BatonError, InvalidRequest, NotFound, Unavailable
+from baton.request import FinishReason
 from baton.security.tls import TlsFiles, server_context
 from deploy.cli.client.batch_command import BatchCommand, run_batch
 from deploy.cli.main import app
 from deploy.cli.options.exit_codes import ExitCode
 from deploy.processes.ports import free_port
+from router.batches.database import Database
+from router.core.request import GenerationRequest, OutputDelta
 from tests.support.certificates import Authority
 from tests.support.loadtest.fake_server import Asked, fake_server, refusal
 from tests.support.router.batches_api import chat, lines, served
+from tests.support.router.front_fakes import make_front
 
 DEADLINE_S = 30.0
 
@@ -87,6 +91,36 @@ async def test_a_batch_is_gone_on_with_by_its_id(tmp_path: Path) -> None:
         output = tmp_path / "again.jsonl"
         assert await there.run(None, batch_id, output) == 0
         assert names(output) == ["c-0"]
+
+
+async def test_a_window_that_is_too_short_is_told(tmp_path: Path) -> None:
+    gate, asked = asyncio.Event(), 0
+
+    async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        nonlocal asked
+        asked += 1
+        if asked > 10:
+            await gate.wait()
+        yield OutputDelta("x", (1,), FinishReason.STOP)
+
+    data = tmp_path / "data"
+    async with served(data, make_front(script, data_dir=str(data))) as there:
+        command = Terminal(f"http://{there.address}")
+        running = asyncio.create_task(command.run(written(tmp_path, [chat()] * 30)))
+        async with asyncio.timeout(DEADLINE_S):
+            while asked <= 10:
+                await asyncio.sleep(0.01)
+            database = Database(data / "batches.sqlite")
+            # The row of the speed comes with the first results.
+            while database.progress("tiny").lines < 10:
+                await asyncio.sleep(0.01)
+            database.learn_speed("tiny", 1e-6)
+            database.close()
+            while not any("about 20 lines will have no answer" in line for line in command.said):
+                await asyncio.sleep(0.01)
+        gate.set()
+        assert await running == 0
+        assert sum("no answer" in line for line in command.said) == 1
 
 
 async def test_a_file_at_fault(tmp_path: Path) -> None:
