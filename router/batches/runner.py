@@ -160,7 +160,9 @@ class BatchRunner:
     async def _look(self) -> None:
         now = time.monotonic()
         await self._tidy(now)
-        self._runs = {name: run for name, run in self._runs.items() if not run.task.done()}
+        for name in [name for name, run in self._runs.items() if run.task.done()]:
+            del self._runs[name]
+            self._slots.resume(name)
         if self._runs:
             await self._store.ask(Database.beat, self.owner)
         beats = await self._store.ask(Database.beats)
@@ -284,7 +286,6 @@ class BatchRunner:
                 batch, status=BatchStatus.IN_PROGRESS, in_progress_at=self._now(), total=total
             )
         if not await self._run_lines(batch, path, pace):
-            self._slots.resume(batch.id)
             await self._move(batch, owner="")
             return
         batch = await self._move(batch, status=BatchStatus.FINALIZING, finalizing_at=self._now())

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,17 @@ from typer.testing import CliRunner
 
 from baton.client.http_api import open_api
 from baton.errors import BatonError, InvalidRequest, NotFound, Unavailable
-from baton.request import FinishReason
 from baton.security.tls import TlsFiles, server_context
 from deploy.cli.client.batch_command import BatchCommand, run_batch
 from deploy.cli.main import app
 from deploy.cli.options.exit_codes import ExitCode
 from deploy.processes.ports import free_port
-from router.batches.database import Database
-from router.core.request import GenerationRequest, OutputDelta
+from router.batches.batch import Batch, BatchStatus
+from router.batches.protocol import BatchObject
+from router.batches.schedule.plan import BatchSchedule, SpeedState
 from tests.support.certificates import Authority
 from tests.support.loadtest.fake_server import Asked, fake_server, refusal
-from tests.support.router.batches_api import chat, lines, served
-from tests.support.router.front_fakes import make_front
+from tests.support.router.batches_api import CHAT, chat, lines, served
 
 DEADLINE_S = 30.0
 
@@ -39,12 +38,17 @@ class Terminal:
 
     url: str
     said: list[str] = field(default_factory=list)
+    drawn: StringIO = field(default_factory=StringIO)
 
     async def run(self, file: Path | None, batch_id: str = "", output: Path | None = None) -> int:
         def work() -> int:
             with open_api(self.url) as client:
                 command = BatchCommand(
-                    client, self.said.append, Console(file=StringIO()), poll_s=0.02, away_s=0.1
+                    client,
+                    self.said.append,
+                    Console(file=self.drawn, force_terminal=True),
+                    poll_s=0.02,
+                    away_s=0.1,
                 )
                 return run_batch(command, file, batch_id, "24h", output)
 
@@ -93,34 +97,26 @@ async def test_a_batch_is_gone_on_with_by_its_id(tmp_path: Path) -> None:
         assert names(output) == ["c-0"]
 
 
-async def test_a_window_that_is_too_short_is_told(tmp_path: Path) -> None:
-    gate, asked = asyncio.Event(), 0
+async def test_what_is_planned_for_a_batch_is_shown() -> None:
+    late = BatchSchedule(SpeedState.WAITING, 0.0, 1_795_478_400.0, 1_795_500_000.0, late_lines=20)
+    made = Batch("batch_x", "acme", "", "tiny", CHAT, "file", "24h", 1000, 4600, {})
+    going = replace(made, status=BatchStatus.IN_PROGRESS, total=30)
+    ended = replace(made, status=BatchStatus.EXPIRED, total=30, failed=30)
+    shown = [
+        BatchObject.of(going),
+        *[BatchObject.of(going, late)] * 3,
+        BatchObject.of(ended),
+    ]
 
-    async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
-        nonlocal asked
-        asked += 1
-        if asked > 10:
-            await gate.wait()
-        yield OutputDelta("x", (1,), FinishReason.STOP)
+    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        body = shown.pop(0).model_dump_json().encode()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
-    data = tmp_path / "data"
-    async with served(data, make_front(script, data_dir=str(data))) as there:
-        command = Terminal(f"http://{there.address}")
-        running = asyncio.create_task(command.run(written(tmp_path, [chat()] * 30)))
-        async with asyncio.timeout(DEADLINE_S):
-            while asked <= 10:
-                await asyncio.sleep(0.01)
-            database = Database(data / "batches.sqlite")
-            # The row of the speed comes with the first results.
-            while database.progress("tiny").lines < 10:
-                await asyncio.sleep(0.01)
-            database.learn_speed("tiny", 1e-6)
-            database.close()
-            while not any("about 20 lines will have no answer" in line for line in command.said):
-                await asyncio.sleep(0.01)
-        gate.set()
-        assert await running == 0
-        assert sum("no answer" in line for line in command.said) == 1
+    async with fake_server(answer) as server:
+        there = Terminal(server.url)
+        assert await there.run(None, "batch_x") == ExitCode.INCOMPLETE
+    assert sum("about 20 lines will have no answer" in line for line in there.said) == 1
+    assert "waits for batch_hours until" in there.drawn.getvalue()
 
 
 async def test_a_file_at_fault(tmp_path: Path) -> None:
