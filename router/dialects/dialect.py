@@ -12,17 +12,7 @@ from router.dialects.families import KIMI_K2, format_for
 from router.dialects.formats import ToolFormat
 from router.dialects.harmony import CHANNEL, ENDS, MESSAGE, HarmonyParser
 from router.dialects.harmony import FORMAT as HARMONY
-from router.dialects.pieces import (
-    AnswerParser,
-    Arguments,
-    CallEnd,
-    CallStart,
-    Content,
-    Piece,
-    PlainParser,
-    Reasoning,
-    joined,
-)
+from router.dialects.pieces import AnswerParser, PlainParser
 from router.dialects.reasoning import ReasoningFormat, ReasoningParser
 from router.dialects.tools import ToolUse
 from router.text.chat_template import ChatTemplate
@@ -118,56 +108,3 @@ def dialect_for(
         # It calls tools within its reasoning at times, and does not end that first.
         reasoning = replace(reasoning, calls_end_it=(tools.markers.opening,))
     return Dialect(tools, reasoning)
-
-
-@dataclass(slots=True)
-class OutputCall:
-    """A call that has begun; ``arguments`` grow."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-class ParsedOutput:
-    """Parses one choice. ``reasoning``, ``content`` and ``calls`` hold what it has so far."""
-
-    def __init__(
-        self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart = "start"
-    ) -> None:
-        """``use``: the tools that may be called. ``begins_in``: where the prompt ends."""
-        self._new_id = dialect.tools.new_id
-        self._single = use is not None and use.single
-        self._parser = dialect.parser(use, begins_in)
-        self._dropping = False
-        self.reasoning = ""
-        self.content = ""
-        self.calls: list[OutputCall] = []
-
-    def feed(self, text: str, *, last: bool) -> list[Piece]:
-        """Parse the next part of the text. Returns its pieces; ``last``: no more text comes.
-
-        If the request allows one call, later ones are dropped.
-        """
-        pieces = self._parser.feed(text)
-        if last:
-            pieces += self._parser.finish()
-        return [piece for piece in joined(pieces) if self._keep(piece)]
-
-    def _keep(self, piece: Piece) -> bool:
-        match piece:
-            case Content(text):
-                self.content += text
-                return True
-            case Reasoning(text):
-                self.reasoning += text
-                return True
-            case CallStart(name, written_id):
-                self._dropping = self._single and bool(self.calls)
-                if not self._dropping:
-                    self.calls.append(OutputCall(written_id or self._new_id(), name))
-            case Arguments(text) if not self._dropping:
-                self.calls[-1].arguments += text
-            case Arguments() | CallEnd():
-                pass
-        return not self._dropping

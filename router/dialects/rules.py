@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import InvalidRequest
-from router.dialects.literals import type_of
 from router.dialects.tools import Tool
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -46,6 +45,15 @@ def json_value(schema: Mapping[str, Any], tool: Tool) -> str:
 def pattern(text: str) -> str:
     """``text`` as a part of a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/")
+
+
+def type_of(value: Any) -> str:
+    """The JSON type of a value, as schemas call it."""
+    names: dict[type, str] = {
+        **{bool: "boolean", int: "integer", float: "number", str: "string"},
+        **{list: "array", dict: "object"},
+    }
+    return names.get(type(value), "null")
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:

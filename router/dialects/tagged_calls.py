@@ -21,8 +21,8 @@ from typing import Any
 from router.dialects.calls import NAME, CallReader, HeadReader
 from router.dialects.json_calls import dump
 from router.dialects.json_scanner import WHITE
-from router.dialects.literals import json_of_text
 from router.dialects.pieces import first_marker, possible_start
+from router.dialects.python_calls import json_of_text
 from router.dialects.rules import (
     check_kept,
     json_value,

@@ -27,7 +27,7 @@ from router.core.request import (
     OutputDelta,
     choices_for,
 )
-from router.dialects.dialect import ParsedOutput
+from router.dialects.output import ParsedOutput
 from router.grpc.call import Context, Service, arrival_of, check_size, metadata_of, write_to
 from router.grpc.health import HealthServicer
 from router.grpc.sampling import grpc_sampling

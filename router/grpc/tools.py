@@ -10,7 +10,7 @@ import pydantic_core
 from baton.errors import InvalidRequest
 from baton.v1 import inference_pb2, tools_pb2
 from router.core.request import OutputDelta
-from router.dialects.dialect import ParsedOutput
+from router.dialects.output import ParsedOutput
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Reasoning
 from router.dialects.tools import (
     Mode,

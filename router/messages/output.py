@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from router.dialects.dialect import Dialect, ParsedOutput
+from router.dialects.dialect import Dialect
+from router.dialects.output import ParsedOutput
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Piece, Reasoning
 from router.dialects.tools import ToolUse
 

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from baton.request import FinishReason
 from router.core.request import Choice, GenerationRequest, OutputDelta, without_answer
-from router.dialects.dialect import Dialect, OutputCall, ParsedOutput
+from router.dialects.dialect import Dialect
+from router.dialects.output import OutputCall, ParsedOutput
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Reasoning
 from router.dialects.tools import CalledFunction, MessageToolCall, ToolUse
 from router.http.sse import DONE, encode_events, to_json

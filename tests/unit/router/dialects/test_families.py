@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from router.core.request import AnswerPart
-from router.dialects.dialect import Dialect, ParsedOutput, dialect_for
+from router.dialects.dialect import Dialect, dialect_for
 from router.dialects.families import FORMATS
+from router.dialects.output import ParsedOutput
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Piece, Reasoning, joined
 from router.dialects.tools import Tool, ToolUse
 from router.text.chat_template import ChatTemplate

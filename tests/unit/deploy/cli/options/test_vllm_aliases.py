@@ -81,7 +81,7 @@ def test_the_certificate_has_vllm_s_names() -> None:
     ("words", "says"),
     [
         (["--kv-cache-dtype", "fp8_e5m2"], "must be auto, int8 or fp8, not `fp8_e5m2`"),
-        (["--tool-call-parser", "pythonic"], "must be auto, hermes, llama3, smollm, mistral or"),
+        (["--tool-call-parser", "jamba"], "must be auto, deepseek_v3, deepseek_v31, gemma, glm45"),
         (["--quantization", "bitsandbytes"], "must be auto, none, int8, int4 or fp8"),
     ],
 )
