@@ -168,7 +168,7 @@ class Config(BaseSettings):
     """Format of the model's tool calls; ``auto`` derives it from the chat template. docs/tools.md
     lists the models of each."""
     reasoning_parser: ReasoningParserName = "auto"
-    """Format of the model's reasoning, which answers give apart from their content; ``auto``
+    """Format of the model's reasoning, which answers give separately from their content; ``auto``
     derives it from the chat template, ``none`` leaves reasoning in the content. ``think`` is
     ``<think>…</think>``, ``mistral`` is ``[THINK]…[/THINK]``, ``harmony`` is gpt-oss's."""
     request_deadline_s: float = Field(default=300.0, gt=0)
