@@ -116,7 +116,7 @@ async def serve(settings: RouterSettings) -> None:
         what_if=WhatIfProgram.of(settings.what_if),
     )
     servers, grpc_server = HttpServers(application.apps, config), application.grpc_server
-    shutdown = Shutdown()
+    shutdown = Shutdown("router" if config.routers == 1 else f"router-{settings.number}")
     shutdown.take_signals()
     # The kernel gives a process that listens its share of the connections, whatever it knows.
     await shutdown.until(dispatcher.settled(), OTHERS_S if config.routers > 1 else ALONE_S)
@@ -124,6 +124,7 @@ async def serve(settings: RouterSettings) -> None:
     await grpc_server.start()
     keep_collections_short()
     await application.batches.start()
+    application.summary.start()
     serving = servers.start()
     told = asyncio.create_task(shutdown.told.wait())
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
@@ -136,6 +137,7 @@ async def serve(settings: RouterSettings) -> None:
         await application.batches.stop()
         # Its streams never end by themselves.
         await application.console.close()
+        await application.summary.close()
         idle = servers.leave()
         if shutdown.in_order:
             await _let_end(shutdown, dispatcher, idle, grpc_server, config.drain_deadline_s)
