@@ -14,6 +14,7 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.http.client import validate
 from router.inference.builder import Arrival
+from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.prompt import Turn
 from router.inference.sampling_input import SamplingInput
@@ -51,6 +52,7 @@ class ResponsesApi:
         built = await self._builder.chat(
             arrival, asked.turns, asked.sampling, body.priority, asked.use
         )
+        (built,) = with_cache_fields([built], body)
         form = self._builder.tool_format
         return ResponsesAnswer(built, asked.repeated, form, asked.use, stream=bool(body.stream))
 
