@@ -53,8 +53,8 @@ class MessagesApi:
             body, built.prompt_ids, self._builder.encoder, arrival.tenant, use
         )
         built = replace(built, retentions=kept)
-        form = self._builder.tool_format
-        return MessagesAnswer(built, body.model, form, use, stream=bool(body.stream))
+        dialect = self._builder.dialect.without_reasoning
+        return MessagesAnswer(built, body.model, dialect, use, stream=bool(body.stream))
 
 
 def _sampling(body: MessagesRequest) -> SamplingInput:

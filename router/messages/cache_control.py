@@ -13,10 +13,10 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.request import Retention
+from router.dialects.tools import ToolUse
 from router.inference.prompt import PromptEncoder, Turn
 from router.messages.blocks import message_turns, prefix_turns
 from router.messages.protocol import MessagesRequest
-from router.tool_calls.tools import ToolUse
 
 MAX_BREAKPOINTS = 4
 """In one request, as at Anthropic."""
@@ -41,10 +41,9 @@ def breakpoints_of(body: MessagesRequest) -> list[Breakpoint]:
     """The breakpoints of a body, in the order of the prompt. Raises InvalidRequest."""
     found = list(_found(body))
     if len(found) > MAX_BREAKPOINTS:
+        where = found[MAX_BREAKPOINTS].where
         raise InvalidRequest(
-            f"at most {MAX_BREAKPOINTS} blocks may have cache_control: {found[MAX_BREAKPOINTS].where}"
-            " is one more",
-            param=found[MAX_BREAKPOINTS].where,
+            f"{where}: at most {MAX_BREAKPOINTS} blocks may have cache_control", param=where
         )
     for earlier, later in itertools.pairwise(found):
         if later.ttl_s > earlier.ttl_s:

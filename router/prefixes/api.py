@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from baton.errors import InvalidRequest
 from baton.store.pin_store import Pin
 from router.core.request import GenerationRequest
+from router.dialects.tools import tool_use
 from router.http.client import caller_of, unless_disconnected, validate
 from router.http.openapi import ERRORS, json_body
 from router.inference.builder import Arrival
@@ -30,7 +31,6 @@ from router.prefixes.protocol import (
     PrefixList,
     PrefixUsage,
 )
-from router.tool_calls.tools import tool_use
 
 PATH = "/v1/cache/prefixes"
 _COMPUTED = SamplingInput(temperature=0.0, max_tokens=1)

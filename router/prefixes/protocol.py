@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from router.dialects.tools import ToolDefinitions
 from router.http.client import Int, Ints, RequestBody
 from router.openai.protocol import Messages
-from router.tool_calls.tools import ToolDefinitions
 
 MAX_NAME_CHARACTERS = 64
 DEFAULT_TTL_S = 300
