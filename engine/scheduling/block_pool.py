@@ -211,7 +211,8 @@ class BlockPool:
         ttl_s = self._ttl_of.get(block)
         if ttl_s is not None:
             self._newly_cached.pop(block, None)
-            self._expiring.get(ttl_s, {}).pop(block, None)
+            if ttl_s in self._expiring:
+                self._expiring[ttl_s].pop(block, None)
 
     def register(
         self, block: int, digest: bytes, leading: Several[bytes] = (), ttl_s: float = 0.0
