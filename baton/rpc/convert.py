@@ -138,11 +138,11 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.preemptions = spec.preemptions
     message.hand_back = spec.hand_back
     message.embeds = spec.embeds
-    message.cache_ttl_ms = int(spec.cache_ttl_s * 1000)
+    message.cache_ttl_ms = round(spec.cache_ttl_s * 1000)
     for wanted in spec.retentions:
         message.retentions.add(
             tokens=wanted.tokens,
-            ttl_ms=int(min(wanted.ttl_s * 1000, _LONGEST_MS)),
+            ttl_ms=round(min(wanted.ttl_s * 1000, _LONGEST_MS)),
             name=wanted.name,
             required=wanted.required,
         )

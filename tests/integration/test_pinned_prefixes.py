@@ -74,7 +74,9 @@ class Client:
 
     @property
     def book(self) -> RetentionBook:
-        context = self.cluster.workers["prefill-0"].context
+        """That of the worker that computes prompts."""
+        is_local = self.cluster.config.local_prefill == "always"
+        context = self.cluster.workers["decode-0" if is_local else "prefill-0"].context
         assert context is not None
         return context.core.retention
 
@@ -98,8 +100,11 @@ async def client_of(model: Path, redis_url: str, **changes: Any) -> AsyncIterato
             yield Client(cluster, http)
 
 
-async def test_a_pinned_prefix_stays_until_it_is_unpinned(tiny_model: Path, redis_url: str) -> None:
-    async with client_of(tiny_model, redis_url, **SMALL) as client:
+@pytest.mark.parametrize("local", ["never", "always"])
+async def test_a_pinned_prefix_stays_until_it_is_unpinned(
+    tiny_model: Path, redis_url: str, local: str
+) -> None:
+    async with client_of(tiny_model, redis_url, local_prefill=local, **SMALL) as client:
         answer = await client.pin(name="handbook")
         assert answer.status_code == 200, answer.text
         body = answer.json()
