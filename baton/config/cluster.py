@@ -164,8 +164,8 @@ class Config(BaseSettings):
     kv_disk_path: str = ""
     """Folder for KV blocks on disk; empty takes ``kv`` in ``$BATON_CACHE_DIR``, or in
     ``~/.cache/baton``. The file has no name in it, and ends with its worker."""
-    max_pinned_share: float = Field(default=0.5, ge=0, le=0.9)
-    """Maximum share of each worker's KV blocks that the pinned prefixes and retentions of all
+    max_pinned_fraction: float = Field(default=0.5, ge=0, le=0.9)
+    """Maximum fraction of each worker's KV blocks that the pinned prefixes and retentions of all
     tenants together keep. Such blocks are evicted last."""
     tool_parser: ToolParserName = "auto"
     """Format of the model's tool calls; ``auto`` derives it from the chat template. ``hermes`` is

@@ -323,8 +323,10 @@ class Placement:
 
     def _on_output(self, attempt: Attempt, output: TokenOutput) -> None:
         """Take in an output of the decode worker."""
-        attempt.decode_began.set()
         running = attempt.owner
+        if _is_told_by_prefill(attempt, output):
+            return
+        attempt.decode_began.set()
         if output.error:
             attempt.failed = True
             failure = error_from_code(output.error_code or "worker_failed", output.error)
@@ -414,3 +416,15 @@ class Placement:
         """Those whose prompts a worker computes, or hands over."""
         every = self._attempts
         return [a for a in every if a.computes and a.source.record.incarnation == source]
+
+
+def _is_told_by_prefill(attempt: Attempt, output: TokenOutput) -> bool:
+    """Whether an answer ends with its first token where its prompt was computed.
+
+    The stream of prefills brings that token, too, with what of the prompt was found and is kept:
+    the answer must not end before that is known.
+    """
+    running = attempt.owner
+    is_all = output.finish_reason is not None and output.index + len(output.token_ids) == 1
+    is_known = running.is_cache_counted or running.several
+    return is_all and attempt.source is attempt.target and not is_known

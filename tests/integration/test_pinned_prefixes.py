@@ -176,7 +176,7 @@ async def test_a_pin_that_died_with_its_worker_comes_back_with_its_next_use(
 async def test_beyond_the_tenant_s_share_it_is_refused_with_the_numbers(
     tiny_model: Path, redis_url: str
 ) -> None:
-    small = (TenantConfig(name="default", max_pinned_share=0.03),)
+    small = (TenantConfig(name="default", max_pinned_fraction=0.03),)
     async with client_of(tiny_model, redis_url, tenants=small, **SMALL) as client:
         context = client.cluster.workers["prefill-0"].context
         assert context is not None
@@ -199,7 +199,7 @@ async def test_beyond_the_tenant_s_share_it_is_refused_with_the_numbers(
 
 
 async def test_all_tenants_together_leave_room(tiny_model: Path, redis_url: str) -> None:
-    async with client_of(tiny_model, redis_url, max_pinned_share=0.0, **SMALL) as client:
+    async with client_of(tiny_model, redis_url, max_pinned_fraction=0.0, **SMALL) as client:
         assert (await client.pin()).status_code == 409
 
 

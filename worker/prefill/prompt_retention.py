@@ -50,5 +50,6 @@ def held_tokens(context: WorkerContext, retained: list[bytes]) -> int:
 def _share(context: WorkerContext, tenant: str) -> RetentionShare:
     config, total = context.settings.config, context.engine.pool.total
     return RetentionShare(
-        int(config.tenant(tenant).max_pinned_share * total), int(config.max_pinned_share * total)
+        int(config.tenant(tenant).max_pinned_fraction * total),
+        int(config.max_pinned_fraction * total),
     )
