@@ -104,6 +104,8 @@ class SequenceSpec:
     """Its blocks are forgotten when nobody has used them for so many seconds; 0 sets no bound."""
     trace: TraceContext = NO_TRACE
     """Of what is above the spans of the worker."""
+    without_speculation: bool = False
+    """No tokens are drafted for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,10 @@ class LoadSnapshot:
     steps_in_flight: int = 0
     """Steps that the engine was given and has not ended: while there are some, ``engine_steps`` is
     to grow."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that were computed since the worker began."""
+    cached_prompt_tokens: int = 0
+    """Those of them whose KV was found in its caches, or fetched from another worker's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class Config(BaseSettings):
     also for Qwen and SmolLM3, ``smollm`` for SmolLM2, ``mistral_args`` for Mistral since tokenizer
     version 11."""
     reasoning_parser: ReasoningParserName = "auto"
-    """Format of the model's reasoning, which answers give apart from their content; ``auto``
+    """Format of the model's reasoning, which answers give separately from their content; ``auto``
     derives it from the chat template, ``none`` leaves reasoning in the content. ``think`` is
     ``<think>…</think>``, ``mistral`` is ``[THINK]…[/THINK]``."""
     request_deadline_s: float = Field(default=300.0, gt=0)

@@ -125,6 +125,7 @@ class SequenceSpec(_message.Message):
     HAND_BACK_FIELD_NUMBER: _builtins.int
     EMBEDS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    WITHOUT_SPECULATION_FIELD_NUMBER: _builtins.int
     RETENTIONS_FIELD_NUMBER: _builtins.int
     CACHE_TTL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -154,6 +155,8 @@ class SequenceSpec(_message.Message):
     """
     embeds: _builtins.bool
     """The prompt's embedding is wanted, beside one token that nobody reads."""
+    without_speculation: _builtins.bool
+    """No tokens are drafted for it."""
     cache_ttl_ms: _builtins.int
     """Its blocks are forgotten when nobody has used them for so long; 0 sets no bound."""
     @_builtins.property
@@ -192,12 +195,13 @@ class SequenceSpec(_message.Message):
         hand_back: _builtins.bool = ...,
         embeds: _builtins.bool = ...,
         trace: Global___TraceContext | None = ...,
+        without_speculation: _builtins.bool = ...,
         retentions: _abc.Iterable[Global___Retention] | None = ...,
         cache_ttl_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "cache_ttl_ms", b"cache_ttl_ms", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "retentions", b"retentions", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "cache_ttl_ms", b"cache_ttl_ms", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "retentions", b"retentions", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace", "without_speculation", b"without_speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,6 +261,8 @@ class LoadSnapshot(_message.Message):
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     running: _builtins.int
     waiting: _builtins.int
@@ -281,6 +287,11 @@ class LoadSnapshot(_message.Message):
     disk_blocks: _builtins.int
     steps_in_flight: _builtins.int
     """Steps that the engine was given and has not ended."""
+    prompt_tokens: _builtins.int
+    """Of the prompts that were computed since the worker began: their tokens, and those of them whose
+    KV was found in its caches or fetched from another worker's.
+    """
+    cached_prompt_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -300,10 +311,12 @@ class LoadSnapshot(_message.Message):
         host_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
         steps_in_flight: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "steps_in_flight", b"steps_in_flight", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "prompt_tokens", b"prompt_tokens", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "steps_in_flight", b"steps_in_flight", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

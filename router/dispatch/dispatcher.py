@@ -20,7 +20,7 @@ from baton.host.background import end_tasks, spawn, watch_loop
 from baton.rpc.worker_plane import WorkerPlane
 from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
-from baton.store.registry import Registry
+from baton.store.registry import Registry, WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
@@ -243,6 +243,10 @@ class ClusterDispatcher:
         Raises ContextLengthExceeded.
         """
         return self._routes.hashes(request.prompt_ids, request.cache_salt, HashChain())
+
+    def worker_records(self) -> list[WorkerRecord]:
+        """What is known of every worker, whether requests may go there or not."""
+        return [link.record for link in self._links.all()]
 
     @property
     def context_length(self) -> int:

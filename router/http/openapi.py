@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
@@ -71,26 +73,40 @@ def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, An
 
 
 def describe(app: FastAPI) -> None:
-    """Add bodies, keys and error responses to the description of ``app``."""
+    """Serve the description of ``app`` with bodies, keys and error responses added.
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
-            )
-            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            for path, operations in schema["paths"].items():
-                for operation in operations.values():
-                    _name_body(operation, schema["components"]["schemas"])
-                    _describe_refusals(path, operation)
-            app.openapi_schema = schema
-        return app.openapi_schema
+    It is built when it is first asked for, in a thread: that takes a tenth of a second.
+    """
+    lock = asyncio.Lock()
+    built = b""
 
-    # FastAPI documents this assignment as the way to extend its description.
-    app.openapi = openapi  # type: ignore[method-assign]
+    async def description(_: Request) -> Response:
+        nonlocal built
+        async with lock:
+            built = built or await asyncio.to_thread(_description, app)
+        return Response(built, media_type=JSON)
+
+    path = app.openapi_url
+    assert path is not None
+    app.router.routes[:] = [
+        route for route in app.router.routes if getattr(route, "path", "") != path
+    ]
+    app.add_route(path, description, include_in_schema=False)
+
+
+def _description(app: FastAPI) -> bytes:
+    schema = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+    )
+    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            _name_body(operation, schema["components"]["schemas"])
+            _describe_refusals(path, operation)
+    return json.dumps(schema).encode()
 
 
 def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:

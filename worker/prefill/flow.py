@@ -152,6 +152,7 @@ class PrefillFlow:
                 firsts = await sink.compute(sequence, blocks)
                 _note(span, sequence)
                 kept = held_tokens(self._context, retained)
+                self._context.core.count_prompt(sequence)
                 for choice, first in zip(choices, firsts, strict=False):
                     load = self._context.core.load()
                     send(first_token_response(choice, first, load, retained_tokens=kept))
