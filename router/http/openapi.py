@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -29,22 +30,31 @@ class ErrorResponse(BaseModel):
 JSON = "application/json"
 _SCHEMA = "#/components/schemas/{model}"
 _ERROR = {"$ref": _SCHEMA.format(model=ErrorResponse.__name__)}
+
+
+def _refused(why: str) -> dict[str, Any]:
+    return {"description": why, "content": {JSON: {"schema": _ERROR}}}
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
-    401: {"model": ErrorResponse, "description": "A known API key is required."},
-    404: {"model": ErrorResponse, "description": "No such model."},
-    413: {"model": ErrorResponse, "description": "The body is too large."},
-    429: {
-        "model": ErrorResponse,
-        "description": "No room, no time or no allowance; see Retry-After.",
-    },
-    503: {"model": ErrorResponse, "description": "Nothing can serve the request at present."},
+    400: _refused("The request cannot be served as it is."),
+    401: _refused("A known API key is required."),
+    404: _refused("No such model."),
+    413: _refused("The body is too large."),
+    429: _refused("No room, no time or no allowance; see Retry-After."),
+    503: _refused("Nothing can serve the request at present."),
 }
+
+
+@functools.cache
+def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The schema of ``model``. It takes milliseconds to make: callers share one, and copy it."""
+    return model.model_json_schema(ref_template=_SCHEMA)
 
 
 def json_body(model: type[BaseModel], example: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """``openapi_extra`` of an operation with a body of ``model``."""
-    shape = {"schema": model.model_json_schema(ref_template=_SCHEMA)}
+    shape = {"schema": _schema_of(model)}
     return body({JSON: shape | ({"example": example} if example else {})})
 
 
@@ -101,6 +111,7 @@ def _description(app: FastAPI) -> bytes:
         description=app.description,
         routes=app.routes,
     )
+    _add_model(_schema_of(ErrorResponse), schema["components"]["schemas"])
     schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in schema["paths"].items():
         for operation in operations.values():
@@ -115,10 +126,17 @@ def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     # FastAPI's own schemas refer to a model, or are one of several.
     if content is None or content["schema"].get("type") != "object":
         return
-    shape = dict(content["schema"])
+    name = _add_model(content["schema"], schemas)
+    content["schema"] = {"$ref": _SCHEMA.format(model=name)}
+
+
+def _add_model(schema: Mapping[str, Any], schemas: dict[str, Any]) -> str:
+    """Add a model's schema and its definitions to the named schemas; returns its name."""
+    shape = dict(schema)
     schemas.update(shape.pop("$defs", {}))
-    schemas[shape["title"]] = shape
-    content["schema"] = {"$ref": _SCHEMA.format(model=shape["title"])}
+    name = str(shape["title"])
+    schemas[name] = shape
+    return name
 
 
 def _describe_refusals(path: str, operation: dict[str, Any]) -> None:
