@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.sampling_params import SamplingParams
 
 AttemptName = tuple[str, int]
@@ -87,6 +88,9 @@ class SequenceSpec:
     """The prompt's embedding is wanted, beside one token that nobody reads."""
     trace: TraceContext = NO_TRACE
     """Of what is above the spans of the worker."""
+    reasoning: ReasoningSpan | None = None
+    """Where the answer's reasoning lies; None: its grammar applies to all of it, and nothing bounds
+    the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

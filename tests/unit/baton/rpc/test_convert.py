@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.request import (
     FinishReason,
     FirstToken,
@@ -86,6 +87,8 @@ SPECS = st.builds(
     hand_back=st.booleans(),
     embeds=st.booleans(),
     trace=st.builds(TraceContext, TEXT, TEXT),
+    reasoning=st.none()
+    | st.builds(ReasoningSpan, st.lists(IDS, max_size=3).map(tuple), IDS, st.none() | U32, IDS),
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
 OUTPUTS = st.builds(
