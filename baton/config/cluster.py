@@ -31,6 +31,7 @@ from baton.config.choices import (
     LogLevel,
     PolicyName,
     Quantization,
+    ReasoningParserName,
     ToolParserName,
     TransportName,
 )
@@ -163,6 +164,10 @@ class Config(BaseSettings):
     """Format of the model's tool calls; ``auto`` derives it from the chat template. ``hermes`` is
     also for Qwen and SmolLM3, ``smollm`` for SmolLM2, ``mistral_args`` for Mistral since tokenizer
     version 11."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """Format of the model's reasoning, which answers give apart from their content; ``auto``
+    derives it from the chat template, ``none`` leaves reasoning in the content. ``think`` is
+    ``<think>…</think>``, ``mistral`` is ``[THINK]…[/THINK]``."""
     request_deadline_s: float = Field(default=300.0, gt=0)
     """Maximum time of a request, in seconds; it then gets an error."""
     drain_deadline_s: float = Field(default=30.0, ge=0)

@@ -10,6 +10,9 @@ from baton.logprobs import TokenLogprobs
 from baton.request import NO_TRACE, FinishReason, Principal, TraceContext
 from baton.sampling_params import SamplingParams
 
+AnswerPart = Literal["start", "reasoning", "content"]
+"""Where in an answer a prompt ends: before it, within its reasoning, or within its content."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
@@ -58,6 +61,8 @@ class GenerationRequest:
     """The prompt's embedding is wanted, and no answer."""
     chat: bool = False
     """The prompt is a conversation."""
+    begins_in: AnswerPart = "start"
+    """Where a conversation's prompt ends."""
     model: str = ""
     """The served model's id."""
     trace: TraceContext = NO_TRACE

@@ -20,6 +20,8 @@ from baton.config.cluster import Config
 from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
 from baton.host.background import INLINE, off_loop
 from router.core.turns import FairTurns
+from router.dialects.formats import ToolFormat
+from router.dialects.tools import ToolUse
 from router.inference.sampling_input import (
     SamplingInput,
     banned_runs,
@@ -29,8 +31,6 @@ from router.inference.sampling_input import (
 )
 from router.text.chat_template import MAX_WAIT_S, ChatTemplate
 from router.text.tokenizer import Tokenizer
-from router.tool_calls.formats import ToolFormat
-from router.tool_calls.tools import ToolUse
 
 Turn = Mapping[str, Any]
 """A message: ``role``, ``content``, an assistant's ``tool_calls``, a result's ``tool_call_id``."""

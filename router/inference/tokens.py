@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.dialects.tools import ToolUse
 from router.inference.prompt import Turn
 from router.inference.service import InferenceService
-from router.tool_calls.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,5 +75,5 @@ class TokenService:
             vocab_size=self._tokenizer.vocab_size,
             eos_token_ids=tuple(sorted(self._tokenizer.eos_ids)),
             has_chat_template=self._tokenizer.has_chat_template,
-            tool_parser=self._builder.tool_format.name,
+            tool_parser=self._builder.dialect.tools.name,
         )

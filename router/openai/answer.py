@@ -12,15 +12,15 @@ from pydantic import BaseModel
 
 from baton.request import FinishReason
 from router.core.request import Choice, GenerationRequest, OutputDelta, without_answer
+from router.dialects.dialect import Dialect
+from router.dialects.output import OutputCall, ParsedOutput
+from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Reasoning
+from router.dialects.tools import CalledFunction, MessageToolCall, ToolUse
 from router.http.sse import DONE, encode_events, to_json
 from router.inference.endpoint import ApiAnswer
 from router.openai import protocol as openai_protocol
 from router.openai.answer_details import NOTHING, AnswerDetails, ChunkExtras
 from router.openai.options import AnswerOptions
-from router.tool_calls.formats import ToolFormat
-from router.tool_calls.pieces import CallBegun, Content, Piece
-from router.tool_calls.tool_output import OutputCall, ToolOutput
-from router.tool_calls.tools import CalledFunction, MessageToolCall, ToolUse
 
 
 def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
@@ -214,19 +214,19 @@ class ToolChatAnswer(ChatAnswer):
         requests: Sequence[GenerationRequest],
         options: AnswerOptions,
         details: AnswerDetails | None,
-        form: ToolFormat,
+        dialect: Dialect,
         use: ToolUse,
         *,
         stream: bool,
     ) -> None:
         super().__init__(name, model_id, requests, options, details, stream=stream)
-        self._form = form
+        self._dialect = dialect
         self._use = use
-        self._outputs: dict[int, ToolOutput] = {}
+        self._outputs: dict[int, ParsedOutput] = {}
 
     def _chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
         if first:
-            self._outputs[index] = ToolOutput(self._form, self._use)
+            self._outputs[index] = ParsedOutput(self._dialect, self._use)
         output = self._outputs[index]
         events = []
         if first:
@@ -234,7 +234,9 @@ class ToolChatAnswer(ChatAnswer):
             events.append(self._chunk(index, role, None))
         place = len(output.calls) - 1
         for piece in output.feed(delta.text, last=delta.finish_reason is not None):
-            place += isinstance(piece, CallBegun)
+            if isinstance(piece, CallEnd):
+                continue
+            place += isinstance(piece, CallStart)
             content = _delta(piece, place, output)
             events.append(self._chunk(index, f'"delta":{content}', None))
         extras = self._extras(index, delta, first=first)
@@ -245,7 +247,7 @@ class ToolChatAnswer(ChatAnswer):
             events.append(self._last(index, delta.finish_reason, output))
         return events
 
-    def _last(self, index: int, reason: FinishReason, output: ToolOutput) -> str:
+    def _last(self, index: int, reason: FinishReason, output: ParsedOutput) -> str:
         if reason is FinishReason.STOP and output.calls:
             return self._chunk_of(index, '"delta":{}', '"tool_calls"')
         return self._chunk(index, '"delta":{}', reason)
@@ -260,7 +262,7 @@ class ToolChatAnswer(ChatAnswer):
         )
 
     def _choice(self, index: int, choice: Choice) -> openai_protocol.ChatChoice:
-        output = ToolOutput(self._form, self._use)
+        output = ParsedOutput(self._dialect, self._use)
         output.feed(choice.text, last=True)
         if not output.calls:
             return openai_protocol.ChatChoice(
@@ -278,10 +280,14 @@ class ToolChatAnswer(ChatAnswer):
         )
 
 
-def _delta(piece: Piece, place: int, output: ToolOutput) -> str:
+def _delta(
+    piece: Content | Reasoning | CallStart | Arguments, place: int, output: ParsedOutput
+) -> str:
+    if isinstance(piece, Reasoning):
+        return f'{{"reasoning_content":{to_json(piece.text)}}}'
     if isinstance(piece, Content):
         return f'{{"content":{to_json(piece.text)}}}'
-    if isinstance(piece, CallBegun):
+    if isinstance(piece, CallStart):
         call = output.calls[place]
         head = f'"id":{to_json(call.id)},"type":"function"'
         function = f'{{"name":{to_json(call.name)},"arguments":""}}'

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.dialects.tools import MessageToolCall, MessageToolCalls, ToolDefinitions
 from router.http.client import Count, Int, IntLists, Ints, RequestBody, Strings
 from router.inference.prompt import MAX_MESSAGES
-from router.tool_calls.tools import MessageToolCall, MessageToolCalls, ToolDefinitions
 
 MAX_PARTS = 2048
 """Parts of a message."""

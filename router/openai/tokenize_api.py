@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
+from router.dialects.tools import ToolDefinitions, tool_use
 from router.http.client import Int, Ints, RequestBody, caller_of, validate
 from router.http.json_stream import Items, JsonStream
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
 from router.openai.api import openai_turns
 from router.openai.protocol import Messages
-from router.tool_calls.tools import ToolDefinitions, tool_use
 
 
 class _Body(RequestBody):

@@ -74,7 +74,7 @@ _PANEL_FROM: Mapping[str, str] = MappingProxyType(
 _COMMON = frozenset(
     (
         *("revision", "served_model_name", "max_model_len", "dtype", "quantization"),
-        *("tool_parser", "http", "grpc", "admin_http"),
+        *("tool_parser", "reasoning_parser", "http", "grpc", "admin_http"),
         *("prefill", "decode", "prefill_tp", "decode_tp", "device"),
         *("max_sequences", "chunk_tokens", "gpu_memory_fraction"),
         *("kv_pool_mib", "kv_dtype", "kv_host_mib", "transport", "drafter", "draft_model"),
