@@ -258,7 +258,7 @@ class ReasoningOptions(_message.Message):
     effort: Global___ReasoningEffort.ValueType
     """How hard."""
     budget_tokens: _builtins.int
-    """Maximum tokens of its reasoning, at least 1."""
+    """Maximum tokens of its reasoning, whose end is then forced."""
     hidden: _builtins.bool
     """Its reasoning is counted, and not sent."""
     def __init__(
@@ -385,7 +385,7 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     text: _builtins.bytes
     """The token's bytes: those of all tokens of a message join to its text, but for the token that
-    ends an answer.
+    ends an answer, and for calls of tools and reasoning.
     """
     logprob: _builtins.float
     @_builtins.property
@@ -429,7 +429,9 @@ class GenerateResponse(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
-    """The text since the last message; never half a character. With tools: without their calls."""
+    """The text since the last message; never half a character. Without calls of tools, and without
+    reasoning.
+    """
     finish_reason: Global___FinishReason.ValueType
     """Set in the last message of a choice alone."""
     choice: _builtins.int

@@ -7,11 +7,20 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.request import NO_TRACE, FinishReason, Principal, TraceContext
 from baton.sampling_params import SamplingParams
 
 AnswerPart = Literal["start", "reasoning", "content"]
 """Where in an answer a prompt ends: before it, within its reasoning, or within its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """The texts around an answer's reasoning."""
+
+    start: str
+    ends: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,10 @@ class GenerationRequest:
     """The prompt is a conversation."""
     begins_in: AnswerPart = "start"
     """Where a conversation's prompt ends."""
+    reasoning_markers: ReasoningMarkers | None = None
+    """Those around the answer's reasoning, whose tokens are counted; None: it has none."""
+    reasoning_span: ReasoningSpan | None = None
+    """The same in tokens, where the reasoning is bounded or a grammar applies behind it."""
     model: str = ""
     """The served model's id."""
     trace: TraceContext = NO_TRACE
@@ -94,6 +107,8 @@ class OutputDelta:
     """Set in the last delta of a choice alone."""
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV was found; set in one delta of a request."""
+    reasoning_tokens: int = 0
+    """Tokens of reasoning, without its markers. Those that may begin a marker come later."""
     choice: int = 0
     """Which of the request's answers it is about."""
     scored: tuple[ScoredToken, ...] = ()
@@ -117,7 +132,7 @@ def without_answer(delta: OutputDelta) -> OutputDelta:
         (),
         FinishReason.LENGTH,
         delta.cached_prompt_tokens,
-        delta.choice,
+        choice=delta.choice,
         prompt_logprobs=delta.prompt_logprobs,
         embedding=delta.embedding,
     )
@@ -130,6 +145,8 @@ class Choice:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Those of ``completion_tokens`` that are reasoning, without its markers."""
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_string: str = ""
@@ -140,6 +157,7 @@ class Choice:
         """Count a delta."""
         self.completion_tokens += len(delta.token_ids)
         self.cached_tokens += delta.cached_prompt_tokens
+        self.reasoning_tokens += delta.reasoning_tokens
         self.finish_reason = delta.finish_reason
         self.stop_string = delta.stop_string
         self.begun = True

@@ -140,6 +140,7 @@ class RunningRequest:
             hand_back=True,
             embeds=request.embeds,
             trace=trace,
+            reasoning=request.reasoning_span,
         )
 
     def move(self, work: Coroutine[Any, Any, None]) -> None:
@@ -390,6 +391,7 @@ def _joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
         tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
         last.finish_reason,
         sum(piece.cached_prompt_tokens for piece in pieces),
+        sum(piece.reasoning_tokens for piece in pieces),
         scored=tuple(chain.from_iterable(piece.scored for piece in pieces)),
         stop_string=last.stop_string,
         prefill_worker=last.prefill_worker,

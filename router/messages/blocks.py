@@ -8,11 +8,10 @@ from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.dialects.tools import Tool, ToolChoice, ToolUse, check_name, checked_tool, use_of
-from router.inference.prompt import Turn, calls_turn, result_turn
+from router.inference.prompt import Turn, calls_turn, result_turn, with_reasoning
 from router.messages.protocol import CountTokensRequest, MessageInput
 
 Block = Mapping[str, Any]
-_THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def message_turns(body: CountTokensRequest) -> list[Turn]:
@@ -53,6 +52,7 @@ def _turns(message: MessageInput, where: str) -> list[Turn]:
 
 def _assistant(blocks: Sequence[Block], where: str) -> list[Turn]:
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[tuple[str, str, str]] = []
     for place, block in enumerate(blocks):
         at = f"{where}[{place}]"
@@ -63,10 +63,13 @@ def _assistant(blocks: Sequence[Block], where: str) -> list[Turn]:
             name = _string(block, "name", at)
             check_name(name, f"{at}.name")
             calls.append((_string(block, "id", at), name, json.dumps(given)))
-        elif block.get("type") not in _THOUGHTS:
+        elif block.get("type") == "thinking":
+            thoughts.append(_string(block, "thinking", at))
+        elif block.get("type") != "redacted_thinking":
             texts.append(_text(block, at))
     text = "\n".join(texts)
-    return [calls_turn(text, calls) if calls else {"role": "assistant", "content": text}]
+    turn = calls_turn(text, calls) if calls else {"role": "assistant", "content": text}
+    return [with_reasoning(turn, "\n".join(thoughts))]
 
 
 def _user(blocks: Sequence[Block], where: str) -> list[Turn]:

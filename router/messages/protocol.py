@@ -25,7 +25,7 @@ class MessageInput(BaseModel):
     role: str
     """`user` or `assistant`."""
     content: str | _Objects
-    """Text, or a list of blocks: text, calls of tools and their results."""
+    """Text, or a list of blocks: text, thinking, calls of tools and their results."""
 
 
 class CountTokensRequest(RequestBody):
@@ -38,7 +38,6 @@ class CountTokensRequest(RequestBody):
         "mcp_servers": ([],),
         "output_config": ({},),
         "output_format": ({},),
-        "thinking": ({"type": "disabled"},),
     }
 
     model: str
@@ -51,6 +50,9 @@ class CountTokensRequest(RequestBody):
     """Up to 128 tools that the model may call."""
     tool_choice: dict[str, Any] | None = None
     """`type`: `auto` (the default), `any`, `tool` with a `name`, or `none`."""
+    thinking: dict[str, Any] | None = None
+    """`type`: `enabled`, with `budget_tokens` below `max_tokens`; `adaptive`; or `disabled`.
+    Default: as the model's chat template has it."""
 
 
 class MessagesRequest(CountTokensRequest):
