@@ -15,7 +15,7 @@ from router.inference.reasoning import ReasoningInput, checked_thinking
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.messages.answer import MessagesAnswer
-from router.messages.blocks import message_tools, message_turns
+from router.messages.blocks import ending_of, message_tools, message_turns
 from router.messages.protocol import CountTokensRequest, MessagesRequest
 
 
@@ -43,6 +43,7 @@ class MessagesApi:
                     tenant,
                     turns,
                     tools,
+                    ending=ending_of(turns),
                     variables=self._builder.variables(checked_thinking(body.thinking)),
                 )
         return JSONResponse({"input_tokens": len(ids)})
@@ -51,12 +52,14 @@ class MessagesApi:
         body = validate(MessagesRequest, raw)
         self._builder.check_model(body.model)
         use = message_tools(body)
+        turns = message_turns(body)
         built = await self._builder.chat(
             arrival,
-            message_turns(body),
+            turns,
             _sampling(body),
             body.priority,
             use,
+            ending=ending_of(turns),
             reasoning=_reasoning(body),
         )
         dialect = self._builder.dialect

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.dialects.tools import Tool, ToolChoice, ToolUse, check_name, checked_tool, use_of
-from router.inference.prompt import Turn, calls_turn, result_turn, with_reasoning
+from router.inference.prompt import Ending, Turn, calls_turn, result_turn, with_reasoning
 from router.messages.protocol import CountTokensRequest, MessageInput
 
 Block = Mapping[str, Any]
@@ -24,12 +24,16 @@ def message_turns(body: CountTokensRequest) -> list[Turn]:
         raise InvalidRequest("messages must not be empty", param="messages")
     for place, message in enumerate(body.messages):
         turns += _turns(message, f"messages[{place}]")
-    if body.messages[-1].role == "assistant":
+    if "tool_calls" in turns[-1]:
         raise UnsupportedParameter(
-            "the last message must be the user's: an answer cannot be begun by the client",
-            param="messages",
+            "the last message has calls: their results must follow", param="messages"
         )
     return turns
+
+
+def ending_of(turns: Sequence[Turn]) -> Ending:
+    """The answer goes on in a last message of the assistant."""
+    return "open" if turns[-1]["role"] == "assistant" else "answer"
 
 
 def _system(system: str | Sequence[Block] | None) -> str:

@@ -43,7 +43,7 @@ class CountTokensRequest(RequestBody):
     model: str
     """The served model's id; see `GET /v1/models`."""
     messages: Annotated[list[MessageInput], Field(fail_fast=True, max_length=MAX_MESSAGES)]
-    """The conversation; its last message is the user's."""
+    """The conversation; the answer goes on in a last message of the assistant."""
     system: str | _Objects | None = None
     """The system message."""
     tools: _Objects | None = None
