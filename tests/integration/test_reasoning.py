@@ -84,7 +84,7 @@ async def test_a_budget_is_kept_to_the_token(
             for choice in body["choices"]:
                 assert choice["token_ids"].index(CLOSE) == budget
                 assert len(choice["token_ids"]) == 60
-                assert bool(choice["message"].get("reasoning")) is (budget > 1)
+                assert ("reasoning" in choice["message"]) is (budget > 0)
                 assert choice["message"]["content"]
             details = body["usage"]["completion_tokens_details"]
             assert details == {"reasoning_tokens": 2 * budget}

@@ -91,7 +91,7 @@ def test_the_reasoning_ends_where_its_budget_does(
 
 def test_a_greedy_answer_that_nothing_else_changes_is_bounded(engine: Engine) -> None:
     """Of such a step a model gives the likeliest tokens alone, unless a mask is to come."""
-    plain = {"temperature": 0.0, "logit_bias": (), "max_tokens": 60}
+    plain: dict[str, Any] = {"temperature": 0.0, "logit_bias": (), "max_tokens": 60}
     free, bounded = generate(engine, [spec_of(None, **plain), spec_of(span(40), **plain)])
     assert CLOSE not in free.token_ids
     assert bounded.token_ids[:40] == free.token_ids[:40]
@@ -100,7 +100,7 @@ def test_a_greedy_answer_that_nothing_else_changes_is_bounded(engine: Engine) ->
 
 def test_reasoning_that_ends_before_its_budget_is_left_alone(engine: Engine) -> None:
     """And so is an answer that does not reason."""
-    wish = {"temperature": 0.0, "logit_bias": ((CLOSE, 100.0),), "max_tokens": 40}
+    wish: dict[str, Any] = {"temperature": 0.0, "logit_bias": ((CLOSE, 100.0),), "max_tokens": 40}
     free = spec_of(None, **wish)
     own = spec_of(span(5), **wish)
     plain = spec_of(span(5, start=(OPEN,)), temperature=0.0)
