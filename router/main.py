@@ -116,7 +116,7 @@ async def serve(settings: RouterSettings) -> None:
         what_if=WhatIfProgram.of(settings.what_if),
     )
     servers, grpc_server = HttpServers(application.apps, config), application.grpc_server
-    shutdown = Shutdown()
+    shutdown = Shutdown("router" if config.routers == 1 else f"router-{settings.number}")
     shutdown.take_signals()
     # The kernel gives a process that listens its share of the connections, whatever it knows.
     await shutdown.until(dispatcher.settled(), OTHERS_S if config.routers > 1 else ALONE_S)

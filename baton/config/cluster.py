@@ -137,6 +137,9 @@ class Config(BaseSettings):
     insecure_listen: bool = False
     """Allow listeners beyond this machine without API keys or TLS. Use it only behind a proxy that
     has both."""
+    insecure_redis: bool = False
+    """Allow ``redis://`` addresses of other machines: passwords, the cluster's secret and the names
+    of cached blocks then travel in clear. Use it only where the network between is yours alone."""
     transport: TransportName = "auto"
     """How KV blocks travel between workers; ``auto`` takes the best that both workers of a pair can
     use."""

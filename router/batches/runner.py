@@ -160,7 +160,9 @@ class BatchRunner:
     async def _look(self) -> None:
         now = time.monotonic()
         await self._tidy(now)
-        self._runs = {name: run for name, run in self._runs.items() if not run.task.done()}
+        for name in [name for name, run in self._runs.items() if run.task.done()]:
+            del self._runs[name]
+            self._slots.resume(name)
         if self._runs:
             await self._store.ask(Database.beat, self.owner)
         beats = await self._store.ask(Database.beats)
@@ -232,7 +234,9 @@ class BatchRunner:
         """A batch that is run here was cancelled, taken over, or has lost its key."""
         run = self._runs[batch.id]
         if batch.owner != self.owner:
-            log.warning("batch %s was taken over by another process", batch.id)
+            if batch.owner:
+                # Otherwise it was given back just now.
+                log.warning("batch %s was taken over by another process", batch.id)
             await end_tasks([run.task])
         elif (
             self._end_of(batch) is not None

@@ -81,7 +81,7 @@ _COMMON = frozenset(
         *("policy", "local_prefill", "admission", "max_queue_s", "max_waiting_requests"),
         *("slo_ttft_s", "slo_tpot_s", "request_deadline_s", "drain_deadline_s"),
         *("certs", "tls_certificate", "tls_key", "keys_file", "insecure_listen"),
-        *("routers", "redis_url", "ray_address", "cluster_id", "autoscaler"),
+        *("routers", "redis_url", "insecure_redis", "ray_address", "cluster_id", "autoscaler"),
         *("log_level", "log_format", "log_requests", "otlp_endpoint"),
     )
 )
