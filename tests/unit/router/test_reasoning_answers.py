@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from baton.client import AsyncClient, Message
 from baton.reasoning import ReasoningSpan
 from baton.v1 import inference_pb2
 from tests.support.router import grpc_inference
@@ -330,6 +331,14 @@ async def test_reasoning_over_grpc() -> None:
     assert span.budget == 9
     assert not any(response.reasoning for response in without)
     assert "".join(response.text for response in without) == "Paris."
+
+
+async def test_batons_own_client_reads_it() -> None:
+    front = reasoning_front()
+    async with grpc_inference.serve_at(front) as address, AsyncClient(address) as client:
+        answer = await client.chat([Message("user", "Hello")])
+    assert (answer.reasoning, answer.text) == ("Let me think.", "Paris.")
+    assert answer.usage.reasoning_tokens > 0
 
 
 async def test_what_cannot_be_over_grpc() -> None:
