@@ -17,6 +17,7 @@ from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorService
 from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.batches import Batches
 from router.console.api import ConsoleApi
+from router.console.summary import SummaryApi
 from router.console.what_if import WhatIfProgram
 from router.core.accounting import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
@@ -39,6 +40,7 @@ class Application:
     """Without a port."""
     batches: Batches
     console: ConsoleApi
+    summary: SummaryApi
 
 
 def make_application(
@@ -60,6 +62,7 @@ def make_application(
     apis = Apis.of(service)
     batches = Batches(service, apis.endpoints(), stats.metrics)
     console = ConsoleApi(dispatcher, stats, config, model.id, access, what_if)
+    summary = SummaryApi(dispatcher.workers.all, stats.metrics)
     apps = make_apps(
         apis,
         dispatcher,
@@ -72,6 +75,7 @@ def make_application(
             WorkerApi(control, scaling, access, config),
             ClusterApi(cluster_id, model.id, control, scaling, access),
             console,
+            summary,
             *more,
         ),
     )
@@ -83,7 +87,7 @@ def make_application(
     # With a listener of their own, operators' calls are on no other one.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
-    return Application(apps, server, batches, console)
+    return Application(apps, server, batches, console, summary)
 
 
 async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:

@@ -124,6 +124,7 @@ async def serve(settings: RouterSettings) -> None:
     await grpc_server.start()
     keep_collections_short()
     await application.batches.start()
+    application.summary.start()
     serving = servers.start()
     told = asyncio.create_task(shutdown.told.wait())
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
@@ -136,6 +137,7 @@ async def serve(settings: RouterSettings) -> None:
         await application.batches.stop()
         # Its streams never end by themselves.
         await application.console.close()
+        await application.summary.close()
         idle = servers.leave()
         if shutdown.in_order:
             await _let_end(shutdown, dispatcher, idle, grpc_server, config.drain_deadline_s)

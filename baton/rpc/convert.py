@@ -138,6 +138,7 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.preemptions = spec.preemptions
     message.hand_back = spec.hand_back
     message.embeds = spec.embeds
+    message.without_speculation = spec.without_speculation
     if spec.trace != NO_TRACE:
         message.trace.traceparent = spec.trace.traceparent
         message.trace.tracestate = spec.trace.tracestate
@@ -187,6 +188,7 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         reasoning=_reasoning_from_proto(message.reasoning)
         if message.HasField("reasoning")
         else None,
+        without_speculation=message.without_speculation,
     )
 
 

@@ -18,7 +18,7 @@ from baton.errors import WorkerFailed
 from baton.host.background import end_tasks, spawn, watch_loop
 from baton.rpc.worker_plane import WorkerPlane
 from baton.store.prefix_index import PrefixIndex
-from baton.store.registry import Registry
+from baton.store.registry import Registry, WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
@@ -227,6 +227,10 @@ class ClusterDispatcher:
     def metrics_addresses(self) -> list[str]:
         """host:port of every worker's /metrics page."""
         return [link.record.metrics_address for link in self._links.all()]
+
+    def worker_records(self) -> list[WorkerRecord]:
+        """What is known of every worker, whether requests may go there or not."""
+        return [link.record for link in self._links.all()]
 
     @property
     def context_length(self) -> int:

@@ -60,6 +60,8 @@ class _OpenAiAnswer(ApiAnswer):
         self._options = options
         self._details = details
         fields = {"id": name, "object": self.kind, "created": self._created, "model": model_id}
+        self._usage_before: openai_protocol.Usage | None = None
+        """The usage before the delta that begins a choice, where chunks have one."""
         # All chunks of a request have the same ends; only the choice between them differs.
         self._begin = to_json(fields)[:-1] + ',"choices":['
         self._end = '],"usage":null}' if options.usage else "]}"
@@ -69,6 +71,8 @@ class _OpenAiAnswer(ApiAnswer):
         place, delta = self._placed(prompt, delta)
         choice = self.choices[place]
         first = not choice.begun
+        if first and self._options.continuous_usage:
+            self._usage_before = usage_of(self.choices)
         choice.add(delta, keep_text=False)
         payloads = self._chunks(place, delta, first=first)
         return encode_events(payloads) if payloads else b""
@@ -125,12 +129,19 @@ class _OpenAiAnswer(ApiAnswer):
         return self._chunk_of(index, content, finish, extras)
 
     def _chunk_of(
-        self, index: int, content: str, finish: str, extras: ChunkExtras = NOTHING
+        self,
+        index: int,
+        content: str,
+        finish: str,
+        extras: ChunkExtras = NOTHING,
+        usage: openai_protocol.Usage | None = None,
     ) -> str:
+        """``usage``: other than that of all tokens so far."""
         choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
         tail = self._end
         if self._options.continuous_usage:
-            tail = f'],"usage":{to_json(usage_of(self.choices).model_dump())}}}'
+            usage = usage_of(self.choices) if usage is None else usage
+            tail = f'],"usage":{to_json(usage.model_dump())}}}'
         if extras is not NOTHING:
             return f"{self._begin}{{{choice}{extras.of_choice}}}]{extras.of_answer}{tail[1:]}"
         return f"{self._begin}{{{choice}}}{tail}"
@@ -145,18 +156,22 @@ class ChatAnswer(_OpenAiAnswer):
         events = []
         extras = self._extras(index, delta, first=first)
         if first:
-            role = '"delta":{"role":"assistant","content":"","refusal":null}'
             begin = NOTHING
             if extras.of_answer:
                 begin = ChunkExtras(of_answer=extras.of_answer)
                 extras = replace(extras, of_answer="")
-            events.append(self._chunk(index, role, None, begin))
+            events.append(self._role_chunk(index, begin))
         if delta.text or not extras.empty:
             content = f'"delta":{{"content":{to_json(delta.text)}}}'
             events.append(self._chunk(index, content, None, extras))
         if delta.finish_reason is not None:
             events.append(self._chunk(index, '"delta":{}', delta.finish_reason))
         return events
+
+    def _role_chunk(self, index: int, extras: ChunkExtras = NOTHING) -> str:
+        """The first chunk of a choice, which counts none of its tokens."""
+        role = '"delta":{"role":"assistant","content":"","refusal":null}'
+        return self._chunk_of(index, role, "null", extras, self._usage_before)
 
     def _body(self, choices: Sequence[Choice]) -> BaseModel:
         return openai_protocol.ChatCompletion(

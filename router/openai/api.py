@@ -25,7 +25,6 @@ from router.openai.options import (
     AnswerOptions,
     chat_options,
     completion_options,
-    grammar_of,
     reasoning_options,
     scoring,
     template_options,
@@ -40,6 +39,7 @@ from router.openai.protocol import (
     ModelList,
     SamplingFields,
 )
+from router.openai.structured_output import grammar_of
 
 # `developer` is the newer name of the same thing; templates know the older one.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -56,8 +56,7 @@ class ParsedChatAnswer(ChatAnswer):
         output = self._outputs[index]
         events = []
         if first:
-            role = '"delta":{"role":"assistant","content":"","refusal":null}'
-            events.append(self._chunk(index, role, None))
+            events.append(self._role_chunk(index))
         place = len(output.calls) - 1
         for piece in output.feed(delta.text, last=delta.finish_reason is not None):
             hidden = isinstance(piece, Reasoning) and not self._shows_reasoning
