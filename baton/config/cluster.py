@@ -165,13 +165,12 @@ class Config(BaseSettings):
     """Folder for KV blocks on disk; empty takes ``kv`` in ``$BATON_CACHE_DIR``, or in
     ``~/.cache/baton``. The file has no name in it, and ends with its worker."""
     tool_parser: ToolParserName = "auto"
-    """Format of the model's tool calls; ``auto`` derives it from the chat template. ``hermes`` is
-    also for Qwen and SmolLM3, ``smollm`` for SmolLM2, ``mistral_args`` for Mistral since tokenizer
-    version 11."""
+    """Format of the model's tool calls; ``auto`` derives it from the chat template. docs/tools.md
+    lists the models of each."""
     reasoning_parser: ReasoningParserName = "auto"
-    """Format of the model's reasoning, which answers give apart from their content; ``auto``
+    """Format of the model's reasoning, which answers give separately from their content; ``auto``
     derives it from the chat template, ``none`` leaves reasoning in the content. ``think`` is
-    ``<think>…</think>``, ``mistral`` is ``[THINK]…[/THINK]``."""
+    ``<think>…</think>``, ``mistral`` is ``[THINK]…[/THINK]``, ``harmony`` is gpt-oss's."""
     request_deadline_s: float = Field(default=300.0, gt=0)
     """Maximum time of a request, in seconds; it then gets an error."""
     drain_deadline_s: float = Field(default=30.0, ge=0)
