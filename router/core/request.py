@@ -22,6 +22,8 @@ class ReasoningMarkers:
 
     start: str
     ends: tuple[str, ...]
+    repeat: bool = False
+    """Whether there may be reasoning behind reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

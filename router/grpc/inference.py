@@ -165,9 +165,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> list[ParsedOutput]:
         """One for each choice; none where there are neither tools nor reasoning."""
         tools = grpc_tool_use(request.tools)
-        if tools is None and built.reasoning_markers is None:
-            return []
         dialect, begins_in = self._builder.dialect, built.begins_in
+        if tools is None and not (built.chat and dialect.answer_texts):
+            return []
         return [ParsedOutput(dialect, tools, begins_in) for _ in range(built.choices)]
 
     async def _add_scores(

@@ -30,6 +30,7 @@ from router.inference.prompt import Ending, Prompt, PromptEncoder, Turn
 from router.inference.reasoning import (
     NOTHING_ASKED,
     ReasoningInput,
+    answer_part,
     budget_of,
     reasoning_span,
     template_variables,
@@ -200,7 +201,11 @@ class RequestBuilder:
             chat=True,
         )
         _check_scores(arrival, [request])
-        return self._reasoning(request, reasoning, self._begins_in(ids, turns, ending))
+        # Calls may follow the reasoning in place of content.
+        to_content = sampling.grammar_param != "tools" if sampling.grammar else tools is None
+        last = self._tokenizer.decode(ids[-_LAST_TOKENS:], skip_special_tokens=False)
+        begins_in = answer_part(self.dialect.reasoning, ending, turns[-1]["content"], last)
+        return self._reasoning(request, reasoning, begins_in, to_content=to_content)
 
     def variables(
         self, reasoning: ReasoningInput, given: Mapping[str, Any] = _NO_VARIABLES
@@ -212,7 +217,12 @@ class RequestBuilder:
         return template_variables(reasoning, self._tokenizer.chat_template, given)
 
     def _reasoning(
-        self, request: GenerationRequest, asked: ReasoningInput, begins_in: AnswerPart
+        self,
+        request: GenerationRequest,
+        asked: ReasoningInput,
+        begins_in: AnswerPart,
+        *,
+        to_content: bool,
     ) -> GenerationRequest:
         """The request with what is to be known of its answer's reasoning."""
         form = self.dialect.reasoning
@@ -221,7 +231,9 @@ class RequestBuilder:
         return dataclasses.replace(
             request,
             begins_in=begins_in,
-            reasoning_markers=ReasoningMarkers(form.start, (form.end, *form.calls_end_it)),
+            reasoning_markers=ReasoningMarkers(
+                form.start, (form.end, *form.calls_end_it), repeat=bool(form.answer)
+            ),
             reasoning_span=reasoning_span(
                 form,
                 begins_in,
@@ -229,21 +241,9 @@ class RequestBuilder:
                 request.sampling,
                 self._tokenizer.marker_ids,
                 asked.budget_param,
+                to_content=to_content,
             ),
         )
-
-    def _begins_in(self, ids: Sequence[int], turns: Sequence[Turn], ending: Ending) -> AnswerPart:
-        form = self.dialect.reasoning
-        if ending == "open":
-            is_open = form is not None and form.is_open_in(turns[-1]["content"])
-            return "reasoning" if is_open else "content"
-        if form is None:
-            return "start"
-        last = self._tokenizer.decode(ids[-_LAST_TOKENS:], skip_special_tokens=False)
-        if form.is_opened_by(last):
-            return "reasoning"
-        # Some templates write empty reasoning, so that the model does not reason.
-        return "content" if last.rstrip().endswith(form.end) else "start"
 
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
         """Calls that must be are bound by a grammar, and those of strict functions."""

@@ -15,6 +15,7 @@ from baton.reasoning import ReasoningSpan, Run
 from baton.sampling_params import SamplingParams
 from router.core.request import AnswerPart
 from router.dialects.reasoning import ReasoningFormat
+from router.inference.prompt import Ending
 from router.text.chat_template import ChatTemplate
 
 Effort = Literal["none", "minimal", "low", "medium", "high"]
@@ -142,6 +143,19 @@ def budget_of(asked: ReasoningInput, template: ChatTemplate) -> int | None:
     return None if template.reads(_EFFORT) else EFFORT_BUDGETS.get(asked.effort)
 
 
+def answer_part(
+    form: ReasoningFormat | None, ending: Ending, message: str, prompt_end: str
+) -> AnswerPart:
+    """Where a conversation's prompt ends: ``message`` is its last one, ``prompt_end`` its end."""
+    if ending == "open":
+        return "reasoning" if form is not None and form.is_open_in(message) else "content"
+    if form is not None and form.is_opened_by(prompt_end):
+        return "reasoning"
+    # Some templates write empty reasoning, so that the model does not reason.
+    is_closed = form is not None and ending == "answer" and prompt_end.rstrip().endswith(form.end)
+    return "content" if is_closed else "start"
+
+
 def reasoning_span(
     form: ReasoningFormat,
     begins_in: AnswerPart,
@@ -149,18 +163,21 @@ def reasoning_span(
     sampling: SamplingParams,
     marker_ids: Callable[[str], Run | None],
     param: str,
+    *,
+    to_content: bool = True,
 ) -> ReasoningSpan | None:
     """Where an answer's reasoning lies, for a grammar behind it, or for its ``budget``.
 
     None where the answer has no reasoning, or nothing depends on where it ends. ``marker_ids``:
     the tokens of a marker, None where it has none of its own. ``param`` is what the client calls
-    the budget. Raises InvalidRequest where markers without tokens make it impossible.
+    the budget. ``to_content``: content follows the reasoning, and no call. Raises
+    InvalidRequest where markers without tokens make it impossible.
     """
     if begins_in == "content" or (budget is None and sampling.grammar is None):
         return None
     if budget is not None and sampling.allowed_token_ids:
         raise InvalidRequest(f"{param} is not possible with allowed_token_ids", param=param)
-    end = marker_ids(form.end)
+    end = marker_ids(form.end + (form.answer if to_content else ""))
     start = () if begins_in == "reasoning" else marker_ids(form.start)
     if end is None or start is None:
         if begins_in == "start" and budget is None:

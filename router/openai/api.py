@@ -88,7 +88,7 @@ class OpenAiApi:
         parts = (arrival.request_id, body.model, [request], options, details)
         stream = bool(body.stream)
         dialect = self._builder.dialect
-        if tools is None and request.reasoning_markers is None:
+        if tools is None and not dialect.answer_texts:
             return ChatAnswer(*parts, stream=stream)
         shows = body.include_reasoning is not False
         return ParsedChatAnswer(*parts, dialect, tools, stream=stream, shows_reasoning=shows)

@@ -10,6 +10,7 @@ from router.core.request import AnswerPart, ReasoningMarkers
 class _Part(enum.Enum):
     BEFORE = enum.auto()
     INSIDE = enum.auto()
+    BETWEEN = enum.auto()
     BEHIND = enum.auto()
 
 
@@ -39,6 +40,8 @@ class ReasoningCounter:
         self._held += text
         if self._part is _Part.BEFORE:
             self._begin()
+        elif self._part is _Part.BETWEEN:
+            self._begin_again()
         if self._part is _Part.INSIDE:
             self._look_for_end()
 
@@ -48,20 +51,34 @@ class ReasoningCounter:
             self.count += len(self._starts)
         self._part = _Part.BEHIND
 
+    @property
+    def _behind(self) -> _Part:
+        return _Part.BETWEEN if self._markers.repeat else _Part.BEHIND
+
     def _begin(self) -> None:
         start, text = self._markers.start, self._held.lstrip()
         if text.startswith(start):
             self._part = _Part.INSIDE
             self._cut(len(self._held) - len(text) + len(start))
         elif not start.startswith(text):
-            self._part = _Part.INSIDE if self._is_open else _Part.BEHIND
+            self._part = _Part.INSIDE if self._is_open else self._behind
+
+    def _begin_again(self) -> None:
+        start = self._markers.start
+        place = self._held.find(start)
+        if place >= 0:
+            self._part = _Part.INSIDE
+            self._cut(place + len(start))
+        else:
+            self._cut(len(self._held) - _possible_start(self._held, start))
 
     def _look_for_end(self) -> None:
         ends = self._markers.ends
         places = [place for end in ends if (place := self._held.find(end)) >= 0]
         if places:
             self.count += sum(start < min(places) for start in self._starts)
-            self._part = _Part.BEHIND
+            self._part = self._behind
+            self._cut(len(self._held))
             return
         kept = max(_possible_start(self._held, end) for end in ends)
         known = len(self._held) - kept

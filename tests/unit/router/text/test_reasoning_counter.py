@@ -58,6 +58,16 @@ def test_a_call_may_end_the_reasoning() -> None:
     assert counter.count == 1
 
 
+def test_reasoning_may_come_again() -> None:
+    markers = ReasoningMarkers("<c>analysis<m>", ("<end>",), repeat=True)
+    counter = ReasoningCounter(markers, "start")
+    first = ["<c>", "analysis", "<m>", "a", "b", "<end>", "<s>", "assistant"]
+    for token in (*first, *first, "<c>", "final", "<m>", "Yes"):
+        counter.take(token)
+    counter.finish()
+    assert counter.count == 4
+
+
 def test_an_answer_without_reasoning_has_no_counter() -> None:
     assert reasoning_counter(None, "start") is None
     assert reasoning_counter(THINK, "content") is None
