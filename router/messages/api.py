@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -16,6 +17,7 @@ from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.messages.answer import MessagesAnswer
 from router.messages.blocks import ending_of, message_tools, message_turns
+from router.messages.cache_control import retentions_of
 from router.messages.protocol import CountTokensRequest, MessagesRequest
 
 
@@ -62,6 +64,15 @@ class MessagesApi:
             ending=ending_of(turns),
             reasoning=_reasoning(body),
         )
+        kept = await retentions_of(
+            body,
+            built.prompt_ids,
+            self._builder.encoder,
+            arrival.tenant,
+            use,
+            self._builder.variables(checked_thinking(body.thinking)),
+        )
+        built = replace(built, retentions=kept)
         dialect = self._builder.dialect
         return MessagesAnswer(built, body.model, dialect, use, stream=bool(body.stream))
 

@@ -16,14 +16,9 @@ Block = Mapping[str, Any]
 
 def message_turns(body: CountTokensRequest) -> list[Turn]:
     """Raises InvalidRequest and UnsupportedParameter."""
-    turns: list[Turn] = []
-    system = _system(body.system)
-    if system:
-        turns.append({"role": "system", "content": system})
     if not body.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
-    for place, message in enumerate(body.messages):
-        turns += _turns(message, f"messages[{place}]")
+    turns = prefix_turns(body, len(body.messages))
     if "tool_calls" in turns[-1]:
         raise UnsupportedParameter(
             "the last message has calls: their results must follow", param="messages"
@@ -34,6 +29,24 @@ def message_turns(body: CountTokensRequest) -> list[Turn]:
 def ending_of(turns: Sequence[Turn]) -> Ending:
     """The answer goes on in a last message of the assistant."""
     return "open" if turns[-1]["role"] == "assistant" else "answer"
+
+
+def prefix_turns(body: CountTokensRequest, message: int, block: int = 0) -> list[Turn]:
+    """The turns of a body up to a block of one of its messages, which has those before it too.
+
+    ``message`` is the message's number: -1 takes the system message alone, a number behind the last
+    one takes all. Raises as ``message_turns`` does.
+    """
+    turns: list[Turn] = []
+    system = _system(body.system)
+    if system:
+        turns.append({"role": "system", "content": system})
+    for place, whole in enumerate(body.messages[: message + 1]):
+        kept = whole
+        if place == message and not isinstance(whole.content, str):
+            kept = whole.model_copy(update={"content": whole.content[: block + 1]})
+        turns += _turns(kept, f"messages[{place}]")
+    return turns
 
 
 def _system(system: str | Sequence[Block] | None) -> str:

@@ -15,6 +15,7 @@ from baton.errors import InvalidRequest, UnsupportedParameter
 from router.dialects.tools import ToolUse, use_of
 from router.http.client import validate
 from router.inference.builder import Arrival
+from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.prompt import Turn
 from router.inference.reasoning import Effort, ReasoningInput, checked_effort
@@ -58,6 +59,7 @@ class ResponsesApi:
             asked.use,
             reasoning=ReasoningInput(effort=asked.effort),
         )
+        (built,) = with_cache_fields([built], body)
         dialect = self._builder.dialect
         return ResponsesAnswer(built, asked.repeated, dialect, asked.use, stream=bool(body.stream))
 

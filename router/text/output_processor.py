@@ -247,7 +247,7 @@ class OutputProcessor:
             tuple(counted),
             finish_reason,
             cached_prompt_tokens,
-            reasoned,
+            reasoning_tokens=reasoned,
             scored=scored,
             stop_string=self._scanner.match,
         )
