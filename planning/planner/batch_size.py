@@ -9,11 +9,11 @@ that does not serve more than the best one before it is simulated once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planning.planner.cluster_kind import ClusterKind, Counts, WorkerKind
 from planning.planner.evaluation import Evaluation
-from planning.planner.figures import Figures
+from planning.planner.plan import BatchSize, Figures, SizeSearch, SizeTrial
 
 MAX_MISSES = 0.01
 """Share of requests that may miss an SLO, be shed or fail: with less, its p99 is kept."""
@@ -25,46 +25,15 @@ _SEQUENCES = (16, 64, 256, 1024)
 _CHUNKS = (512, 2048, 8192)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class BatchSize:
-    """What bounds the steps of workers."""
-
-    max_sequences: int
-    """Of a decode worker."""
-    chunk_tokens: int
-    """Of all workers."""
-
-    def of(self, kind: ClusterKind) -> ClusterKind:
-        """The same workers with these bounds."""
-        chunk = self.chunk_tokens
-        own = min(kind.prefill.profile.max_sequences, chunk)
-        return replace(
-            kind,
-            prefill=_bounded(kind.prefill, own, chunk),
-            decode=_bounded(kind.decode, self.max_sequences, max(chunk, self.max_sequences)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SizeTrial:
-    """A pair that was tried."""
-
-    size: BatchSize
-    rate: float
-    """The highest multiple of the peak's rate that keeps the p99; 0: none that was tried."""
-    figures: Figures | None
-    """At that rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class SizeSearch:
-    """What was found."""
-
-    best: SizeTrial
-    own: SizeTrial
-    """The pair of the workers' profile."""
-    tried: int
-    """Pairs."""
+def with_size(kind: ClusterKind, size: BatchSize) -> ClusterKind:
+    """The same workers with these bounds."""
+    chunk = size.chunk_tokens
+    own = min(kind.prefill.profile.max_sequences, chunk)
+    return replace(
+        kind,
+        prefill=_bounded(kind.prefill, own, chunk),
+        decode=_bounded(kind.decode, size.max_sequences, max(chunk, size.max_sequences)),
+    )
 
 
 def best_size(evaluation: Evaluation, kind: ClusterKind, counts: Counts) -> SizeSearch:
@@ -74,7 +43,7 @@ def best_size(evaluation: Evaluation, kind: ClusterKind, counts: Counts) -> Size
 
     def figures(size: BatchSize, step: int) -> Figures:
         # The workers' own pair is what the plan was found with.
-        sized = kind if size == own_size else size.of(kind)
+        sized = kind if size == own_size else with_size(kind, size)
         return evaluation.figures_at(sized, counts, STEP**step)
 
     def keeps(size: BatchSize, step: int) -> bool:

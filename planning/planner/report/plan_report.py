@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from planning.common.report import Machine, print_whole, whole_table
-from planning.planner.batch_size import SizeSearch, SizeTrial
 from planning.planner.evaluation import Trial
-from planning.planner.figures import Figures
-from planning.planner.plan import Plan, PlannedCluster
+from planning.planner.plan import Figures, Plan, PlannedCluster, SizeSearch, SizeTrial
 
 COLUMNS = (
     *("cluster", "prefill", "decode", "TP", "transport", "GPUs", "$/h", "$/1M in", "$/1M out"),

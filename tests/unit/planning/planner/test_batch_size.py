@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from planning.planner.batch_size import STEP, BatchSize, _keeps, best_size
+from planning.planner.batch_size import STEP, _keeps, best_size, with_size
 from planning.planner.cluster_kind import ClusterKind, Counts
 from planning.planner.evaluation import Evaluation
+from planning.planner.plan import BatchSize
 from tests.support.loadtest.plans import KIND, config, evaluation, trace
 
 COUNTS = Counts(2, 1)
 
 
 def sized(kind: ClusterKind, sequences: int, chunk: int) -> ClusterKind:
-    return BatchSize(sequences, chunk).of(kind)
+    return with_size(kind, BatchSize(sequences, chunk))
 
 
 def rate_of(tried: Evaluation, kind: ClusterKind) -> float:
@@ -37,7 +38,7 @@ def test_the_best_pair_serves_at_least_as_much_as_any_other() -> None:
     assert found.own.rate == pytest.approx(rate_of(tried, kind))
     assert found.best.rate > found.own.rate
     assert found.best.figures is not None
-    best = found.best.size.of(kind)
+    best = with_size(kind, found.best.size)
     assert found.best.rate == pytest.approx(rate_of(tried, best))
     for other in (sized(KIND, 16, 512), sized(KIND, 1024, 8192)):
         assert rate_of(tried, other) <= found.best.rate * (1 + 1e-9)
