@@ -155,7 +155,7 @@ def _figure_fields(figures: Figures) -> dict[str, Any]:
 def _size_lines(sizes: SizeSearch) -> Iterator[str]:
     best, own = sizes.best, sizes.own
     if best.figures is None:
-        yield f"No batch of {sizes.tried} keeps the p99 of the SLOs, at a fifth of the rate either."
+        yield f"Batch: none of {sizes.tried} pairs keeps the p99 of the SLOs, at no tried rate."
         return
     yield (
         f"Batch: {_sized(best)} {best.rate:.2f} times the peak's rate within the p99 of the SLOs,"
@@ -163,7 +163,7 @@ def _size_lines(sizes: SizeSearch) -> Iterator[str]:
     )
     if own is not best:
         much = f"serve {own.rate:.2f} times" if own.figures else "do not keep the p99"
-        yield (f"The profile's, {own.size.max_sequences} and {own.size.chunk_tokens}, {much}.")
+        yield f"The profile's, {own.size.max_sequences} and {own.size.chunk_tokens}, {much}."
 
 
 def _sized(trial: SizeTrial) -> str:
