@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.sampling_params import SamplingParams
 
 AttemptName = tuple[str, int]
@@ -57,6 +58,20 @@ class Principal:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """A wish to keep the blocks of a prompt's leading tokens for longer than others."""
+
+    tokens: int
+    """Blocks that end within these tokens are kept."""
+    ttl_s: float
+    name: str = ""
+    """A pin's: it keeps all of the blocks or none, and stays until its time is over or it is ended.
+    Without a name as many are kept as there is room for, until newer ones need it."""
+    required: bool = False
+    """The request fails where the blocks cannot be kept."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """All that a worker needs to run a sequence, at its start or after a move."""
 
@@ -85,8 +100,16 @@ class SequenceSpec:
     that worker computes it again itself."""
     embeds: bool = False
     """The prompt's embedding is wanted, beside one token that nobody reads."""
+    retentions: tuple[Retention, ...] = ()
+    cache_ttl_s: float = 0.0
+    """Its blocks are forgotten when nobody has used them for so many seconds; 0 sets no bound."""
     trace: TraceContext = NO_TRACE
     """Of what is above the spans of the worker."""
+    reasoning: ReasoningSpan | None = None
+    """Where the answer's reasoning lies; None: its grammar applies to all of it, and nothing bounds
+    the reasoning."""
+    without_speculation: bool = False
+    """No tokens are drafted for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +178,10 @@ class LoadSnapshot:
     steps_in_flight: int = 0
     """Steps that the engine was given and has not ended: while there are some, ``engine_steps`` is
     to grow."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that were computed since the worker began."""
+    cached_prompt_tokens: int = 0
+    """Those of them whose KV was found in its caches, or fetched from another worker's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from functools import partial
 import grpc.aio
 import redis.asyncio
 
+from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.supervision import PoolSizes, supervision_page
 from router.admin.cache import CacheApi, CacheControl, OperatorServicer
@@ -17,6 +18,7 @@ from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorService
 from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.batches import Batches
 from router.console.api import ConsoleApi
+from router.console.summary import SummaryApi
 from router.console.what_if import WhatIfProgram
 from router.core.accounting import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
@@ -24,6 +26,8 @@ from router.grpc.gate import make_public_server
 from router.grpc.inference import add_grpc_services
 from router.inference.service import InferenceService
 from router.listeners import Apps
+from router.prefixes.api import PrefixApi
+from router.prefixes.pinning import PrefixPinning
 from router.routes import Apis, Mountable, make_apps
 
 PAGE_S = 0.5
@@ -39,6 +43,7 @@ class Application:
     """Without a port."""
     batches: Batches
     console: ConsoleApi
+    summary: SummaryApi
 
 
 def make_application(
@@ -55,11 +60,13 @@ def make_application(
     """Every endpoint, each behind a gate; ``more`` are added to those of HTTP."""
     config, access, model = service.config, service.access, service.model
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
+    prefixes = PrefixPinning(service, dispatcher, PinStore(client, cluster_id))
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
     scaling = PoolScaling(config, PoolSizes(client, cluster_id))
     apis = Apis.of(service)
     batches = Batches(service, apis.endpoints(), stats.metrics)
     console = ConsoleApi(dispatcher, stats, config, model.id, access, what_if)
+    summary = SummaryApi(dispatcher.workers.all, stats.metrics)
     apps = make_apps(
         apis,
         dispatcher,
@@ -69,9 +76,11 @@ def make_application(
         more=(
             batches.api,
             CacheApi(cache, access),
+            PrefixApi(service, prefixes),
             WorkerApi(control, scaling, access, config),
             ClusterApi(cluster_id, model.id, control, scaling, access),
             console,
+            summary,
             *more,
         ),
     )
@@ -83,7 +92,7 @@ def make_application(
     # With a listener of their own, operators' calls are on no other one.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
-    return Application(apps, server, batches, console)
+    return Application(apps, server, batches, console, summary)
 
 
 async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:

@@ -27,6 +27,7 @@ from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import listen
+from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
@@ -98,6 +99,7 @@ async def serve(settings: RouterSettings) -> None:
         Registry(client, settings.cluster_id),
         PrefixIndex(client, settings.cluster_id),
         TrafficStore(client, settings.cluster_id) if config.autoscaler.enabled else None,
+        PinStore(client, settings.cluster_id),
     )
     limits = RateLimits(client, settings.cluster_id, metrics)
     access = Access(config, metrics, limits)
@@ -124,6 +126,7 @@ async def serve(settings: RouterSettings) -> None:
     await grpc_server.start()
     keep_collections_short()
     await application.batches.start()
+    application.summary.start()
     serving = servers.start()
     told = asyncio.create_task(shutdown.told.wait())
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
@@ -136,6 +139,7 @@ async def serve(settings: RouterSettings) -> None:
         await application.batches.stop()
         # Its streams never end by themselves.
         await application.console.close()
+        await application.summary.close()
         idle = servers.leave()
         if shutdown.in_order:
             await _let_end(shutdown, dispatcher, idle, grpc_server, config.drain_deadline_s)

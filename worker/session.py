@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import grpc.aio
 import redis.asyncio
+import torch
 
 from baton.config.choices import MIB
 from baton.config.cluster import Config
@@ -218,7 +219,7 @@ def _add_services(server: grpc.aio.Server, context: WorkerContext, process: Drai
     transfers = TransferServicer(context.exchange)
     transfer_pb2_grpc.add_TransferServiceServicer_to_server(transfers, server)
     books = None if context.tiers is None else context.tiers.tiers
-    caches = CacheServicer(context.engine.pool, books)
+    caches = CacheServicer(context.engine.pool, context.core.retention, books)
     cache_pb2_grpc.add_CacheServiceServicer_to_server(caches, server)
 
 
@@ -280,4 +281,20 @@ def _record(
         ranks=pool.ranks,
         prefill_cost=runtime.costs.prefill,
         step_cost=runtime.costs.step,
+        block_bytes=_block_bytes(engine),
+        quantization=engine.quantization,
+        dtype=settings.config.dtype,
+        device=_device_name(engine.runner.device),
+        drafter="" if engine.runner.drafter == "none" else engine.runner.drafter,
     )
+
+
+def _block_bytes(engine: Engine) -> int:
+    """Bytes of a KV block on all ranks together."""
+    if engine.storage is None:
+        return engine.cache.block_bytes
+    return round(engine.storage.kv_token_bytes * engine.cache.block_size)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

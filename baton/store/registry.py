@@ -54,6 +54,16 @@ class WorkerRecord:
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """a, b, c of the milliseconds a + b*batch + c*context_tokens of a step in which ``batch``
     sequences decode, that attend to ``context_tokens`` in all. As ``prefill_cost``."""
+    block_bytes: int = 0
+    """Bytes of a KV block, on all ranks together."""
+    quantization: str = ""
+    """How most of its weights are held: int8, int4 or fp8; empty: they are not quantized."""
+    dtype: str = ""
+    """Type of the weights that are not quantized."""
+    device: str = ""
+    """What computes: ``cpu``, or the GPU's product name."""
+    drafter: str = ""
+    """What drafts tokens: ngram, draft, eagle or medusa; empty: nothing does."""
     state: str = "ready"
     """Or ``DRAINING``: it takes nothing more, and what runs there is to go elsewhere."""
     load: LoadSnapshot = field(default_factory=LoadSnapshot)

@@ -70,6 +70,39 @@ class TraceContext(_message.Message):
 Global___TraceContext: _TypeAlias = TraceContext  # noqa: Y015
 
 @_typing.final
+class Retention(_message.Message):
+    """A wish to keep the blocks of a prompt's leading tokens for longer than others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REQUIRED_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Blocks that end within these tokens are kept."""
+    ttl_ms: _builtins.int
+    name: _builtins.str
+    """A pin's: it keeps all of the blocks or none. Empty: as many as there is room for."""
+    required: _builtins.bool
+    """The request fails, with the code cache_share_exceeded, where the blocks cannot be kept."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+        name: _builtins.str = ...,
+        required: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "required", b"required", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
+
+@_typing.final
 class SequenceSpec(_message.Message):
     """All that a worker needs to run a sequence, at its start or after a move."""
 
@@ -92,6 +125,10 @@ class SequenceSpec(_message.Message):
     HAND_BACK_FIELD_NUMBER: _builtins.int
     EMBEDS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    WITHOUT_SPECULATION_FIELD_NUMBER: _builtins.int
+    RETENTIONS_FIELD_NUMBER: _builtins.int
+    CACHE_TTL_MS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Which try at placing the request this is, from 0."""
@@ -119,6 +156,10 @@ class SequenceSpec(_message.Message):
     """
     embeds: _builtins.bool
     """The prompt's embedding is wanted, beside one token that nobody reads."""
+    without_speculation: _builtins.bool
+    """No tokens are drafted for it."""
+    cache_ttl_ms: _builtins.int
+    """Its blocks are forgotten when nobody has used them for so long; 0 sets no bound."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens that the router has already accepted."""
@@ -132,6 +173,12 @@ class SequenceSpec(_message.Message):
     @_builtins.property
     def trace(self) -> Global___TraceContext:
         """Of what is above the spans of the worker."""
+
+    @_builtins.property
+    def retentions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]: ...
+    @_builtins.property
+    def reasoning(self) -> Global___ReasoningSpan:
+        """Absent: the grammar applies to the whole answer, and nothing bounds its reasoning."""
 
     def __init__(
         self,
@@ -153,14 +200,60 @@ class SequenceSpec(_message.Message):
         hand_back: _builtins.bool = ...,
         embeds: _builtins.bool = ...,
         trace: Global___TraceContext | None = ...,
+        without_speculation: _builtins.bool = ...,
+        retentions: _abc.Iterable[Global___Retention] | None = ...,
+        cache_ttl_ms: _builtins.int = ...,
+        reasoning: Global___ReasoningSpan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "reasoning", b"reasoning", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "cache_ttl_ms", b"cache_ttl_ms", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "reasoning", b"reasoning", "request_id", b"request_id", "retentions", b"retentions", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace", "without_speculation", b"without_speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class ReasoningSpan(_message.Message):
+    """Where an answer's reasoning lies, in tokens. The grammar applies behind it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    FORCED_FIELD_NUMBER: _builtins.int
+    budget: _builtins.int
+    """Maximum tokens of the reasoning; absent: any."""
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenRun]:
+        """Each of these ends the reasoning; at least one."""
+
+    @_builtins.property
+    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the answer begins with to reason; empty: the prompt has begun the reasoning."""
+
+    @_builtins.property
+    def forced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What comes when the budget is used up. It ends with one of ends."""
+
+    def __init__(
+        self,
+        *,
+        ends: _abc.Iterable[_sampling_pb2.TokenRun] | None = ...,
+        start: _abc.Iterable[_builtins.int] | None = ...,
+        budget: _builtins.int | None = ...,
+        forced: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget", b"_budget", "budget", b"budget"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget", b"_budget", "budget", b"budget", "ends", b"ends", "forced", b"forced", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__budget: _TypeAlias = _typing.Literal["budget"]  # noqa: Y015
+    _WhichOneofArgType__budget: _TypeAlias = _typing.Literal["_budget", b"_budget"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__budget) -> _WhichOneofReturnType__budget | None: ...
+
+Global___ReasoningSpan: _TypeAlias = ReasoningSpan  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -216,6 +309,8 @@ class LoadSnapshot(_message.Message):
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     running: _builtins.int
     waiting: _builtins.int
@@ -240,6 +335,11 @@ class LoadSnapshot(_message.Message):
     disk_blocks: _builtins.int
     steps_in_flight: _builtins.int
     """Steps that the engine was given and has not ended."""
+    prompt_tokens: _builtins.int
+    """Of the prompts that were computed since the worker began: their tokens, and those of them whose
+    KV was found in its caches or fetched from another worker's.
+    """
+    cached_prompt_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -259,10 +359,12 @@ class LoadSnapshot(_message.Message):
         host_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
         steps_in_flight: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "steps_in_flight", b"steps_in_flight", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "prompt_tokens", b"prompt_tokens", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "steps_in_flight", b"steps_in_flight", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

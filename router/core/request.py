@@ -7,11 +7,23 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from baton.logprobs import TokenLogprobs
-from baton.request import NO_TRACE, FinishReason, Principal, TraceContext
+from baton.reasoning import ReasoningSpan
+from baton.request import NO_TRACE, FinishReason, Principal, Retention, TraceContext
 from baton.sampling_params import SamplingParams
+from baton.store.registry import WorkerRecord
 
 AnswerPart = Literal["start", "reasoning", "content"]
 """Where in an answer a prompt ends: before it, within its reasoning, or within its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """The texts around an answer's reasoning."""
+
+    start: str
+    ends: tuple[str, ...]
+    repeat: bool = False
+    """Whether there may be reasoning behind reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,10 @@ class GenerationRequest:
     """Another salt, another prefix cache."""
     session: str = ""
     """What the client calls its conversation; empty: nothing was said."""
+    cache_key: str = ""
+    """Requests with the same key go to the same worker where possible; empty: no wish."""
+    retentions: tuple[Retention, ...] = ()
+    """Which of the prompt's blocks are to be kept for longer than others."""
     priority: int = 0
     """Lower comes earlier among those of one tenant that wait."""
     own_deadline: bool = False
@@ -59,14 +75,31 @@ class GenerationRequest:
     """Its text includes special tokens, except for the one that ended it."""
     embeds: bool = False
     """The prompt's embedding is wanted, and no answer."""
+    prompt_only: bool = False
+    """The prompt's KV is wanted in a cache, and no answer."""
     chat: bool = False
     """The prompt is a conversation."""
     begins_in: AnswerPart = "start"
     """Where a conversation's prompt ends."""
+    reasoning_markers: ReasoningMarkers | None = None
+    """Those around the answer's reasoning, whose tokens are counted; None: it has none."""
+    reasoning_span: ReasoningSpan | None = None
+    """The same in tokens, where the reasoning is bounded or a grammar applies behind it."""
     model: str = ""
     """The served model's id."""
     trace: TraceContext = NO_TRACE
     """Of the client; from its delivery on, of the request's own span."""
+    without_speculation: bool = False
+    """No tokens are drafted for it."""
+    without_prefix_cache: bool = False
+    """Neither does it find what other requests left in the caches, nor do they find what it left.
+    """
+
+    @property
+    def block_salt(self) -> bytes:
+        """What its block hashes are salted with: the same wherever it goes on after a move."""
+        own = self.request_id.encode() if self.without_prefix_cache else b""
+        return self.cache_salt + own
 
     @property
     def scores_prompt(self) -> bool:
@@ -94,6 +127,8 @@ class OutputDelta:
     """Set in the last delta of a choice alone."""
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV was found; set in one delta of a request."""
+    written_prompt_tokens: int = 0
+    """Prompt tokens whose KV was computed and is retained; set in one delta of a request."""
     choice: int = 0
     """Which of the request's answers it is about."""
     scored: tuple[ScoredToken, ...] = ()
@@ -108,6 +143,10 @@ class OutputDelta:
     prefill_worker: str = ""
     decode_worker: str = ""
     """In the last delta of a choice: the names of the workers that it ran at last."""
+    reasoning_tokens: int = 0
+    """Tokens of reasoning, without its markers. Those that may begin a marker come later."""
+    accepted_drafts: int = 0
+    """How many of ``token_ids`` were drafted, and came in the step of another token."""
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:
@@ -117,6 +156,7 @@ def without_answer(delta: OutputDelta) -> OutputDelta:
         (),
         FinishReason.LENGTH,
         delta.cached_prompt_tokens,
+        delta.written_prompt_tokens,
         delta.choice,
         prompt_logprobs=delta.prompt_logprobs,
         embedding=delta.embedding,
@@ -130,18 +170,30 @@ class Choice:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    written_tokens: int = 0
+    """Prompt tokens that were computed and are retained."""
+    reasoning_tokens: int = 0
+    """Those of ``completion_tokens`` that are reasoning, without its markers."""
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_string: str = ""
     """What has ended it, where a stop string has."""
     begun: bool = False
+    decode_worker: str = ""
+    """The name of the worker that it ran at last; empty until it has ended."""
+    accepted_drafts: int = 0
+    """How many of its tokens were drafted."""
 
     def add(self, delta: OutputDelta, *, keep_text: bool) -> None:
         """Count a delta."""
         self.completion_tokens += len(delta.token_ids)
         self.cached_tokens += delta.cached_prompt_tokens
+        self.written_tokens += delta.written_prompt_tokens
+        self.reasoning_tokens += delta.reasoning_tokens
         self.finish_reason = delta.finish_reason
         self.stop_string = delta.stop_string
+        self.decode_worker = delta.decode_worker
+        self.accepted_drafts += delta.accepted_drafts
         self.begun = True
         if keep_text:
             self.pieces.append(delta.text)
@@ -183,6 +235,9 @@ class Dispatcher(Protocol):
 
     def metrics_addresses(self) -> list[str]:
         """host:port of every worker's /metrics page."""
+
+    def worker_records(self) -> Sequence[WorkerRecord]:
+        """What is known of every worker."""
 
     @property
     def context_length(self) -> int:

@@ -33,7 +33,8 @@ from router.text.chat_template import MAX_WAIT_S, ChatTemplate
 from router.text.tokenizer import Tokenizer
 
 Turn = Mapping[str, Any]
-"""A message: ``role``, ``content``, an assistant's ``tool_calls``, a result's ``tool_call_id``."""
+"""A message: ``role``, ``content``, an assistant's ``tool_calls`` and ``reasoning_content``, a
+result's ``tool_call_id``."""
 Prompt = str | tuple[int, ...]
 Ending = Literal["answer", "closed", "open"]
 """How a conversation's prompt ends: the template begins the assistant's turn (``answer``), or ends
@@ -55,6 +56,9 @@ MAX_VARIABLES_CHARACTERS = 64 << 10
 """Maximum size of variables for the template, as JSON."""
 _OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of the template that come from fields of their own."""
+_OPEN_END = "<end of the message that stays open> "
+"""Stands behind a message that the answer goes on with while the template is rendered. Its space
+shows whether the template keeps white space at a message's end."""
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _NOTHING_ASKED = SamplingInput()
 
@@ -89,10 +93,12 @@ class PromptEncoder:
         *,
         ending: Ending = "answer",
         variables: Mapping[str, Any] = _NO_VARIABLES,
+        special: bool = False,
     ) -> tuple[int, ...]:
         """The token ids of a conversation.
 
-        ``variables``: more variables of the template, which runs in a sandbox. Raises
+        ``variables``: more variables of the template, which runs in a sandbox. ``special``: with
+        the special tokens that the tokenizer adds, beside those of the template. Raises
         InvalidRequest, ContextLengthExceeded, DeadlineExceeded, Overloaded.
         """
         check_message_count(len(turns))
@@ -101,8 +107,13 @@ class PromptEncoder:
         limit = 4 * self._max_characters if tools else self._max_characters
         limit += 4096 + 256 * len(turns)
         async with self._turn(tenant, size + _PROMPT_CHARACTERS * len(turns)):
-            text = await self._chat_text(await parsed(turns), tools, size, limit, ending, variables)
-            return await off_loop(len(text), lambda: self._chat_ids(text, sampling))
+            if any("tool_calls" in turn for turn in turns):
+                template = self._tokenizer.chat_template.for_tools
+                turns = turns if template.joins_arguments else await parsed(turns)
+            text = await self._chat_text(turns, tools, size, limit, ending, variables)
+            return await off_loop(
+                len(text), lambda: self._encoded(text, sampling, "messages", special=special)
+            )
 
     async def prompt_ids(
         self, tenant: str, prompts: Sequence[Prompt], sampling: SamplingInput, param: str
@@ -171,11 +182,16 @@ class PromptEncoder:
         ending: Ending,
         variables: Mapping[str, Any],
     ) -> str:
+        final = turns[-1]["content"]
+        if ending == "open":
+            turns = [*turns[:-1], {**turns[-1], "content": f"{turns[-1]['content']}{_OPEN_END}"}]
         values = None
         if tools is not None or any(is_about_tools(turn) for turn in turns):
             template = self._tokenizer.chat_template.for_tools
             turns = await off_loop(size, partial(fitted, turns, tools, template, self._tool_format))
             values = [tool.as_template_value() for tool in tools.tools] if tools else []
+        if self._tokenizer.chat_template.mentions("thinking"):
+            turns = [_with_thinking(turn) for turn in turns]
         rendering = self._tokenizer.render_chat(
             turns, limit, values, variables, generation_prompt=ending == "answer"
         )
@@ -187,10 +203,7 @@ class PromptEncoder:
                 f"the messages were not rendered within {MAX_WAIT_S:.0f} s: the router is"
                 " overloaded"
             ) from None
-        return _cut_behind(text, turns[-1]["content"]) if ending == "open" else text
-
-    def _chat_ids(self, text: str, sampling: SamplingInput) -> tuple[int, ...]:
-        return self._encoded(text, sampling, "messages", special=False)
+        return _cut_open(text, final) if ending == "open" else text
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingInput, param: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -226,16 +239,20 @@ class PromptEncoder:
             )
 
 
-def _cut_behind(text: str, final: str) -> str:
-    """A rendered conversation up to the end of its last message's text. Raises InvalidRequest."""
-    final = final.strip()
-    at = text.rfind(final)
-    if not final or at < 0:
+def _cut_open(text: str, final: str) -> str:
+    """A rendered conversation up to the end of ``final``, its last message. Raises InvalidRequest.
+
+    As Hugging Face transformers does it: white space at the message's end stays where the template
+    keeps it.
+    """
+    mark = _OPEN_END.strip()
+    at = text.rfind(mark)
+    if at < 0 or final.strip() not in text:
         raise InvalidRequest(
             "the last message has no text of its own in the model's chat template",
             param="continue_final_message",
         )
-    return text[: at + len(final)]
+    return text[:at] if text.startswith(_OPEN_END, at) else text[:at].rstrip()
 
 
 def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, Any]:
@@ -280,7 +297,14 @@ def _with_written_calls(turn: Turn, form: ToolFormat) -> Turn:
     functions = [call["function"] for call in turn["tool_calls"]]
     calls = form.written([(one["name"], one["arguments"]) for one in functions])
     content = turn["content"]
-    return {"role": turn["role"], "content": f"{content}\n{calls}" if content else calls}
+    rest = {name: value for name, value in turn.items() if name != "tool_calls"}
+    return {**rest, "content": f"{content}\n{calls}" if content else calls}
+
+
+def _with_thinking(turn: Turn) -> Turn:
+    """Reasoning by the name in gpt-oss's template, which takes no content beside it."""
+    reasoning = turn.get("reasoning_content")
+    return turn if not reasoning or turn["content"] else {**turn, "thinking": reasoning}
 
 
 def _as_user(turn: Turn, form: ToolFormat) -> Turn:
@@ -309,6 +333,11 @@ def calls_turn(content: str, calls: Sequence[tuple[str, str, Any]]) -> Turn:
     return {"role": "assistant", "content": content, "tool_calls": values}
 
 
+def with_reasoning(turn: Turn, reasoning: str | None) -> Turn:
+    """An assistant's message with the reasoning that came before it, if there was some."""
+    return {**turn, "reasoning_content": reasoning} if reasoning else turn
+
+
 def result_turn(call_id: str, content: str) -> Turn:
     """What a call has given."""
     return {"role": "tool", "content": content, "tool_call_id": call_id}
@@ -322,7 +351,8 @@ def check_message_count(messages: int) -> None:
 
 def _characters(turn: Turn) -> int:
     calls = turn.get("tool_calls", ())
-    return len(turn["content"]) + sum(len(call["function"]["arguments"]) for call in calls)
+    text = len(turn["content"]) + len(turn.get("reasoning_content", ""))
+    return text + sum(len(call["function"]["arguments"]) for call in calls)
 
 
 async def parsed(turns: Sequence[Turn]) -> list[Turn]:

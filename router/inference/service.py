@@ -19,6 +19,7 @@ from typing import cast
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded
 from baton.grammars.grammar_gate import GrammarGate
+from baton.store.registry import WorkerRecord
 from baton.telemetry.logs import of_request
 from router.access.access import Access
 from router.core.accounting import (
@@ -89,6 +90,10 @@ class InferenceService:
         except BatonError as error:
             count_refusal(self._stats.metrics, error)
             raise
+
+    def worker_records(self) -> Sequence[WorkerRecord]:
+        """What is known of every worker."""
+        return self._dispatcher.worker_records()
 
     def count_abandoned(self) -> None:
         """Count a request whose client left before it was complete."""

@@ -14,7 +14,10 @@ _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_
 
 _IGNORED = frozenset({"betas", "inference_geo", "metadata", "service_tier"})
 _OF_ANSWERS = frozenset(
-    {"max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"},
+    {
+        *("cache_control", "max_tokens", "stop_sequences", "stream"),
+        *("temperature", "top_k", "top_p"),
+    }
 )
 """Fields of `/v1/messages` that change no count of a prompt's tokens."""
 
@@ -25,7 +28,7 @@ class MessageInput(BaseModel):
     role: str
     """`user` or `assistant`."""
     content: str | _Objects
-    """Text, or a list of blocks: text, calls of tools and their results."""
+    """Text, or a list of blocks: text, thinking, calls of tools and their results."""
 
 
 class CountTokensRequest(RequestBody):
@@ -38,19 +41,21 @@ class CountTokensRequest(RequestBody):
         "mcp_servers": ([],),
         "output_config": ({},),
         "output_format": ({},),
-        "thinking": ({"type": "disabled"},),
     }
 
     model: str
     """The served model's id; see `GET /v1/models`."""
     messages: Annotated[list[MessageInput], Field(fail_fast=True, max_length=MAX_MESSAGES)]
-    """The conversation; its last message is the user's."""
+    """The conversation; the answer goes on in a last message of the assistant."""
     system: str | _Objects | None = None
     """The system message."""
     tools: _Objects | None = None
     """Up to 128 tools that the model may call."""
     tool_choice: dict[str, Any] | None = None
     """`type`: `auto` (the default), `any`, `tool` with a `name`, or `none`."""
+    thinking: dict[str, Any] | None = None
+    """`type`: `enabled`, with `budget_tokens` below `max_tokens`; `adaptive`; or `disabled`.
+    Default: as the model's chat template has it."""
 
 
 class MessagesRequest(CountTokensRequest):
@@ -58,6 +63,9 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Int
     """Most tokens to generate."""
+    cache_control: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
+    """`{"type": "ephemeral"}`, with a `ttl` of `5m` (the default) or `1h`: keeps the whole prompt
+    for so long. Blocks and tools may have the same field, at most four in all."""
     stop_sequences: Strings | None = None
     """Up to 16 strings that end the answer and are not part of it."""
     stream: bool | None = None

@@ -20,11 +20,7 @@ MAX_PARTS = 2048
 
 IGNORED = frozenset(
     {
-        "include_reasoning",
         "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning_effort",
         "safety_identifier",
         "service_tier",
         "spaces_between_special_tokens",
@@ -40,7 +36,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "guided_decoding_backend": ("auto", "guidance", "llguidance"),
     "guided_whitespace_pattern": (),
-    "structural_tag": (),
     "return_tokens_as_token_ids": (False,),
     "cache_salt": (),
     "kv_transfer_params": (),
@@ -64,6 +59,8 @@ _UNSERVED_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
 }
 _UNSERVED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "reasoning_effort": (),
+    "include_reasoning": (True,),
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
@@ -127,6 +124,11 @@ class SamplingFields(RequestBody):
     priority: Int | None = None
     """A 32-bit integer: lower ones come earlier when requests wait (extension). Default: that of
     the API key, or 0."""
+    prompt_cache_key: str | None = None
+    """Requests with the same key go to the same worker where possible: up to 256 characters."""
+    prompt_cache_retention: str | None = None
+    """`24h` keeps the cached prompt for a day, within the tenant's share of the cache; `in_memory`,
+    the default, until others need the room."""
     n: Int | None = None
     """How many answers are drawn from each prompt: 1 … 128. Default 1."""
     prompt_logprobs: Int | None = None
@@ -158,8 +160,18 @@ class SamplingFields(RequestBody):
     """The answer is one of these texts (extension)."""
     guided_grammar: str | None = None
     """A grammar, in Lark or GBNF, that the answer follows (extension)."""
+    structural_tag: Any = None
+    """Free text in which what stands between markers matches JSON schemas, as an object or as JSON
+    in a string (extension)."""
     structured_outputs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
-    """One of `json`, `regex`, `choice`, `grammar` and `json_object`, as above (extension)."""
+    """One of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`, as above
+    (extension)."""
+    regex: str | None = None
+    """`guided_regex`, as SGLang calls it (extension)."""
+    ebnf: str | None = None
+    """`guided_grammar`, as SGLang calls it (extension)."""
+    json_schema: Any = None
+    """`guided_json`, as SGLang calls it (extension)."""
 
 
 class ContentPart(_Part):
@@ -180,6 +192,10 @@ class Message(_Part):
     """The calls of an earlier answer."""
     tool_call_id: str | None = None
     """The call whose result a message of the role `tool` is."""
+    reasoning_content: str | None = None
+    """The reasoning of an earlier answer, for chat templates that take it (extension)."""
+    reasoning: str | None = None
+    """Another name for `reasoning_content` (extension)."""
     function_call: Any = Field(default=None, exclude=True)
     """Not supported."""
     audio: Any = Field(default=None, exclude=True)
@@ -209,6 +225,18 @@ class ChatCompletionRequest(SamplingFields):
     """The answer goes on in the last message, which stays open (extension). Default false."""
     chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """More variables for the chat template (extension)."""
+    reasoning_effort: str | None = None
+    """How much the model reasons: `none`, `minimal`, `low`, `medium` or `high`."""
+    enable_thinking: bool | None = None
+    """Whether the model reasons (extension). Default: as its chat template has it."""
+    thinking: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
+    """`{"type": "enabled", "budget_tokens": …}`, or `disabled` or `adaptive`: both fields beside
+    this one, as Anthropic has them (extension)."""
+    thinking_token_budget: Int | None = None
+    """Maximum tokens of the reasoning, whose end is then forced; -1: any number (extension)."""
+    include_reasoning: bool | None = None
+    """false leaves the reasoning out of the answer, not out of the usage (extension). Default
+    true."""
     tools: ToolDefinitions | None = None
     """Up to 128 functions that the model may call."""
     tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object", "null"]})
@@ -236,7 +264,19 @@ class CompletionRequest(SamplingFields):
 
 
 class PromptTokensDetails(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     cached_tokens: int
+    """Prompt tokens whose KV was found in a cache."""
+    cache_write_tokens: int
+    """Prompt tokens whose KV was computed and is retained."""
+
+
+class CompletionTokensDetails(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    reasoning_tokens: int
+    """Tokens of reasoning, without its markers."""
 
 
 class Usage(BaseModel):
@@ -244,6 +284,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 Finish = Literal["stop", "length"]
@@ -262,9 +303,24 @@ class ToolCallMessage(BaseModel):
     tool_calls: list[MessageToolCall]
 
 
+class _Reasoned(BaseModel):
+    """The reasoning before an answer, by both names that clients know."""
+
+    reasoning_content: str
+    reasoning: str
+
+
+class ReasonedMessage(_Reasoned, ChatMessage):
+    pass
+
+
+class ReasonedToolCallMessage(_Reasoned, ToolCallMessage):
+    pass
+
+
 class ChatChoice(BaseModel):
     index: int
-    message: ChatMessage | ToolCallMessage
+    message: ChatMessage | ToolCallMessage | ReasonedMessage | ReasonedToolCallMessage
     logprobs: dict[str, Any] | None = None
     finish_reason: Finish | Literal["tool_calls"]
 

@@ -33,6 +33,8 @@ class Repeated:
     """As the client gave it."""
     parallel_tool_calls: bool
     text_format: Mapping[str, Any]
+    effort: str | None
+    """Of the reasoning."""
 
 
 class ResponsesAnswer(ApiAnswer):
@@ -56,8 +58,9 @@ class ResponsesAnswer(ApiAnswer):
             "top_p": request.sampling.top_p,
             "max_output_tokens": repeated.max_output_tokens,
         }
+        self._cache_key = request.cache_key or None
         self._numbers = itertools.count()
-        self._output = ResponseOutput(dialect, use)
+        self._output = ResponseOutput(dialect, use, request.begins_in)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
         """See ``ApiAnswer``."""
@@ -130,8 +133,8 @@ class ResponsesAnswer(ApiAnswer):
             "output": [],
             "parallel_tool_calls": repeated.parallel_tool_calls,
             "previous_response_id": None,
-            "prompt_cache_key": None,
-            "reasoning": {"effort": None, "summary": None},
+            "prompt_cache_key": self._cache_key,
+            "reasoning": {"effort": repeated.effort, "summary": None},
             "safety_identifier": None,
             "service_tier": "default",
             "store": False,
@@ -163,8 +166,11 @@ def _tool(tool: Tool) -> Fields:
 def _usage(choice: Choice) -> dict[str, Any]:
     return {
         "input_tokens": choice.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": choice.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": choice.cached_tokens,
+            "cache_write_tokens": choice.written_tokens,
+        },
         "output_tokens": choice.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
         "total_tokens": choice.prompt_tokens + choice.completion_tokens,
     }

@@ -35,6 +35,7 @@ from baton.request import LoadSnapshot
 from baton.telemetry.logs import ErrorRow
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.retention import RetentionBook
 from engine.scheduling.sequence import Sequence, SequenceUpdate
 from worker.core.engine_thread import EngineThread
 from worker.core.failed_steps import FailedSteps
@@ -115,9 +116,14 @@ class EngineCore:
         self.engine = engine
         self.scheduler = engine.scheduler
         self.pool = engine.pool
+        self.retention = RetentionBook(engine.pool)
         self.incarnation = incarnation
         self.steps = 0
         """Steps that have ended well."""
+        self._prompt_tokens = 0
+        """Of the prompts that were computed."""
+        self._cached_prompt_tokens = 0
+        """Those of them whose KV was found."""
         is_cpu = engine.runner.device.type == "cpu"
         self.prompt_cost = UnitCost(_CPU_TOKEN_S if is_cpu else _GPU_TOKEN_S, _PRIOR_TOKENS)
         """Seconds for each prompt token; a step counts as ``STEP_TOKENS`` more."""
@@ -290,13 +296,16 @@ class EngineCore:
         self._loop.call_soon(self.schedule_steps)
 
     def beat(self, now: float) -> None:
-        """Schedule again, since blocks come back without a step, and check that steps end.
+        """Schedule again, since blocks come back without a step, check that steps end, and end what
+        is cached and retained no longer.
 
         To be called every ``heartbeat_s``. Raises WorkerFailed where the engine hangs.
         """
         computes = {"engine": self.steps} if self.scheduler.plans_in_flight else {}
         if self._hang_watch.tick(computes, now):
             raise WorkerFailed("the engine has not ended its step for a minute")
+        self.retention.expire(now)
+        self.pool.expire(now)
         self.schedule_steps()
 
     # What is measured and reported
@@ -361,7 +370,14 @@ class EngineCore:
             host_blocks=in_tiers.get("host", 0),
             disk_blocks=in_tiers.get("disk", 0),
             steps_in_flight=self.scheduler.plans_in_flight,
+            prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
         )
+
+    def count_prompt(self, sequence: Sequence) -> None:
+        """Count a prompt that was computed, and what of it was found."""
+        self._prompt_tokens += sequence.prompt_length
+        self._cached_prompt_tokens += min(sequence.cached_tokens, sequence.prompt_length)
 
 
 def _error_of(error: Exception) -> BatonError:

@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from baton.config.cluster import Config
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
+from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.batches.batches import Batches
@@ -40,6 +41,7 @@ from router.listeners import Apps
 from router.routes import Apis, make_apps
 from router.text.chat_template import ChatTemplate
 from router.text.output_processor import OutputProcessor
+from router.text.reasoning_counter import reasoning_counter
 from router.text.tokenizer import Tokenizer
 
 CONTEXT = 512
@@ -99,6 +101,7 @@ class ScriptedDispatcher:
     script: Script | None = None
     status: tuple[str, str] = ("ok", "")
     addresses: list[str] = field(default_factory=list)
+    records: list[WorkerRecord] = field(default_factory=list)
     context_length: int = CONTEXT
     requests: list[GenerationRequest] = field(default_factory=list)
     delivered: int = 0
@@ -137,6 +140,7 @@ class ScriptedDispatcher:
             sampling.stop,
             self.tokenizer.eos_ids,
             include_stop=request.shows_stop_string,
+            reasoning=reasoning_counter(request.reasoning_markers, request.begins_in),
         )
         tokens = [*self.tokenizer.encode(self.text), *self.tokenizer.eos_ids][: sampling.max_tokens]
         for place, token in enumerate(tokens):
@@ -158,6 +162,9 @@ class ScriptedDispatcher:
 
     def metrics_addresses(self) -> list[str]:
         return self.addresses
+
+    def worker_records(self) -> list[WorkerRecord]:
+        return self.records
 
 
 def score_of(top: int) -> Callable[[int], TokenLogprobs]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.request import (
     FinishReason,
     FirstToken,
@@ -18,6 +19,7 @@ from baton.request import (
     GroupShape,
     LoadSnapshot,
     Principal,
+    Retention,
     SequenceSpec,
     TokenOutput,
     TraceContext,
@@ -38,7 +40,14 @@ GRAMMARS = st.one_of(
     st.just(Grammar(GrammarKind.JSON_OBJECT, "")),
     st.builds(
         Grammar,
-        st.sampled_from([GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK]),
+        st.sampled_from(
+            [
+                GrammarKind.JSON_SCHEMA,
+                GrammarKind.REGEX,
+                GrammarKind.LARK,
+                GrammarKind.STRUCTURAL_TAG,
+            ]
+        ),
         TEXT,
     ),
     st.lists(TEXT, min_size=1, max_size=3).map(
@@ -67,6 +76,7 @@ SAMPLING = st.builds(
     logprobs=st.none() | U32,
     prompt_logprobs=st.none() | U32,
 )
+MILLISECONDS = st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000)
 SPECS = st.builds(
     SequenceSpec,
     request_id=TEXT,
@@ -78,14 +88,21 @@ SPECS = st.builds(
     cache_salt=st.binary(max_size=9),
     context_class=TEXT,
     principal=st.builds(Principal, TEXT, TEXT),
-    deadline_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
+    deadline_s=MILLISECONDS,
     choices=st.integers(1, 2**32 - 1),
     choice=U32,
     priority=st.integers(-(2**31), 2**31 - 1),
     preemptions=U32,
     hand_back=st.booleans(),
     embeds=st.booleans(),
+    retentions=st.lists(
+        st.builds(Retention, U32, MILLISECONDS, TEXT, st.booleans()), max_size=3
+    ).map(tuple),
+    cache_ttl_s=MILLISECONDS,
     trace=st.builds(TraceContext, TEXT, TEXT),
+    reasoning=st.none()
+    | st.builds(ReasoningSpan, st.lists(IDS, max_size=3).map(tuple), IDS, st.none() | U32, IDS),
+    without_speculation=st.booleans(),
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
 OUTPUTS = st.builds(
@@ -104,7 +121,13 @@ OUTPUTS = st.builds(
     st.lists(FLOAT, max_size=3).map(tuple),
 )
 LOADS = st.builds(
-    LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64, U32, FLOAT, FLOAT, FLOAT
+    LoadSnapshot,
+    TEXT,
+    *[U32] * 7,
+    *(U64, U32),
+    *[FLOAT] * 3,
+    prompt_tokens=U64,
+    cached_prompt_tokens=U64,
 )
 GROUPS = st.none() | st.builds(GroupShape, U32, U32, U32)
 GEOMETRIES = st.builds(Geometry, U32, U32, U32, U32, TEXT, U32, GROUPS)
@@ -176,12 +199,13 @@ def test_no_field_is_forgotten() -> None:
         (Geometry, transfer_pb2.Geometry),
         (GroupShape, transfer_pb2.GroupShape),
         (Principal, worker_pb2.Principal),
+        (Retention, worker_pb2.Retention),
         (TraceContext, worker_pb2.TraceContext),
     ]
     for dataclass, message in twins:
         ours = {field.name for field in dataclasses.fields(dataclass)}
         theirs = set(message.DESCRIPTOR.fields_by_name)
-        renamed = {"deadline_s": "deadline_ms"}
+        renamed = {"deadline_s": "deadline_ms", "cache_ttl_s": "cache_ttl_ms", "ttl_s": "ttl_ms"}
         assert {renamed.get(name, name) for name in ours} == theirs
 
 
