@@ -222,10 +222,16 @@ def prepare(settings: RouterSettings) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # It has a line for everything that a stranger gets wrong.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_echo)
     sys.setswitchinterval(SWITCH_S)
     # A text is one piece of work: to hand it to another thread costs more than it spares.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _take_descriptors(2 * config.advanced.max_connections + OWN_DESCRIPTORS)
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    """Whether a line of gRPC's is more than a stranger's header that is no UTF-8, with a trace."""
+    return not str(record.msg).startswith("Invalid encoding on")
 
 
 def _take_descriptors(needed: int) -> None:

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from baton.errors import ConfigError
 from baton.liveness.silence import STANDSTILL_S
+from baton.rpc.registered_server import registered_server
 from baton.security.tls import PeerRole, Renewal, TlsFiles, role_name
 
 Part = TypeVar("Part", bound=Message)
@@ -94,13 +95,16 @@ def make_server(
     shares_port: bool = False,
     gates: Sequence[grpc.aio.ServerInterceptor] = (),
     bounds: Mapping[str, int] = _NO_BOUNDS,
+    registered: bool = False,
 ) -> grpc.aio.Server:
     """A server without services and ports. ``shares_port``: others may listen on the same one.
 
     Every call passes the ``gates`` first. ``bounds``: options of gRPC's core, by name, in place of
-    those that servers within the cluster have.
+    those that servers within the cluster have. ``registered``: see ``registered_server``.
     """
     options = {**dict(_server_options(shares_port=shares_port)), **bounds}
+    if registered:
+        return registered_server(gates, [*options.items()])
     return grpc.aio.server(interceptors=gates, options=[*options.items()])
 
 

@@ -29,7 +29,8 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 def header_block(fields: Iterable[tuple[str, str]]) -> bytes:
     """Headers that are neither compressed nor kept (RFC 7541, 6.2.2)."""
     return b"".join(
-        b"\x00" + _text(name.encode()) + _text(value.encode()) for name, value in fields
+        b"\x00" + _text(name.encode()) + _text(value.encode(errors="surrogateescape"))
+        for name, value in fields
     )
 
 

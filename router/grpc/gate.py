@@ -14,10 +14,11 @@ import grpc
 import grpc.aio
 
 from baton.config.cluster import Config
-from baton.errors import BatonError, NotFound
+from baton.errors import BatonError
 from baton.liveness.listening import listening
 from baton.rpc.grpc_channel import make_server
 from baton.rpc.grpc_errors import grpc_boundary
+from baton.rpc.registered_server import UNKNOWN
 from router.access.access import Access, scope_of_service
 from router.access.api_keys import check_one_credential
 from router.access.audit import Refusals
@@ -55,19 +56,18 @@ def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
         # It would raise the bytes that are taken in unread to megabytes.
         "grpc.http2.bdp_probe": 0,
     }
-    operators = not config.admin_http
-    gate = GrpcGate(access, config.request_deadline_s, operators=operators)
-    return make_server(shares_port=config.routers > 1, gates=(gate,), bounds=bounds)
+    gate = GrpcGate(access, config.request_deadline_s)
+    return make_server(
+        shares_port=config.routers > 1, gates=(gate,), bounds=bounds, registered=True
+    )
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):
     """Refuses calls that their key does not allow, those of unknown methods included."""
 
-    def __init__(self, access: Access, message_s: float, *, operators: bool = True) -> None:
-        """``message_s``: how long a client has to send a call's message. ``operators``: whether
-        operators' calls are served, which ``admin_http`` takes away."""
+    def __init__(self, access: Access, message_s: float) -> None:
+        """``message_s``: how long a client has to send a call's message."""
         self._access = access
-        self._operators = operators
         self._refusals = Refusals(access)
         self._message_s = message_s
 
@@ -80,13 +80,12 @@ class GrpcGate(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See ``grpc.aio.ServerInterceptor``."""
         service = handler_call_details.method.rpartition("/")[0].lstrip("/")
-        needed = scope_of_service(service)
+        unknown = handler_call_details.method == UNKNOWN
+        needed = "inference" if unknown else scope_of_service(service)
         if needed is not None:
             metadata = handler_call_details.invocation_metadata or ()
             given = [(name, value) for name, value in metadata if isinstance(value, str)]
             try:
-                if needed == "admin" and not self._operators:
-                    raise NotFound("operators' calls are served over HTTP alone, at admin_http")
                 check_one_credential(given)
                 self._access.check(dict(given), needed)
             except BatonError as error:

@@ -59,7 +59,7 @@ class HealthServicer:
             )
             for name, method in (("Check", self._check), ("Watch", self._watch))
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+        server.add_registered_method_handlers(NAME, handlers)
         return str(NAME)
 
     async def _check(self, _: AsyncIterator[Any], context: Context) -> None:

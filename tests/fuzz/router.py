@@ -158,6 +158,11 @@ class FuzzedRouter:
                 answer = await self._client.post("/v1/completions", json=body, headers=headers)
         except (TimeoutError, httpx.HTTPError, psutil.Error) as error:
             return f"the router does not answer: {error!r}"
+        ask: Any = self._channel.unary_unary("/baton.v1.TokenService/GetModelInfo")
+        try:
+            await ask(b"", timeout=_ANSWER_S, metadata=(_AUTHORIZATION,))
+        except grpc.aio.AioRpcError as error:
+            return f"the gRPC listener does not answer: {error.code().name}"
         if answer.status_code != httpx.codes.OK:
             return f"a client is answered {answer.status_code}: {answer.text[:200]}"
         text = _text(self._log)

@@ -56,6 +56,8 @@ WORST: dict[str, tuple[Kind, bytes]] = {
     ),
     "health calls without a message": ("http2", _calls(_HEALTH, 1000)),
     "unknown methods": ("http2", _calls("/a.B/C", 1000)),
+    "a method that is no text": ("http2", _calls("/baton.v1.TokenService/Tokeni\udcffe", 3)),
+    "a key that is no text": ("http2", _calls(_GENERATE, 3, key="a\udcff")),
     "pings": ("http2", _PREFACE + frame(http2_client.PING, 0, 0, bytes(8)) * 10_000),
     "settings": ("http2", _PREFACE + frame(http2_client.SETTINGS, 0, 0) * 10_000),
     "a farewell with control characters": (

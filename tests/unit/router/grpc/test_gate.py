@@ -11,6 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.rpc.grpc_channel import open_channel
+from loadtest.router.http2_client import Http2Connection, call_headers
 from router.grpc import gate
 from tests.support.router.access_access import bearer, key
 from tests.support.router.front_fakes import make_front, silent
@@ -42,6 +44,26 @@ async def test_a_stranger_is_refused_before_its_message(method: str) -> None:
     async with serve(make_front(**KEYS)) as channel:
         call = raw(channel).stream_stream(method)(no_message(), timeout=DEADLINE_S)
         assert (await ended(call))[0] is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("path", ["/baton.v1.TokenService/Tok\udcff", "\udc9c", "/"])
+@pytest.mark.parametrize("metadata", [(), ASKS])
+async def test_a_method_that_is_no_text_stops_nothing(path: str, metadata: Any) -> None:
+    async with serve_at(make_front(**KEYS)) as address:
+        host, port = address.rsplit(":", 1)
+        loop = asyncio.get_running_loop()
+        _, stranger = await loop.create_connection(Http2Connection, host, int(port))
+        stranger.call(1, call_headers(path, metadata), b"")
+        while 1 not in stranger.ended:
+            stranger.changed.clear()
+            await asyncio.wait_for(stranger.changed.wait(), DEADLINE_S)
+        stranger.close()
+        async with open_channel(address) as channel:
+            call = raw(channel).unary_unary(METHODS[1])(b"", metadata=ASKS, timeout=DEADLINE_S)
+            assert (await ended(call))[0] is not grpc.StatusCode.UNAVAILABLE
+            unknown = raw(channel).unary_unary("/baton.v1.TokenService/None")
+            call = unknown(b"", metadata=ASKS, timeout=DEADLINE_S)
+            assert (await ended(call))[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_call_has_one_credential() -> None:

@@ -1,0 +1,49 @@
+"""A gRPC server that finds registered methods alone, and reads the name of no other one.
+
+gRPC's own server decodes the name of a method that it does not have as UTF-8, and ends for all
+clients where it is none: one frame of a stranger stops it (grpcio 1.85). Registered methods are
+found by gRPC's core, which compares bytes. Calls of all others come as calls of ``UNKNOWN``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc._cython import cygrpc
+
+UNKNOWN = "/baton.v1/Unknown"
+"""Stands for every method that the server does not have."""
+
+
+def registered_server(
+    gates: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
+) -> grpc.aio.Server:
+    """As ``grpc.aio.server``. Services must register their methods, as generated code does."""
+    server = grpc.aio.server()
+    # grpc.aio.server() takes no other kind of core server.
+    core = _CoreServer(server._loop, None, (), tuple(gates), tuple(options), None)
+    core.add_registered_method_handlers({UNKNOWN: _NO_SUCH_METHOD})
+    server._server = core
+    return server
+
+
+class _CoreServer(cygrpc.AioServer):  # type: ignore[misc, name-defined]
+    def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
+        """The next call of a registered ``method``; None stands for those of all others."""
+        if method is None:
+            never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            return never
+        wanted = None if method == UNKNOWN.encode() else method
+        found: asyncio.Future[Any] = super()._make_request_call_future(wanted)
+        return found
+
+
+async def _refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+
+
+_NO_SUCH_METHOD = grpc.stream_stream_rpc_method_handler(_refuse)  # type: ignore[arg-type]
