@@ -6,22 +6,16 @@ Clusters of other tests end in other ways: by Ctrl-C (``defaults``), amid an ans
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
 
-from tests.support.e2e.answers import answer_burst, answer_of
-from tests.support.e2e.cluster import END_S, UpProcess, processes_of
-
-T = TypeVar("T")
+from tests.support.e2e.answers import answer_burst
+from tests.support.e2e.cluster import END_S, UpProcess, processes_of, told_by
 
 
 def test_with_its_defaults_it_answers_bursts(defaults: UpProcess) -> None:
@@ -38,21 +32,6 @@ def test_by_default_it_is_its_users_own(defaults: UpProcess) -> None:
     assert run_directory.stat().st_mode & 0o777 == 0o700
     assert (run_directory / "cluster.json").stat().st_mode & 0o777 == 0o600
     assert beyond_loopback(cluster_id) == []
-
-
-def test_what_dies_is_started_again(rough_cluster: UpProcess) -> None:
-    up = rough_cluster
-    before = answer_of(up)
-    os.kill(up.state.processes["router"], signal.SIGKILL)
-    up.wait_for("router ended (SIGKILL)")
-    os.kill(up.state.processes["valkey"], signal.SIGKILL)
-    up.wait_for("valkey ended (SIGKILL)")
-    os.kill(guardian(up.cluster_id).pid, signal.SIGKILL)
-    up.wait_for("guardian ended (SIGKILL)")
-    os.kill(up.state.processes["decode-0"], signal.SIGKILL)
-    up.wait_for("decode-0 is back")
-    up.wait_healthy()
-    assert answer_of(up) == before
 
 
 def test_a_signal_during_the_start_ends_everything_with_exit_code_0() -> None:
@@ -107,20 +86,6 @@ def test_the_death_of_rays_control_store_ends_the_cluster_with_a_clear_error() -
         assert up.wait() == 1, up.text
         assert processes_of(cluster_id) == []
     shutil.rmtree(run_directory)
-
-
-def told_by(cluster_id: str, ask: Callable[[psutil.Process], T]) -> list[T]:
-    """What every process of the cluster says, but for those that end meanwhile."""
-    told = []
-    for process in processes_of(cluster_id):
-        with contextlib.suppress(psutil.Error):
-            told.append(ask(process))
-    return told
-
-
-def guardian(cluster_id: str) -> psutil.Process:
-    lines = told_by(cluster_id, lambda process: (process, process.cmdline()))
-    return next(process for process, line in lines if "deploy.launcher.guardian" in line)
 
 
 def beyond_loopback(cluster_id: str) -> list[str]:
