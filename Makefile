@@ -17,14 +17,13 @@ PINS := pyproject.toml $(wildcard requirements/*.lock) Makefile
 # Flags for `baton serve`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
-# Whole clusters run two at a time; one under faults, and those with short leases, alone; the rest
-# three at a time: on two cores, since much of it waits more than it computes. One thread each, then:
-# three times torch's threads on two cores spend their time waiting for one another.
+# Whole clusters run one after another; the rest three at a time: on two cores, since much of it waits
+# more than it computes. One thread each, then: three times torch's threads on two cores spend their
+# time waiting for one another.
 TESTS ?=
-ALONE = tests/e2e/test_first_contact.py tests/e2e/test_shutdown.py tests/chaos/test_chaos.py
-TWO_AT_A_TIME = $(filter-out $(ALONE),$(wildcard tests/e2e/test_*.py))
+IN_TURN = tests/e2e tests/chaos/test_chaos.py
 SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration tests/fuzz \
-  $(filter-out $(ALONE),$(wildcard tests/chaos/test_*.py))
+  $(filter-out $(IN_TURN),$(wildcard tests/chaos/test_*.py))
 # The slowest are shown, so that they stay in view.
 QUICK = -m "not long" --durations=15
 
@@ -92,8 +91,7 @@ up: install
 test: install-dev
 ifeq ($(strip $(TESTS)),)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 3 --dist worksteal --expect-skips side_by_side $(SIDE_BY_SIDE)
-	@$(BIN)/python -m pytest $(QUICK) -n 2 --dist loadgroup --expect-skips two_at_a_time $(TWO_AT_A_TIME)
-	@$(BIN)/python -m pytest $(QUICK) --expect-skips alone $(ALONE)
+	@$(BIN)/python -m pytest $(QUICK) --expect-skips in_turn $(IN_TURN)
 else
 	@$(BIN)/python -m pytest $(QUICK) $(TESTS)
 endif

@@ -1,26 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.e2e.answers import end_amid_an_answer, end_by_ctrl_c
 from tests.support.e2e.cluster import PATIENT, SECRET, UpProcess
-
-FOLDER = Path(__file__).parent
-SHARED = {"cluster", "defaults", "rough_ground"}
-"""Clusters of several modules."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a cluster, or a module, are for one process of ``--dist loadgroup``."""
-    for item in items:
-        if item.path.is_relative_to(FOLDER) and item.get_closest_marker("xdist_group") is None:
-            fixtures = set(getattr(item, "fixturenames", ()))
-            group = min(SHARED & fixtures, default=item.path.stem)
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

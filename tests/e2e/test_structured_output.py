@@ -19,8 +19,6 @@ from baton.v1.sampling_pb2 import Choice, Grammar, SamplingParameters
 from tests.support.e2e.api import series
 from tests.support.e2e.cluster import PATIENT, UpProcess
 
-# Its cluster is asked for by a parameter, which conftest.py does not see.
-pytestmark = pytest.mark.xdist_group("rough_ground")
 DEADLINE_S = 200.0
 SCHEMA = {
     "type": "object",
