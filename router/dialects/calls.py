@@ -146,4 +146,4 @@ class HeadReader(abc.ABC):
 def words(texts: tuple[str, ...], *, optional: bool = False) -> str:
     """A regular expression of markers with any white space around each."""
     mark = "?" if optional else ""
-    return r"\s*" + "".join(rf"(?:{re.escape(text.strip())}){mark}\s*" for text in texts)
+    return r"\s*+" + "".join(rf"(?:{re.escape(text.strip())}){mark}\s*+" for text in texts)

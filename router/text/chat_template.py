@@ -39,6 +39,7 @@ class ChatTemplate:
 
     ``knows_tools``: it writes tools into the prompt. ``knows_calls``: it writes the calls of
     earlier answers. ``knows_results``: it handles messages of the role ``tool``.
+    ``joins_arguments``: it adds the arguments of calls to text, as they must be text then.
     """
 
     def __init__(
@@ -55,22 +56,33 @@ class ChatTemplate:
             )
         try:
             # It is not compiled here: jinja2 would compute its constants without bounds.
-            names, texts = _mentioned(chat_environment().parse(source))
+            parsed = chat_environment().parse(source)
+            names, texts = _mentioned(parsed)
         except Exception as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
         self._process = TemplateProcess(source)
         self._special_tokens = dict(special_tokens)
         self._tools_name = next((name for name in _TOOL_VARIABLES if name in names), None)
+        self._names, self._texts = names, texts
         self.source = source
         self._tool_use = ChatTemplate(tool_use, special_tokens) if tool_use else None
         self.knows_tools = self._tools_name is not None
         self.knows_calls = "tool_calls" in texts
         self.knows_results = "tool" in texts
+        self.joins_arguments = _joins(parsed, "arguments")
 
     @property
     def for_tools(self) -> ChatTemplate:
         """The template for conversations with tools."""
         return self._tool_use or self
+
+    def reads(self, variable: str) -> bool:
+        """Whether it reads a variable, or does so for conversations with tools."""
+        return variable in self._names or variable in self.for_tools._names
+
+    def mentions(self, text: str) -> bool:
+        """Whether a key or a constant in it is ``text``, with tools or without."""
+        return text in self._texts or text in self.for_tools._texts
 
     async def start(self) -> None:
         """Start the process before the first rendering needs it.
@@ -116,6 +128,16 @@ def _mentioned(template: jinja2.nodes.Template) -> tuple[set[str], set[str]]:
     texts = {node.attr for node in template.find_all(jinja2.nodes.Getattr)}
     constants = (node.value for node in template.find_all(jinja2.nodes.Const))
     return names, texts | {value for value in constants if isinstance(value, str)}
+
+
+def _joins(template: jinja2.nodes.Template, key: str) -> bool:
+    """Whether a template adds a value called ``key`` to text, as it is."""
+    nodes = (jinja2.nodes.Add, jinja2.nodes.Concat)
+    parts = [part for node in template.find_all(nodes) for part in node.iter_child_nodes()]
+    items = [part.arg for part in parts if isinstance(part, jinja2.nodes.Getitem)]
+    names = [part.attr for part in parts if isinstance(part, jinja2.nodes.Getattr)]
+    constants = [item.value for item in items if isinstance(item, jinja2.nodes.Const)]
+    return key in names or key in constants
 
 
 def load_chat_template(

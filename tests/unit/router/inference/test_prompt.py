@@ -182,3 +182,22 @@ async def test_long_texts_of_a_tenant_leave_others_a_turn() -> None:
     finally:
         release.set()
         await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        # DeepSeek's templates join the arguments, which must be text.
+        ("{{ '<' + c['function']['arguments'] + '>' }}", '<{"word": "é"}>'),
+        ("{{ '<' ~ c.function.arguments ~ '>' }}", '<{"word": "é"}>'),
+        # Those of others take them for values.
+        ("{{ '<' + c.function.arguments | tojson + '>' }}", '<{"word": "é"}>'),
+        ("{% for k, v in c.function.arguments.items() %}<{{ k ~ v }}>{% endfor %}", "<wordé>"),
+    ],
+)
+async def test_arguments_as_a_template_takes_them(written: str, expected: str) -> None:
+    source = f"{{% for m in messages %}}{{% for c in m.tool_calls %}}{written}{{% endfor %}}"
+    tokenizer = tiny_tokenizer(template=source + "{% endfor %}tool")
+    encoder = PromptEncoder(tokenizer, FORMATS["hermes"], Config(), lambda: 4096)
+    turn = calls_turn("", [("1", "look_up", '{"word": "é"}')])
+    assert tokenizer.decode(await encoder.chat_ids("t", [turn])) == f"{expected}tool"
