@@ -16,6 +16,7 @@ from router.admin.cache import CacheApi, CacheControl, OperatorServicer
 from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
 from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.batches import Batches
+from router.billing.budgets import Budgets
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
 from router.core.accounting import RequestStats
@@ -25,6 +26,8 @@ from router.grpc.inference import add_grpc_services
 from router.inference.service import InferenceService
 from router.listeners import Apps
 from router.routes import Apis, Mountable, make_apps
+from router.usage.api import UsageApi
+from router.usage.usage_store import UsageStore
 
 PAGE_S = 0.5
 """The longest that a page of metrics waits for Redis."""
@@ -39,6 +42,7 @@ class Application:
     """Without a port."""
     batches: Batches
     console: ConsoleApi
+    usage: UsageApi
 
 
 def make_application(
@@ -48,11 +52,15 @@ def make_application(
     client: redis.asyncio.Redis,
     cluster_id: str,
     *,
+    budgets: Budgets | None = None,
     number: int = 0,
     what_if: WhatIfProgram | None = None,
     more: Sequence[Mountable] = (),
 ) -> Application:
-    """Every endpoint, each behind a gate; ``more`` are added to those of HTTP."""
+    """Every endpoint, each behind a gate; ``more`` are added to those of HTTP.
+
+    ``budgets`` None: those of the configuration, which nothing charges.
+    """
     config, access, model = service.config, service.access, service.model
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
@@ -60,6 +68,10 @@ def make_application(
     apis = Apis.of(service)
     batches = Batches(service, apis.endpoints(), stats.metrics)
     console = ConsoleApi(dispatcher, stats, config, model.id, access, what_if)
+    store = UsageStore(client, cluster_id)
+    usage = UsageApi(
+        store, budgets or Budgets(config, stats.metrics), dispatcher.workers, access, config
+    )
     apps = make_apps(
         apis,
         dispatcher,
@@ -72,6 +84,7 @@ def make_application(
             WorkerApi(control, scaling, access, config),
             ClusterApi(cluster_id, model.id, control, scaling, access),
             console,
+            usage,
             *more,
         ),
     )
@@ -83,7 +96,7 @@ def make_application(
     # With a listener of their own, operators' calls are on no other one.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
-    return Application(apps, server, batches, console)
+    return Application(apps, server, batches, console, usage)
 
 
 async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:

@@ -37,6 +37,7 @@ from router.access.access import Access
 from router.access.api_keys import KeyWatch
 from router.access.rate_limits import RateLimits
 from router.app import make_application
+from router.billing.ledger import Ledger
 from router.console.what_if import WhatIfProgram
 from router.core.accounting import RequestStats
 from router.core.served_model import ServedModel
@@ -99,8 +100,9 @@ async def serve(settings: RouterSettings) -> None:
         PrefixIndex(client, settings.cluster_id),
         TrafficStore(client, settings.cluster_id) if config.autoscaler.enabled else None,
     )
-    limits = RateLimits(client, settings.cluster_id, metrics)
-    access = Access(config, metrics, limits)
+    ledger = Ledger(client, settings.cluster_id, config, metrics)
+    limits = RateLimits(client, settings.cluster_id, metrics, budgets=ledger.budgets)
+    access = Access(config, metrics, limits, ledger)
     watch = await _watched_keys(config, access, metrics)
     await dispatcher.start()
     model = ServedModel.of(
@@ -112,6 +114,7 @@ async def serve(settings: RouterSettings) -> None:
         stats,
         client,
         settings.cluster_id,
+        budgets=ledger.budgets,
         number=settings.number,
         what_if=WhatIfProgram.of(settings.what_if),
     )
@@ -123,6 +126,8 @@ async def serve(settings: RouterSettings) -> None:
     listen(grpc_server, config.grpc, config.tls.fronts)
     await grpc_server.start()
     keep_collections_short()
+    ledger.start()
+    application.usage.start()
     await application.batches.start()
     serving = servers.start()
     told = asyncio.create_task(shutdown.told.wait())
@@ -144,6 +149,8 @@ async def serve(settings: RouterSettings) -> None:
         await grpc_server.stop(STOP_GRACE_S)
         await application.batches.close()
         await limits.close()
+        await ledger.close()
+        await application.usage.close()
         await client.aclose()
         await asyncio.to_thread(end_tracing)
 

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import grpc.aio
 import redis.asyncio
@@ -28,7 +29,9 @@ from baton.store.registry import DRAINING, WorkerRecord
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S
+from engine.quantization.checkpoint_format import quantization_name
 from kvtransfer.pairs.pair import Identity, PairLimits
+from worker.device.device_memory import device_memory, device_name
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.exchange.rank_link import RankLinks
@@ -76,6 +79,7 @@ class WorkerSession:
         server.add_generic_rpc_handlers((self._role_services,))
         self.role, self._unsubscribe = self._mount()
         self._next_check_at = 0.0
+        self._device_shown_at = time.monotonic()
 
     @classmethod
     async def begin(
@@ -176,7 +180,16 @@ class WorkerSession:
         gauges.refresh(core.scheduler, core.pool)
         gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
         gauges.show_utilization()
+        self._show_device()
         self._check_blocks(time.monotonic())
+
+    def _show_device(self) -> None:
+        now = time.monotonic()
+        passed, self._device_shown_at = now - self._device_shown_at, now
+        runtime = self.runtime
+        memory = device_memory(runtime.core.engine.runner.device)
+        ranks = self.context.settings.pool.ranks
+        runtime.gauges.show_device(memory.used, memory.total, passed * ranks)
 
     def _check_blocks(self, now: float) -> None:
         """When nothing runs, nothing is used."""
@@ -277,6 +290,8 @@ def _record(
         max_sequences=pool.max_sequences,
         pool=pool.name,
         revision=settings.config.revision,
+        device=device_name(engine.runner.device),
+        quantization=quantization_name(Path(settings.model_path), settings.config.quantization),
         ranks=pool.ranks,
         prefill_cost=runtime.costs.prefill,
         step_cost=runtime.costs.step,

@@ -45,6 +45,10 @@ class WorkerRecord:
     """Name of the worker's pool."""
     revision: str = ""
     """The commit of its model on the hub; empty: the model is an operator's folder or file."""
+    device: str = ""
+    """What runs its model: ``cpu``, or the name of a GPU."""
+    quantization: str = ""
+    """Of its weights: ``none``, ``int8``, …"""
     ranks: int = 1
     """On how many processes its model lies."""
     prefill_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)

@@ -60,6 +60,10 @@ class GenerationRequest:
     """The prompt is a conversation."""
     model: str = ""
     """The served model's id."""
+    agent: str = ""
+    """The client's name of what sent it, for its bill; empty: nothing was said."""
+    run_id: str = ""
+    """The client's name of the run that it belongs to, for the log."""
     trace: TraceContext = NO_TRACE
     """Of the client; from its delivery on, of the request's own span."""
 
@@ -178,6 +182,9 @@ class Dispatcher(Protocol):
 
     def metrics_addresses(self) -> list[str]:
         """host:port of every worker's /metrics page."""
+
+    def device_of(self, worker: str) -> tuple[str, str]:
+        """A worker's device and the quantization of its weights; empty where it is unknown."""
 
     @property
     def context_length(self) -> int:

@@ -226,6 +226,12 @@ class ClusterDispatcher:
         """host:port of every worker's /metrics page."""
         return [link.record.metrics_address for link in self._links.all()]
 
+    def device_of(self, worker: str) -> tuple[str, str]:
+        """A worker's device and the quantization of its weights; empty where it is unknown."""
+        found = (link.record for link in self._links.all() if link.record.slot == worker)
+        record = next(found, None)
+        return ("", "") if record is None else (record.device, record.quantization)
+
     @property
     def context_length(self) -> int:
         """The shortest context of all workers; 0 while there is none."""

@@ -87,6 +87,9 @@ class _EngineDispatcher:
     def health(self) -> tuple[str, str]:
         return "ok", ""
 
+    def device_of(self, worker: str) -> tuple[str, str]:
+        return ("", "")
+
     def metrics_addresses(self) -> list[str]:
         return []
 

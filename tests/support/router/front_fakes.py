@@ -156,6 +156,9 @@ class ScriptedDispatcher:
     def health(self) -> tuple[str, str]:
         return self.status
 
+    def device_of(self, worker: str) -> tuple[str, str]:
+        return ("cpu", "none")
+
     def metrics_addresses(self) -> list[str]:
         return self.addresses
 

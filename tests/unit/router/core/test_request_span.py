@@ -57,6 +57,9 @@ class Workers:
     def health(self) -> tuple[str, str]:
         return "ok", ""
 
+    def device_of(self, worker: str) -> tuple[str, str]:
+        return ("", "")
+
     def metrics_addresses(self) -> list[str]:
         return []
 
