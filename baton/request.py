@@ -87,6 +87,8 @@ class SequenceSpec:
     """The prompt's embedding is wanted, beside one token that nobody reads."""
     trace: TraceContext = NO_TRACE
     """Of what is above the spans of the worker."""
+    without_speculation: bool = False
+    """No tokens are drafted for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,10 @@ class LoadSnapshot:
     steps_in_flight: int = 0
     """Steps that the engine was given and has not ended: while there are some, ``engine_steps`` is
     to grow."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that were computed since the worker began."""
+    cached_prompt_tokens: int = 0
+    """Those of them whose KV was found in its caches, or fetched from another worker's."""
 
 
 @dataclass(frozen=True, slots=True)

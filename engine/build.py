@@ -125,7 +125,8 @@ def _assembled(loaded: LoadedModel, draft: Draft | None, runner: ModelRunner, na
     draft_config = None if draft is None else draft.config
     whole = block_bytes(config, settings.block_size, kv, draft_config)
     storage = Storage(*loaded.bytes_per_weight, whole / cache.block_size)
-    return Engine(config, runner, pool, Scheduler(pool, limits), own, grammars, storage)
+    kind = loaded.quantization or ""
+    return Engine(config, runner, pool, Scheduler(pool, limits), own, grammars, storage, kind)
 
 
 # The fingerprint

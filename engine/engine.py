@@ -87,6 +87,8 @@ class Engine:
     """Those that sequences follow, in the tokens of the model's tokenizer.json."""
     storage: Storage | None = None
     """How its weights and their KV are held; None where there are no weights."""
+    quantization: str = ""
+    """How most of its weights are held: int8, int4 or fp8; empty: they are not quantized."""
 
     @property
     def cache(self) -> KvCache:

@@ -11,12 +11,13 @@ from baton.errors import ConfigError
 from engine.checkpoint.model_config import ModelConfig, load_model_config
 from engine.engine import EngineSettings, device_of
 from engine.model.model import DecoderModel
-from engine.model.weights import bytes_per_weight, load_weights
+from engine.model.weights import bytes_per_weight, kind_of_most, load_weights
 from engine.parallel.context_parallel import ContextExchange
 from engine.parallel.rank_group import RankGroup
 from engine.parallel.rank_model import RankModel
 from engine.parallel.shard import config_of, shard_of
 from engine.parallel.weight_slices import WeightSlices
+from engine.quantization.weight import QuantKind
 from engine.speculation.heads.loading import HEADS
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class LoadedModel:
     """As the kernels of a GPU take them; None on a CPU."""
     bytes_per_weight: tuple[float, float]
     """See ``engine.model.weights.bytes_per_weight``."""
+    quantization: QuantKind | None
+    """See ``engine.model.weights.kind_of_most``."""
 
     @property
     def context_ranks(self) -> int:
@@ -81,34 +84,34 @@ def load_model(source: ModelSource, group: RankGroup | None) -> LoadedModel:
     twice.
     """
     settings, device = source.settings, source.device
-    model, per_weight = _decoder(source, group)
+    model, per_weight, kind = _decoder(source, group)
     if device.type == "cpu":
-        return LoadedModel(source, model, None, per_weight)
+        return LoadedModel(source, model, None, per_weight, kind)
     # Slow to import, and of no use on CPUs.
     from engine.gpu.fused_weights import gpu_weights  # noqa: PLC0415
 
     # Takes the layers out of the model.
     weights = gpu_weights(model, deterministic=settings.deterministic)
-    return LoadedModel(source, model, weights, per_weight)
+    return LoadedModel(source, model, weights, per_weight, kind)
 
 
 def _decoder(
     source: ModelSource, group: RankGroup | None
-) -> tuple[DecoderModel, tuple[float, float]]:
+) -> tuple[DecoderModel, tuple[float, float], QuantKind | None]:
     settings, config, device, dtype = source.settings, source.config, source.device, source.dtype
     path, quantization = settings.model_path, settings.quantization
     if group is None or settings.divides_context:
         weights = load_weights(path, device, dtype, quantization)
-        per_weight = bytes_per_weight(weights.items())
+        per_weight, kind = bytes_per_weight(weights.items()), kind_of_most(weights.items())
         model = DecoderModel(config, weights, device)
         model.context = None if group is None else ContextExchange(group)
-        return model, per_weight
+        return model, per_weight, kind
     shard = shard_of(config, group.rank, group.ranks)
     slices = WeightSlices(config, shard)
     weights = load_weights(path, device, dtype, quantization, slices)
-    per_weight = bytes_per_weight(weights.items())
+    per_weight, kind = bytes_per_weight(weights.items()), kind_of_most(weights.items())
     own = config_of(config, shard)
-    return DecoderModel(own, weights, device, RankModel(shard, group)), per_weight
+    return DecoderModel(own, weights, device, RankModel(shard, group)), per_weight, kind
 
 
 def _check_ranks(settings: EngineSettings) -> None:

@@ -18,6 +18,7 @@ from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.batches import Batches
 from router.billing.budgets import Budgets
 from router.console.api import ConsoleApi
+from router.console.summary import SummaryApi
 from router.console.what_if import WhatIfProgram
 from router.core.accounting import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
@@ -42,6 +43,7 @@ class Application:
     """Without a port."""
     batches: Batches
     console: ConsoleApi
+    summary: SummaryApi
     usage: UsageApi
 
 
@@ -72,6 +74,7 @@ def make_application(
     usage = UsageApi(
         store, budgets or Budgets(config, stats.metrics), dispatcher.workers, access, config
     )
+    summary = SummaryApi(dispatcher.workers.all, stats.metrics)
     apps = make_apps(
         apis,
         dispatcher,
@@ -85,6 +88,7 @@ def make_application(
             ClusterApi(cluster_id, model.id, control, scaling, access),
             console,
             usage,
+            summary,
             *more,
         ),
     )
@@ -96,7 +100,7 @@ def make_application(
     # With a listener of their own, operators' calls are on no other one.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
-    return Application(apps, server, batches, console, usage)
+    return Application(apps, server, batches, console, summary, usage)
 
 
 async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:

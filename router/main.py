@@ -36,7 +36,7 @@ from baton.telemetry.tracing import end_tracing, start_tracing
 from router.access.access import Access
 from router.access.api_keys import KeyWatch
 from router.access.rate_limits import RateLimits
-from router.app import make_application
+from router.app import Application, make_application
 from router.billing.ledger import Ledger
 from router.console.what_if import WhatIfProgram
 from router.core.accounting import RequestStats
@@ -119,16 +119,14 @@ async def serve(settings: RouterSettings) -> None:
         what_if=WhatIfProgram.of(settings.what_if),
     )
     servers, grpc_server = HttpServers(application.apps, config), application.grpc_server
-    shutdown = Shutdown()
+    shutdown = Shutdown("router" if config.routers == 1 else f"router-{settings.number}")
     shutdown.take_signals()
     # The kernel gives a process that listens its share of the connections, whatever it knows.
     await shutdown.until(dispatcher.settled(), OTHERS_S if config.routers > 1 else ALONE_S)
     listen(grpc_server, config.grpc, config.tls.fronts)
     await grpc_server.start()
     keep_collections_short()
-    ledger.start()
-    application.usage.start()
-    await application.batches.start()
+    await _start_parts(application, ledger)
     serving = servers.start()
     told = asyncio.create_task(shutdown.told.wait())
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
@@ -141,6 +139,8 @@ async def serve(settings: RouterSettings) -> None:
         await application.batches.stop()
         # Its streams never end by themselves.
         await application.console.close()
+        await application.summary.close()
+        await application.usage.close()
         idle = servers.leave()
         if shutdown.in_order:
             await _let_end(shutdown, dispatcher, idle, grpc_server, config.drain_deadline_s)
@@ -150,9 +150,16 @@ async def serve(settings: RouterSettings) -> None:
         await application.batches.close()
         await limits.close()
         await ledger.close()
-        await application.usage.close()
         await client.aclose()
         await asyncio.to_thread(end_tracing)
+
+
+async def _start_parts(application: Application, ledger: Ledger) -> None:
+    """Start what runs besides requests."""
+    ledger.start()
+    application.usage.start()
+    await application.batches.start()
+    application.summary.start()
 
 
 async def _watched_keys(config: Config, access: Access, metrics: RouterMetrics) -> KeyWatch | None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -34,6 +34,13 @@ from router.inference.tokens import TokenService
 from router.listeners import Apps
 from router.messages.api import MessagesApi
 from router.messages.protocol import CountTokensRequest, MessagesRequest
+from router.native.api import NativeApi
+from router.native.protocol import (
+    BatchGenerated,
+    BatchGenerateRequest,
+    Generated,
+    GenerateRequest,
+)
 from router.openai.api import OpenAiApi
 from router.openai.protocol import (
     ChatCompletion,
@@ -61,7 +68,8 @@ Fields that are not known, or not served, are refused by name.
 """
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
-_DIRECT = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS)
+GENERATE, GENERATE_BATCH = "/v1/generate", "/v1/generate/batch"
+_DIRECT = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERATE, GENERATE_BATCH)
 """Paths whose handlers the gate calls itself. They take a Request and return a Response."""
 
 
@@ -86,6 +94,7 @@ class Apis:
     responses: ResponsesApi
     messages: MessagesApi
     embeddings: EmbeddingsApi
+    native: NativeApi
 
     @classmethod
     def of(cls, service: InferenceService) -> Apis:
@@ -97,6 +106,7 @@ class Apis:
             ResponsesApi(service),
             MessagesApi(service),
             EmbeddingsApi(service),
+            NativeApi(service),
         )
 
     def endpoints(self) -> dict[str, Endpoint]:
@@ -209,6 +219,14 @@ def _add_apis(app: FastAPI, apis: Apis) -> None:
             CountTokensRequest,
             {},
         ),
+        (GENERATE, apis.native.generate, "native", GenerateRequest, streamed(Generated)),
+        (
+            GENERATE_BATCH,
+            apis.native.generate_batch,
+            "native",
+            BatchGenerateRequest,
+            {"model": BatchGenerated},
+        ),
         ("/tokenize", tokens.tokenize, "tokens", TokenizeRequest, {"model": Tokenized}),
         ("/detokenize", tokens.detokenize, "tokens", DetokenizeRequest, {"model": Detokenized}),
     ]
@@ -250,6 +268,14 @@ def _add_operations(
         """The process is up."""
         return {"status": "ok"}
 
+    async def version() -> dict[str, str]:
+        """The version of Baton."""
+        return {"version": baton_version()}
+
+    async def load() -> dict[str, int]:
+        """Requests that have not ended, of all processes of this router."""
+        return {"server_load": await asyncio.to_thread(lambda: _active(metrics.shown()))}
+
     async def own_metrics(request: Request) -> Response:
         """This router's series, summed over its processes, for Prometheus.
 
@@ -279,8 +305,25 @@ def _add_operations(
     for path, handler in (
         ("/health", health),
         ("/live", live),
+        ("/version", version),
+        ("/load", load),
         ("/metrics", own_metrics),
         ("/metrics/cluster", all_metrics),
         ("/metrics/targets", targets),
     ):
         app.add_api_route(path, handler, tags=["operations"], response_model=None)
+    # As vLLM has it: SageMaker asks by GET, other clients by POST.
+    for method in ("GET", "POST"):
+        app.add_api_route(
+            "/ping", health, methods=[method], tags=["operations"], response_model=None
+        )
+
+
+def _active(shown: CollectorRegistry) -> int:
+    found = (
+        sample.value
+        for family in shown.collect()
+        for sample in family.samples
+        if sample.name == "baton_active_requests"
+    )
+    return round(sum(found))

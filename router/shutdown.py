@@ -2,6 +2,8 @@
 
 serving ─SIGTERM→ draining ─idle, the deadline, another signal→ ended
 serving ─SIGINT→ ended
+
+`baton drain` tells a router by SIGTERM, so the audit log has each signal.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 from baton.host.background import end_tasks
+from router.access.audit import note_signal
 
 
 class Shutdown:
     """Which end the process was told to take."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """``name`` of the router in the audit log, as `baton drain` calls it."""
+        self._name = name
         self.told = asyncio.Event()
         self.at_once = asyncio.Event()
 
@@ -33,11 +38,13 @@ class Shutdown:
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
 
     def _on_term(self) -> None:
+        note_signal(self._name, "stop" if self.told.is_set() else "drain", signal.SIGTERM)
         if self.told.is_set():
             self.at_once.set()
         self.told.set()
 
     def _on_interrupt(self) -> None:
+        note_signal(self._name, "stop", signal.SIGINT)
         self.at_once.set()
         self.told.set()
 

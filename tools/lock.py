@@ -3,7 +3,8 @@
 ``cuda.lock`` has what serving needs, with torch's CUDA build and its libraries; ``cpu.lock`` the
 same with torch's CPU build. ``dev.lock``, ``fuzz.lock`` and ``nixl.lock`` have what the extras of
 these names add to either. uv resolves them, and gives the hashes of the files for all Pythons.
-Versions that a file has stay, unless it is called with ``--upgrade``.
+Versions that a file has stay, unless it is called with ``--upgrade``. Hashes never do: all of them
+are asked for again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+import tempfile
 import urllib.request
 from collections.abc import Iterable, Mapping
 from html.parser import HTMLParser
@@ -97,18 +99,39 @@ def wheels_of(page: str) -> dict[str, str]:
     return links.hashes
 
 
-def _compile(target: Path, options: Iterable[str], wanted: str = "") -> Blocks:
-    """Resolve with uv; versions that ``target`` has are kept.
+def pins_of(text: str) -> str:
+    """The versions of a lock file, without the hashes."""
+    return "".join(f"{lines.split(maxsplit=1)[0]}\n" for lines in blocks_of(text).values())
+
+
+def check_hashes(locks: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises ValueError for a hash that two versions of packages have, in one lock or in two."""
+    owners: dict[str, str] = {}
+    for name, blocks in locks.items():
+        for lines in blocks.values():
+            pin = lines.split(maxsplit=1)[0]
+            for one in re.findall(r"--hash=(\S+)", lines):
+                if owners.setdefault(one, pin) != pin:
+                    raise ValueError(f"{name}.lock: {pin} has a hash of {owners[one]}: {one}")
+
+
+def compile_lock(target: Path, options: Iterable[str], wanted: str = "") -> Blocks:
+    """Resolve with uv. Versions that the file ``target`` has are kept; it stays as it is.
 
     ``wanted`` is a requirement; empty takes those of pyproject.toml.
     """
     source = "-" if wanted else "pyproject.toml"
     command = ["uv", "pip", "compile", source, "--generate-hashes", "--no-annotate"]
     command += ["--python-platform", _PLATFORM, "--python-version", _PYTHON]
-    command += ["--no-header", "--quiet"]
-    command += ["-o", str(target), *options]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=_UV_S, input=wanted, text=True)  # noqa: S603
-    return blocks_of(target.read_text())
+    command += ["--no-header", "--quiet", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        # uv repeats the hashes that its output file has for a version, right or wrong.
+        made = Path(folder, target.name)
+        if target.exists():
+            made.write_text(pins_of(target.read_text()))
+        command += ["-o", str(made)]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=_UV_S, input=wanted, text=True)  # noqa: S603
+        return blocks_of(made.read_text())
 
 
 def _write(name: str, blocks: Mapping[str, str]) -> None:
@@ -132,17 +155,19 @@ def main() -> None:
     parser.add_argument("--cpu-index", default=CPU_INDEX, help="the page of torch's CPU builds")
     given = parser.parse_args()
     options = ["--upgrade"] if given.upgrade else []
-    locks = {"cuda": _compile(FOLDER / "cuda.lock", options)}
-    _write("cuda", locks["cuda"])
+    locks = {"cuda": compile_lock(FOLDER / "cuda.lock", options)}
+    _write("cuda", locks["cuda"])  # the others are resolved within its versions
     for extra, below in EXTRAS.items():
         pins = [f"--constraint={FOLDER / name}.lock" for name in below]
-        added = _compile(FOLDER / f"{extra}.lock", [*options, f"--extra={extra}", *pins])
+        added = compile_lock(FOLDER / f"{extra}.lock", [*options, f"--extra={extra}", *pins])
         known = {name for file in below for name in locks[file]}
         locks[extra] = {name: lines for name, lines in added.items() if name not in known}
         _write(extra, locks[extra])
     wheels = wheels_of(_page(given.cpu_index))
-    triton = _compile(FOLDER / "cpu.lock", options, _TRITON)["triton"]
-    _write("cpu", cpu_blocks(locks["cuda"], triton, wheels))
+    triton = compile_lock(FOLDER / "cpu.lock", options, _TRITON)["triton"]
+    locks["cpu"] = cpu_blocks(locks["cuda"], triton, wheels)
+    check_hashes(locks)
+    _write("cpu", locks["cpu"])
 
 
 if __name__ == "__main__":

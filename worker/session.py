@@ -15,10 +15,10 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import grpc.aio
 import redis.asyncio
+import torch
 
 from baton.config.choices import MIB
 from baton.config.cluster import Config
@@ -29,9 +29,8 @@ from baton.store.registry import DRAINING, WorkerRecord
 from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S
-from engine.quantization.checkpoint_format import quantization_name
 from kvtransfer.pairs.pair import Identity, PairLimits
-from worker.device.device_memory import device_memory, device_name
+from worker.device.device_memory import device_memory
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.exchange.rank_link import RankLinks
@@ -290,9 +289,23 @@ def _record(
         max_sequences=pool.max_sequences,
         pool=pool.name,
         revision=settings.config.revision,
-        device=device_name(engine.runner.device),
-        quantization=quantization_name(Path(settings.model_path), settings.config.quantization),
         ranks=pool.ranks,
         prefill_cost=runtime.costs.prefill,
         step_cost=runtime.costs.step,
+        block_bytes=_block_bytes(engine),
+        quantization=engine.quantization,
+        dtype=settings.config.dtype,
+        device=_device_name(engine.runner.device),
+        drafter="" if engine.runner.drafter == "none" else engine.runner.drafter,
     )
+
+
+def _block_bytes(engine: Engine) -> int:
+    """Bytes of a KV block on all ranks together."""
+    if engine.storage is None:
+        return engine.cache.block_bytes
+    return round(engine.storage.kv_token_bytes * engine.cache.block_size)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -14,6 +14,7 @@ PolicyName = Literal[
     "predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"
 ]
 ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral", "mistral_args"]
+ReasoningParserName = Literal["auto", "none", "think", "mistral"]
 Dtype = Literal["bfloat16", "float32", "float16"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 KvDtype = Literal["auto", "int8", "fp8"]

@@ -31,9 +31,11 @@ from baton.config.choices import (
     LogLevel,
     PolicyName,
     Quantization,
+    ReasoningParserName,
     ToolParserName,
     TransportName,
 )
+from baton.config.daily_hours import DailyHours, time_zone
 from baton.config.errors import fault_lines
 from baton.config.fields import AbsolutePath, split_host_port
 from baton.config.money import ClassPrices, PricesConfig
@@ -136,6 +138,9 @@ class Config(BaseSettings):
     insecure_listen: bool = False
     """Allow listeners beyond this machine without API keys or TLS. Use it only behind a proxy that
     has both."""
+    insecure_redis: bool = False
+    """Allow ``redis://`` addresses of other machines: passwords, the cluster's secret and the names
+    of cached blocks then travel in clear. Use it only where the network between is yours alone."""
     transport: TransportName = "auto"
     """How KV blocks travel between workers; ``auto`` takes the best that both workers of a pair can
     use."""
@@ -164,6 +169,10 @@ class Config(BaseSettings):
     """Format of the model's tool calls; ``auto`` derives it from the chat template. ``hermes`` is
     also for Qwen and SmolLM3, ``smollm`` for SmolLM2, ``mistral_args`` for Mistral since tokenizer
     version 11."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """Format of the model's reasoning, which answers give apart from their content; ``auto``
+    derives it from the chat template, ``none`` leaves reasoning in the content. ``think`` is
+    ``<think>…</think>``, ``mistral`` is ``[THINK]…[/THINK]``."""
     request_deadline_s: float = Field(default=300.0, gt=0)
     """Maximum time of a request, in seconds; it then gets an error."""
     drain_deadline_s: float = Field(default=30.0, ge=0)
@@ -205,6 +214,11 @@ class Config(BaseSettings):
     max_batch_in_flight: int = Field(default=64, ge=1, le=4096)
     """Maximum number of batch requests that one router process runs at once. It runs fewer while
     other traffic needs the workers."""
+    batch_hours: str = ""
+    """Hours of the day in which batches run, ``HH:MM-HH:MM``, such as ``22:00-06:00``; empty is the
+    whole day. Outside of them a batch runs only as far as its completion window needs it."""
+    batch_time_zone: str = "UTC"
+    """IANA name of the time zone of ``batch_hours``, such as ``Europe/Berlin``."""
     slo_ttft_s: float = Field(default=2.0, gt=0)
     """Maximum time to the first token that counts as good, in seconds."""
     slo_tpot_s: float = Field(default=0.1, gt=0)
@@ -242,6 +256,19 @@ class Config(BaseSettings):
     def _otlp(cls, value: str) -> str:
         if value and not value.startswith(("http://", "https://")):
             raise ValueError("otlp_endpoint must begin with http:// or https://")
+        return value
+
+    @field_validator("batch_hours")
+    @classmethod
+    def _hours(cls, value: str) -> str:
+        if value:
+            DailyHours.parse(value, "UTC")
+        return value
+
+    @field_validator("batch_time_zone")
+    @classmethod
+    def _zone(cls, value: str) -> str:
+        time_zone(value)
         return value
 
     @field_validator("http", "grpc", "admin_http")
@@ -311,6 +338,13 @@ class Config(BaseSettings):
         """The maximum time to the first token that counts as good in a class, in seconds."""
         own = next((c.slo_ttft_s for c in self.classes if c.name == context_class), None)
         return self.slo_ttft_s if own is None else own
+
+    @property
+    def daily_batch_hours(self) -> DailyHours | None:
+        """The hours of batches; None: the whole day."""
+        if not self.batch_hours:
+            return None
+        return DailyHours.parse(self.batch_hours, self.batch_time_zone)
 
     @property
     def data_folder(self) -> Path:

@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind, reason_in
+from baton.grammars.json_schema import WHITESPACE, closed_text
 
 MAX_GRAMMAR_BYTES = 128 << 10
 """Of a grammar's text, as UTF-8. What took longest to compile within this, a schema of 4000
@@ -24,9 +25,6 @@ properties none of which is required, took 0.8 s."""
 _MAX_GBNF_BYTES = 8 << 10
 """Of a grammar in GBNF, whose conversion takes time by the square of its length: 0.3 s here."""
 _LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:)", re.MULTILINE)
-_WHITESPACE = r"(?: |\n[ \t]{0,40})?"
-"""Between the parts of JSON: nothing, a space, or a new line and its indentation. Bounded, because
-a model that may write spaces for ever sometimes does."""
 _MAX_LEXER_STATES = 100_000
 """They are found while texts are written, stay with the compiled grammar, and take some 300 bytes
 each. A string of bounded length takes up to four a character."""
@@ -75,7 +73,7 @@ def _library_text(grammar: Grammar) -> str:
         case GrammarKind.JSON_OBJECT:
             return _schema('{"type": "object"}')
         case GrammarKind.JSON_SCHEMA:
-            return _schema(grammar.text)
+            return _schema(closed_text(grammar.text))
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
@@ -99,4 +97,4 @@ def _lark(text: str) -> str:
 
 
 def _schema(text: str) -> str:
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})

@@ -137,6 +137,7 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.preemptions = spec.preemptions
     message.hand_back = spec.hand_back
     message.embeds = spec.embeds
+    message.without_speculation = spec.without_speculation
     if spec.trace != NO_TRACE:
         message.trace.traceparent = spec.trace.traceparent
         message.trace.tracestate = spec.trace.tracestate
@@ -163,6 +164,7 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         trace=TraceContext(message.trace.traceparent, message.trace.tracestate)
         if message.HasField("trace")
         else NO_TRACE,
+        without_speculation=message.without_speculation,
     )
 
 

@@ -45,10 +45,6 @@ class WorkerRecord:
     """Name of the worker's pool."""
     revision: str = ""
     """The commit of its model on the hub; empty: the model is an operator's folder or file."""
-    device: str = ""
-    """What runs its model: ``cpu``, or the name of a GPU."""
-    quantization: str = ""
-    """Of its weights: ``none``, ``int8``, …"""
     ranks: int = 1
     """On how many processes its model lies."""
     prefill_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -58,6 +54,16 @@ class WorkerRecord:
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """a, b, c of the milliseconds a + b*batch + c*context_tokens of a step in which ``batch``
     sequences decode, that attend to ``context_tokens`` in all. As ``prefill_cost``."""
+    block_bytes: int = 0
+    """Bytes of a KV block, on all ranks together."""
+    quantization: str = ""
+    """How most of its weights are held: int8, int4 or fp8; empty: they are not quantized."""
+    dtype: str = ""
+    """Type of the weights that are not quantized."""
+    device: str = ""
+    """What computes: ``cpu``, or the GPU's product name."""
+    drafter: str = ""
+    """What drafts tokens: ngram, draft, eagle or medusa; empty: nothing does."""
     state: str = "ready"
     """Or ``DRAINING``: it takes nothing more, and what runs there is to go elsewhere."""
     load: LoadSnapshot = field(default_factory=LoadSnapshot)

@@ -84,6 +84,9 @@ class WorkerCache(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
     role: _builtins.str
     """prefill or decode."""
@@ -97,6 +100,13 @@ class WorkerCache(_message.Message):
     host_blocks: _builtins.int
     """Cached blocks behind the pool, which come back when they are asked for."""
     disk_blocks: _builtins.int
+    block_bytes: _builtins.int
+    """Bytes of a block."""
+    prompt_tokens: _builtins.int
+    """Of the prompts that the worker computed since it began: their tokens, and those of them whose KV
+    was found.
+    """
+    cached_prompt_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -110,10 +120,13 @@ class WorkerCache(_message.Message):
         quarantined_blocks: _builtins.int = ...,
         host_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "disk_blocks", b"disk_blocks", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "quarantined_blocks", b"quarantined_blocks", "role", b"role", "slot", b"slot", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "disk_blocks", b"disk_blocks", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "prompt_tokens", b"prompt_tokens", "quarantined_blocks", b"quarantined_blocks", "role", b"role", "slot", b"slot", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -164,6 +164,11 @@ class GetModelInfoResponse(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     TOOL_PARSER_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     created: _builtins.int
     """Unix seconds."""
@@ -176,6 +181,16 @@ class GetModelInfoResponse(_message.Message):
     """How tool calls are read."""
     revision: _builtins.str
     """The commit of the model's repository; empty: the model is a folder or a file of the operator."""
+    quantization: _builtins.str
+    """How most weights are held: int8, int4 or fp8; empty: they are not quantized."""
+    dtype: _builtins.str
+    """Type of the weights that are not quantized."""
+    kv_dtype: _builtins.str
+    """Type of the KV cache."""
+    batch_size: _builtins.int
+    """Most sequences that a decode worker computes in one step."""
+    fingerprint: _builtins.str
+    """Of what decides the KV: weights, tokenizer, KV type. Empty: no worker is known yet."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer."""
@@ -191,10 +206,15 @@ class GetModelInfoResponse(_message.Message):
         has_chat_template: _builtins.bool = ...,
         tool_parser: _builtins.str = ...,
         revision: _builtins.str = ...,
+        quantization: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
+        batch_size: _builtins.int = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "created", b"created", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "id", b"id", "revision", b"revision", "tool_parser", b"tool_parser", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "context_length", b"context_length", "created", b"created", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_chat_template", b"has_chat_template", "id", b"id", "kv_dtype", b"kv_dtype", "quantization", b"quantization", "revision", b"revision", "tool_parser", b"tool_parser", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,6 +92,7 @@ class SequenceSpec(_message.Message):
     HAND_BACK_FIELD_NUMBER: _builtins.int
     EMBEDS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    WITHOUT_SPECULATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Which try at placing the request this is, from 0."""
@@ -119,6 +120,8 @@ class SequenceSpec(_message.Message):
     """
     embeds: _builtins.bool
     """The prompt's embedding is wanted, beside one token that nobody reads."""
+    without_speculation: _builtins.bool
+    """No tokens are drafted for it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens that the router has already accepted."""
@@ -153,10 +156,11 @@ class SequenceSpec(_message.Message):
         hand_back: _builtins.bool = ...,
         embeds: _builtins.bool = ...,
         trace: Global___TraceContext | None = ...,
+        without_speculation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace", "without_speculation", b"without_speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -216,6 +220,8 @@ class LoadSnapshot(_message.Message):
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     running: _builtins.int
     waiting: _builtins.int
@@ -240,6 +246,11 @@ class LoadSnapshot(_message.Message):
     disk_blocks: _builtins.int
     steps_in_flight: _builtins.int
     """Steps that the engine was given and has not ended."""
+    prompt_tokens: _builtins.int
+    """Of the prompts that were computed since the worker began: their tokens, and those of them whose
+    KV was found in its caches or fetched from another worker's.
+    """
+    cached_prompt_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -259,10 +270,12 @@ class LoadSnapshot(_message.Message):
         host_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
         steps_in_flight: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "steps_in_flight", b"steps_in_flight", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "prompt_tokens", b"prompt_tokens", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "steps_in_flight", b"steps_in_flight", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,12 +1,13 @@
 """What is checked before anything starts: addresses, certificates, keys, and named servers.
 
-Addresses beyond this machine need API keys and TLS.
+Addresses beyond this machine need API keys and TLS, and Redis on another machine needs TLS.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from baton.config.cluster import Config
 from baton.config.fields import split_host_port
@@ -52,6 +53,11 @@ async def preflight(config: Config) -> Checked:
 
 def check_exposure(config: Config) -> None:
     """Raises ConfigError where an address beyond this machine lacks API keys or TLS."""
+    _check_listeners(config)
+    _check_redis_is_encrypted(config)
+
+
+def _check_listeners(config: Config) -> None:
     listeners = ("http", config.http), ("admin-http", config.admin_http), ("grpc", config.grpc)
     exposed = [
         f"--{name} {address}"
@@ -73,6 +79,25 @@ def check_exposure(config: Config) -> None:
             " 127.0.0.1; or say --insecure-listen, where the network is yours alone or a proxy in"
             " front has both"
         )
+
+
+def _check_redis_is_encrypted(config: Config) -> None:
+    for name in ("redis_url", "redis_router_url", "redis_worker_url", "gcs_store"):
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            parts = urlsplit(getattr(config, name))
+        except ValueError as error:
+            raise ConfigError(
+                f"{flag}: {error}, as in rediss://user:password@host:6379/0"
+            ) from None
+        host = parts.hostname or ""
+        if parts.scheme == "redis" and not is_loopback(host) and not config.insecure_redis:
+            raise ConfigError(
+                f"{flag} redis://{host}: passwords would travel to another"
+                " machine in clear. Either give that server a certificate and write rediss://"
+                " (docs/security.md); or say --insecure-redis, where the network between is yours"
+                " alone"
+            )
 
 
 def _remedies(missing: list[str]) -> str:

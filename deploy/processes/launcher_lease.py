@@ -52,7 +52,7 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 return 1
 """
 _FRONTS = ("http", "grpc", "admin_http", "routers", "allowed_hosts", "allowed_origins")
-_STORE = ("insecure_listen", "redis_router_url")
+_STORE = ("insecure_listen", "insecure_redis", "redis_router_url")
 _KEYS = ("keys", "keys_file", "tenants", "require_key")
 _ADVANCED = ("head_deadline_s", "max_connections_per_client")
 OF_ROUTERS = frozenset((*_FRONTS, *_KEYS, *_STORE, "data_dir"))

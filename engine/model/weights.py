@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -117,6 +118,16 @@ def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, floa
             head = weight.nbytes / count
     # Weights that are missing are complained of by the model itself.
     return held / values if values else 0.0, head or embedding
+
+
+def kind_of_most(weights: Iterable[tuple[str, Weight]]) -> QuantKind | None:
+    """How most values of the layers' matrices are quantized; None where most are not."""
+    values: Counter[QuantKind | None] = Counter()
+    for name, weight in weights:
+        if ".layers." in name and len(weight.shape) == 2:
+            kind = weight.kind if isinstance(weight, QuantizedWeight) else None
+            values[kind] += weight.shape[0] * weight.shape[1]
+    return values.most_common(1)[0][0] if values else None
 
 
 def _of_type(weight: QuantizedWeight, dtype: torch.dtype, quantization: str) -> Weight:

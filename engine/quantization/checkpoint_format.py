@@ -78,16 +78,6 @@ def checkpoint_format(folder: Path) -> CheckpointFormat | None:
     return reader(_Config(path, config))
 
 
-def quantization_name(folder: Path, asked: str) -> str:
-    """How weights are quantized: as ``asked``, or for ``auto`` the method of the folder's files.
-
-    ``none`` where they are plain. Raises ConfigError where config.json cannot be read.
-    """
-    if asked != "auto":
-        return asked
-    return str(_quantization_config(folder / "config.json").get("quant_method") or "none")
-
-
 def _served() -> str:
     return f"served are {SERVED}"
 

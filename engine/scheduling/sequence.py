@@ -275,6 +275,8 @@ class SequenceBounds:
         """
         if not self._limits.draft_tokens or sequence.prefill_only:
             return False
+        if sequence.spec.without_speculation:
+            return False
         target = sequence.target
         return target - sequence.scheduled == 1 and target != len(sequence.spec.token_ids)
 

@@ -147,8 +147,9 @@ def _baton(name: str, programs: Programs) -> Server:
         raise ConfigError(f"no program at {programs.baton}: install Baton with `make install`")
     port, grpc = free_port(), free_port()
     precision: Precision = "int8" if name == "baton-int8" else "bf16"
-    # Without an option in bf16, as a user would.
-    options = ["--quantization", "int8"] if precision == "int8" else []
+    # By default it would speculate on CPUs, which no peer does.
+    options = ["--drafter", "none"]
+    options += ["--quantization", "int8"] if precision == "int8" else []
     command = [
         *(str(programs.baton), "serve", "--model", str(programs.model)),
         *("--served-model-name", SERVED_NAME),

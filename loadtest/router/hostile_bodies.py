@@ -29,6 +29,7 @@ from baton.config.cluster import Config
 from baton.logprobs import MAX_TOP_LOGPROBS, PackedTop, TokenLogprobs
 from baton.request import FinishReason, TokenOutput
 from baton.rpc.convert import output_from_proto, output_to_proto
+from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import worker_pb2
 from loadtest.common.bench_app import ModelFolder, bench_app
@@ -91,10 +92,10 @@ class InstantDispatcher:
     def health(self) -> tuple[str, str]:
         return "ok", ""
 
-    def device_of(self, worker: str) -> tuple[str, str]:
-        return ("", "")
-
     def metrics_addresses(self) -> list[str]:
+        return []
+
+    def worker_records(self) -> list[WorkerRecord]:
         return []
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from baton.config.cluster import Config
 from planning.common.traces import Trace
 from planning.planner.cluster_kind import ClusterKind, Counts
-from planning.planner.plan import Figures, figures_of, together
+from planning.planner.figures import Figures, figures_of, together
 from planning.planner.traffic import PlannedTraffic, busiest, whole
 from planning.simulator.simulation import simulate
 
-Extent = Literal["peak", "whole", "twice the peak"]
+Extent = str
+"""Part of the traffic: ``peak``, ``whole``, ``twice the peak`` or another multiple of its rate."""
 _TWICE = 2.0
 
 
@@ -84,6 +84,13 @@ class Evaluation:
         if key not in self._known:
             self._known[key] = self._simulate(kind, counts, extent)
         return self._known[key]
+
+    def figures_at(self, kind: ClusterKind, counts: Counts, times: float) -> Figures:
+        """The same, of the peak at so many times its rate."""
+        extent = "peak" if times == 1.0 else f"{times:.2f} times the peak"
+        if extent not in self.traffic:
+            self.traffic[extent] = tuple(one.faster(times) for one in self.traffic["peak"])
+        return self.figures(kind, counts, extent)
 
     def _simulate(self, kind: ClusterKind, counts: Counts, extent: Extent) -> Figures:
         number = len(self.trials) + 1

@@ -22,7 +22,8 @@ from planning.planner.alternatives import (
     neighbours,
     same_money,
 )
-from planning.planner.cluster_kind import Budget, ClusterKind, Counts, Transport, WorkerKind
+from planning.planner.batch_size import SizeSearch, best_size
+from planning.planner.cluster_kind import Budget, ClusterKind, Counts, Transport
 from planning.planner.evaluation import Evaluation
 from planning.planner.lower_bound import lower_bound
 from planning.planner.plan import Plan, PlannedCluster
@@ -59,8 +60,11 @@ class CapacityPlanner:
         """Search, and set others beside what was found."""
         found = self._cheapest() if self._reachable else None
         kind, counts = found or self._best_attainable()
+        sizes = None
         if found:
             kind = self._simplest(kind, counts)
+            sizes = best_size(self._evaluation, kind, counts)
+            kind = self._sized(kind, counts, sizes)
         chosen = replace(
             self._cluster("the plan" if found else "best in the budget", kind, counts),
             whole=self._evaluation.figures(kind, counts, "whole"),
@@ -70,6 +74,7 @@ class CapacityPlanner:
             is_met=found is not None,
             chosen=chosen,
             others=tuple(self._cluster(*one) for one in self._beside(kind, counts)),
+            sizes=sizes,
             twice=self._evaluation.figures(kind, counts, "twice the peak"),
             limits="" if found else self._limits(kind, counts),
             remarks=tuple(self._remarks),
@@ -144,6 +149,13 @@ class CapacityPlanner:
             if self._budget.allows(other, counts) and self._meets(other, counts):
                 return other
         return kind
+
+    def _sized(self, kind: ClusterKind, counts: Counts, sizes: SizeSearch) -> ClusterKind:
+        """The same workers with the best batch, where the plan still meets its target."""
+        sized = sizes.best.size.of(kind)
+        if sizes.best is sizes.own or not self._meets(sized, counts):
+            return kind
+        return sized
 
     def _over(self, kind: ClusterKind) -> list[ClusterKind]:
         """The same workers with each transport."""
@@ -238,5 +250,5 @@ def _counted(counts: Counts) -> str:
     return f"{counts.prefill} + {counts.decode}"
 
 
-def _workers(kind: ClusterKind) -> tuple[WorkerKind, WorkerKind]:
-    return kind.prefill, kind.decode
+def _workers(kind: ClusterKind) -> tuple[str, str]:
+    return kind.prefill.name, kind.decode.name

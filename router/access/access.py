@@ -34,13 +34,13 @@ from router.billing.ledger import Ledger
 from router.core.accounting import count_refusal
 from router.core.request import Choice, GenerationRequest
 
-OPEN = frozenset({"/health", "/live"})
+OPEN = frozenset({"/health", "/live", "/ping"})
 """Paths that require no key: they only show whether the process serves."""
 _OPEN_PAGES = ("/console", "/console/")
 _OPEN_FILES = "/console/static/"
 """Pages and files without data. Their data has paths of its own, which require a key."""
 _ADMIN = ("/console/what-if", "/v1/cache", "/v1/cluster", "/v1/pools", "/v1/workers")
-_METRICS = ("/console", "/metrics")
+_METRICS = ("/console", "/load", "/metrics")
 _INFERENCE = (
     "/detokenize",
     "/docs",
@@ -54,11 +54,13 @@ _INFERENCE = (
     "/v1/embeddings",
     "/v1/feedback",
     "/v1/files",
+    "/v1/generate",
     "/v1/messages",
     "/v1/model/info",
     "/v1/models",
     "/v1/responses",
     "/v1/usage",
+    "/version",
 )
 _BY_PREFIX: dict[str, Scope] = {
     **dict.fromkeys(_ADMIN, "admin"),

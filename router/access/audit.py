@@ -1,12 +1,14 @@
-"""The audit log: operators' calls, and refused requests. A JSON object a line, on ``baton.audit``.
+"""The audit log: operators' calls and signals, and refused requests.
 
-Keys are in it by their public names. It is written whatever ``log_level`` is.
+It is a JSON object a line, on ``baton.audit``. Keys are in it by their public names. It is written
+whatever ``log_level`` is.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,6 +58,11 @@ def operator_call(
             result=result,
             request_id=request_id,
         )
+
+
+def note_signal(target: str, action: str, number: signal.Signals) -> None:
+    """Write that a process of this cluster was told to end by a signal, which has no key."""
+    _write(action=action, object=target, signal=number.name, key="", result="ok", request_id="")
 
 
 class Refusals:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import grpc.aio
 import redis
 from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from baton.errors import BatonError
 from baton.rpc.grpc_errors import call_errors, guarded
@@ -45,6 +45,22 @@ class WorkerCache:
     """Blocks cached in host memory."""
     disk_blocks: int = 0
     """Blocks cached on disk."""
+    block_bytes: int = 0
+    """Bytes of a block."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that the worker computed since it began."""
+    cached_prompt_tokens: int = 0
+    """Those of them whose KV it found in its caches, or fetched from another worker's."""
+
+    @property
+    def entries(self) -> int:
+        """Blocks that are kept for requests to come, in the pool and behind it."""
+        return self.cached_blocks + self.host_blocks + self.disk_blocks
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of these blocks."""
+        return self.entries * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +137,9 @@ def _worker(link: WorkerLink) -> WorkerCache:
         quarantined_blocks=load.quarantined_blocks,
         host_blocks=load.host_blocks,
         disk_blocks=load.disk_blocks,
+        block_bytes=link.record.block_bytes,
+        prompt_tokens=load.prompt_tokens,
+        cached_prompt_tokens=load.cached_prompt_tokens,
     )
 
 
@@ -135,13 +154,71 @@ def _hits(shown: CollectorRegistry) -> tuple[int, int]:
     return int(prompt), int(cached)
 
 
+class WorkerCacheObject(BaseModel):
+    """A worker's part of the caches; a block is a few tokens' KV (`block_size`)."""
+
+    model_config = ConfigDict(from_attributes=True, use_attribute_docstrings=True)
+
+    slot: str
+    role: str
+    block_size: int
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    quarantined_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    block_bytes: int
+    prompt_tokens: int
+    """Tokens of the prompts that the worker computed since it began."""
+    cached_prompt_tokens: int
+    """Those of them whose KV was found."""
+    total_entries: int
+    """Blocks that are kept for requests to come, in the pool, in the host's memory and on disk."""
+    total_size_mb: float
+    """Their size in millions of bytes."""
+    hit_rate: float
+    """`cached_prompt_tokens` over `prompt_tokens`, 0 … 1; 0 before the first prompt."""
+
+    @classmethod
+    def of(cls, worker: WorkerCache) -> WorkerCacheObject:
+        """With the figures that are made of the others."""
+        return cls(
+            **asdict(worker),
+            total_entries=worker.entries,
+            total_size_mb=_megabytes(worker.size_bytes),
+            hit_rate=_share(worker.cached_prompt_tokens, worker.prompt_tokens),
+        )
+
+
 class CacheStatsObject(BaseModel):
+    """The caches of all workers."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     object: str = "cache.stats"
-    workers: tuple[WorkerCache, ...]
+    total_entries: int
+    """Blocks that the workers keep for requests to come. One that several keep counts for each."""
+    total_size_mb: float
+    """Their size in millions of bytes."""
+    hit_rate: float
+    """`cached_prompt_tokens` over `prompt_tokens`, 0 … 1; 0 before the first prompt."""
+    workers: list[WorkerCacheObject]
     index: IndexSize | None
     """null while Redis is unreachable."""
     prompt_tokens: int
+    """Tokens of prompts since the routers began."""
     cached_prompt_tokens: int
+    """Those of them whose KV was found in a cache."""
+
+
+def _megabytes(size: int) -> float:
+    return round(size / 1e6, 3)
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0
 
 
 class DroppedObject(BaseModel):
@@ -171,8 +248,12 @@ class CacheApi:
         """What the workers' caches and the prefix index hold. Requires a key with scope admin."""
         self._access.check(request.headers, "admin")
         stats = await self._control.stats()
+        workers = stats.workers
         return CacheStatsObject(
-            workers=stats.workers,
+            total_entries=sum(one.entries for one in workers),
+            total_size_mb=_megabytes(sum(one.size_bytes for one in workers)),
+            hit_rate=_share(stats.cached_prompt_tokens, stats.prompt_tokens),
+            workers=[WorkerCacheObject.of(one) for one in workers],
             index=stats.index,
             prompt_tokens=stats.prompt_tokens,
             cached_prompt_tokens=stats.cached_prompt_tokens,
@@ -235,6 +316,9 @@ def _stats_message(stats: CacheStats) -> cache_pb2.GetCacheStatsResponse:
                 quarantined_blocks=one.quarantined_blocks,
                 host_blocks=one.host_blocks,
                 disk_blocks=one.disk_blocks,
+                block_bytes=one.block_bytes,
+                prompt_tokens=one.prompt_tokens,
+                cached_prompt_tokens=one.cached_prompt_tokens,
             )
             for one in stats.workers
         ],

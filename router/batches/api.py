@@ -12,6 +12,7 @@ from starlette.responses import FileResponse, Response
 from baton.config.cluster import Config
 from baton.errors import InvalidRequest
 from router.batches.batch import Batch, StoredFile
+from router.batches.batch_planner import BatchPlanner
 from router.batches.desk import (
     DEFAULT_BATCHES,
     MAX_BATCHES,
@@ -61,8 +62,9 @@ _BATCH_MADE: dict[int | str, dict[str, Any]] = {
 class BatchesApi:
     """A key sees the files and batches of its tenant alone."""
 
-    def __init__(self, desk: BatchDesk, config: Config) -> None:
+    def __init__(self, desk: BatchDesk, planner: BatchPlanner, config: Config) -> None:
         self._desk = desk
+        self._planner = planner
         self._config = config
 
     def mount(self, app: FastAPI) -> None:
@@ -158,12 +160,15 @@ class BatchesApi:
         """List batches, newest first."""
         page = await self._desk.batches(caller_of(request).principal.tenant, after, limit)
         first, last = _ends(page.entries)
-        data = [BatchObject.of(batch) for batch in page.entries]
+        schedules = await self._planner.plan()
+        data = [BatchObject.of(batch, schedules.get(batch.id)) for batch in page.entries]
         return BatchList(data=data, first_id=first, last_id=last, has_more=page.has_more)
 
     async def get_batch(self, request: Request, batch_id: str) -> BatchObject:
         """Describe a batch, and how far it has come."""
-        return BatchObject.of(await self._desk.batch(caller_of(request).principal.tenant, batch_id))
+        batch = await self._desk.batch(caller_of(request).principal.tenant, batch_id)
+        schedules = await self._planner.plan() if batch.unfinished else {}
+        return BatchObject.of(batch, schedules.get(batch.id))
 
     async def cancel_batch(self, request: Request, batch_id: str) -> BatchObject:
         """End a batch early; the results that there are become its files."""

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.api import BatchesApi
+from router.batches.batch_planner import BatchPlanner
 from router.batches.desk import BatchDesk
 from router.batches.line_runner import LineRunner
 from router.batches.quota import Quota
 from router.batches.runner import BatchRunner
+from router.batches.slots import LineSlots
 from router.batches.store import BatchStore
 from router.inference.endpoint import Endpoint
 from router.inference.service import InferenceService
@@ -28,18 +30,24 @@ class Batches:
         config, model = service.config, service.model
         quota = Quota(config.max_tenant_file_bytes, config.max_total_file_bytes)
         self._store = BatchStore(config.data_folder, quota)
-        line_runner = LineRunner(endpoints, service.access, config.max_batch_in_flight)
+        slots = LineSlots(config.max_batch_in_flight, config.tenant_weights)
+        line_runner = LineRunner(endpoints, service.access, slots)
+        planner = BatchPlanner(
+            self._store, model.id, config.daily_batch_hours, config.tenant_weights
+        )
         self._runner = BatchRunner(
             self._store,
             line_runner.run,
             model.id,
             metrics,
+            planner=planner,
+            slots=slots,
             has_key=line_runner.has_key,
             max_in_flight=config.max_batch_in_flight,
             max_line_bytes=config.max_body_bytes,
         )
         desk = BatchDesk(self._store, model.id, config, self._runner.wake)
-        self.api = BatchesApi(desk, config)
+        self.api = BatchesApi(desk, planner, config)
 
     async def start(self) -> None:
         """Begin to run batches."""

@@ -20,12 +20,16 @@ from baton.errors import InvalidRequest, NotFound, Overloaded
 from router.batches.batch import UNFINISHED, Batch, BatchStatus, LineResult, StoredFile
 from router.batches.line import Fault
 from router.batches.quota import Quota, reserve, room_of
+from router.batches.schedule.plan import BatchWork
+from router.batches.schedule.throughput import Progress
 from router.batches.tables import MARKS, Free, change, open_tables
 
 MAX_UNFINISHED_OF_TENANT = 100
 """Maximum batches of a tenant that have not ended."""
 MAX_ENDED_OF_TENANT = 1000
 """Maximum ended batches of a tenant that are kept; the oldest go first."""
+MAX_PLANNED = 1024
+"""Maximum batches that are planned at a time, those first whose windows end first."""
 _RETRY_S = 60.0
 _IS_NEEDED = (
     "EXISTS (SELECT 1 FROM batches WHERE input_file_id = files.id"  # noqa: S608 - our own names
@@ -218,24 +222,46 @@ class Database:
         )
         return [_batch(row) for row in rows.fetchall()]
 
-    def to_be_run(
-        self, free: Free, model: str, *, but_of: Collection[str], of_tenant: int, limit: int
-    ) -> list[Batch]:
-        """Batches of a model: the oldest of each tenant, the second oldest of each, and so on.
+    def to_be_run(self, free: Free, model: str, *, of_tenant: int, limit: int) -> list[Batch]:
+        """Batches of a model: the first of each tenant, the second of each, and so on.
 
-        At most ``of_tenant`` of each tenant, and none of the tenants ``but_of``.
+        At most ``of_tenant`` of each tenant; those come first whose windows end first.
         """
         where, values = free.clause()
-        tenants = ", ".join("?" * len(but_of))
         columns = ", ".join(_BATCH_COLUMNS)
         rows = self._connection.execute(
             f"SELECT {columns} FROM (SELECT *, row_number() OVER"  # noqa: S608 - our own names
-            f" (PARTITION BY tenant ORDER BY place) AS turn FROM batches WHERE {where}"
-            f" AND model = ? AND tenant NOT IN ({tenants}))"
-            " WHERE turn <= ? ORDER BY turn, place LIMIT ?",
-            (*values, model, *but_of, of_tenant, limit),
+            f" (PARTITION BY tenant ORDER BY expires_at, place) AS turn FROM batches WHERE {where}"
+            " AND model = ?) WHERE turn <= ? ORDER BY turn, expires_at, place LIMIT ?",
+            (*values, model, of_tenant, limit),
         )
         return [_batch(row) for row in rows.fetchall()]
+
+    # What is planned
+
+    def works(self, model: str) -> list[BatchWork]:
+        """What the batches of a model that are in progress have left to do."""
+        rows = self._connection.execute(
+            "SELECT id, tenant, expires_at, total, completed + failed,"
+            " prompt_tokens + completion_tokens FROM batches WHERE status = ? AND model = ?"
+            " ORDER BY expires_at LIMIT ?",
+            (BatchStatus.IN_PROGRESS, model, MAX_PLANNED),
+        )
+        return [BatchWork(*row) for row in rows.fetchall()]
+
+    def progress(self, model: str) -> Progress:
+        """What all batches of a model have done so far, and how fast."""
+        row = self._connection.execute(
+            "SELECT lines, tokens, tokens_per_s FROM progress WHERE model = ?", (model,)
+        ).fetchone()
+        return Progress() if row is None else Progress(*row)
+
+    def learn_speed(self, model: str, tokens_per_s: float) -> None:
+        """Keep the speed of batches of a model, which have done some lines."""
+        with change(self._connection) as connection:
+            connection.execute(
+                "UPDATE progress SET tokens_per_s = ? WHERE model = ?", (tokens_per_s, model)
+            )
 
     def cancel(self, batch_id: str, tenant: str, now: int) -> Batch:
         """Ask for its end. Raises NotFound, and InvalidRequest where it has ended already."""
@@ -294,6 +320,13 @@ class Database:
             if room_of(connection, batch.tenant, quota) < size:
                 raise NoSpace(held.id)
             ok = sum(result.ok for result in fresh)
+            # Lines that were refused, or have expired, took no time.
+            each = [result.prompt_tokens + result.completion_tokens for result in fresh]
+            connection.execute(
+                "INSERT INTO progress VALUES (?, ?, ?, NULL) ON CONFLICT (model) DO UPDATE"
+                " SET lines = lines + excluded.lines, tokens = tokens + excluded.tokens",
+                (batch.model, sum(tokens > 0 for tokens in each), sum(each)),
+            )
             connection.execute(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?,"
                 " prompt_tokens = prompt_tokens + ?, cached_tokens = cached_tokens + ?,"

@@ -26,6 +26,7 @@ from router.access.access import Access
 from router.access.api_keys import Caller
 from router.batches.batch import Batch, LineResult
 from router.batches.line import Line
+from router.batches.slots import LineSlots
 from router.http.errors import error_object
 from router.inference.endpoint import Endpoint
 
@@ -47,20 +48,21 @@ class LineAnswer:
 class LineRunner:
     """Runs lines for the key that made their batch. Owned by the event loop."""
 
-    def __init__(
-        self, endpoints: Mapping[str, Endpoint], access: Access, max_in_flight: int
-    ) -> None:
-        """``endpoints`` by the url of a line. At most ``max_in_flight`` lines run at a time."""
+    def __init__(self, endpoints: Mapping[str, Endpoint], access: Access, slots: LineSlots) -> None:
+        """``endpoints`` by the url of a line. A line runs in one of the ``slots``."""
         self._endpoints = endpoints
         self._access = access
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._slots = slots
 
     def has_key(self, batch: Batch) -> bool:
         """Whether the API key that made a batch still allows it."""
         return self._access.owner_of(Principal(batch.tenant, batch.key_id)) is not None
 
     async def run(self, batch: Batch, line: Line) -> LineResult:
-        """The line's result, however long that takes; cancelling it aborts it on the workers."""
+        """The line's result, however long that takes; cancelling it aborts it on the workers.
+
+        Raises BatchHeld where the line had not begun when its batch was held.
+        """
         return result_of(line, await self._answer(batch, line))
 
     async def _answer(self, batch: Batch, line: Line) -> LineAnswer:
@@ -72,19 +74,19 @@ class LineRunner:
             else:
                 try:
                     async with self._access.visiting(owner, background=True) as caller:
-                        return await self._answer_of(caller, line)
+                        return await self._answer_of(caller, batch, line)
                 except RateLimitExceeded as error:
                     wait_s = min(MAX_RETRY_S, error.retry_after or RETRY_S)
             await asyncio.sleep(wait_s)
 
-    async def _answer_of(self, caller: Caller, line: Line) -> LineAnswer:
+    async def _answer_of(self, caller: Caller, batch: Batch, line: Line) -> LineAnswer:
         """Run a line that is counted."""
         failures, wait_s = 0, RETRY_S
         while True:
             request_id = secrets.token_hex(16)
             try:
                 # A line that waits leaves its slot to others.
-                async with self._slots:
+                async with self._slots.slot(batch):
                     body = await self._endpoints[line.url].run_line(line.body, caller)
                 return LineAnswer(200, request_id, body)
             except BatonError as error:

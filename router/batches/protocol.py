@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidRequest
 from router.batches.batch import Batch, StoredFile
+from router.batches.schedule.plan import BatchSchedule
 
 MAX_METADATA = 16
 MAX_METADATA_NAME = 64
@@ -115,6 +117,35 @@ class BatchUsage(BaseModel):
     total_tokens: int
 
 
+class ScheduleObject(BaseModel):
+    """What is planned for a batch that is in progress (extension)."""
+
+    state: Literal["full_speed", "paced", "waiting"]
+    """Outside of `batch_hours` a batch waits, or runs at the pace that its window needs."""
+    starts_at: int | None
+    """When a batch that waits goes on."""
+    estimated_end_at: int | None
+    """The end of the window at the latest; null while the speed is not known."""
+    late_lines: int
+    """Estimate of the lines that have no answer when the window ends."""
+    message: str | None
+    """What to do about late lines."""
+
+    @classmethod
+    def of(cls, schedule: BatchSchedule) -> ScheduleObject:
+        late = schedule.late_lines
+        return cls(
+            state=schedule.state.value,
+            starts_at=_whole(schedule.starts_at),
+            estimated_end_at=_whole(schedule.ends_at),
+            late_lines=late,
+            message=f"The completion window is too short: about {late:,} lines will have no answer"
+            " when it ends. Ask for them again in a batch with a longer window."
+            if late
+            else None,
+        )
+
+
 class BatchObject(BaseModel):
     id: str
     object: Literal["batch"] = "batch"
@@ -138,9 +169,11 @@ class BatchObject(BaseModel):
     request_counts: RequestCounts
     usage: BatchUsage
     metadata: dict[str, str] | None
+    schedule: ScheduleObject | None
+    """Null before the file is checked, and when the batch has ended."""
 
     @classmethod
-    def of(cls, batch: Batch) -> BatchObject:
+    def of(cls, batch: Batch, schedule: BatchSchedule | None = None) -> BatchObject:
         faults = [
             BatchFault(code=f.code, message=f.message, param=f.param, line=f.line)
             for f in batch.faults
@@ -152,6 +185,7 @@ class BatchObject(BaseModel):
         return cls(
             **same,
             errors=BatchFaults(data=faults) if faults else None,
+            schedule=None if schedule is None else ScheduleObject.of(schedule),
             request_counts=RequestCounts(
                 total=batch.total, completed=batch.completed, failed=batch.failed
             ),
@@ -171,6 +205,10 @@ class BatchList(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+def _whole(at: float | None) -> int | None:
+    return None if at is None else math.ceil(at)
 
 
 def window_s(text: str) -> int:

@@ -5,6 +5,9 @@ beat rises every second. One whose beat stands still for ``LEASE_S``, as another
 has lost its batches: the lines that have no result yet are run again, and what the former owner may
 still write counts for nothing.
 
+A batch that has to wait for its hours (``router.batches.schedule.plan``), or for others whose
+windows end earlier, is given back: lines that run end, and no further one begins.
+
 Owned by the event loop. ``router.batches.batch`` lists the states.
 """
 
@@ -14,12 +17,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import secrets
 import sqlite3
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from baton.errors import BatonError, NotFound
@@ -27,9 +31,13 @@ from baton.host.background import end_tasks, spawn
 from baton.liveness.silence import SilenceWatch
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
+from router.batches.batch_planner import BatchPlanner
 from router.batches.database import Database, LeaseLost, NoSpace, StatusChanged
 from router.batches.line import Fault, Line, find_faults, read_lines
 from router.batches.line_runner import expired_result
+from router.batches.schedule.pace import Pace
+from router.batches.schedule.plan import BatchSchedule, SpeedState
+from router.batches.slots import BatchHeld, LineSlots
 from router.batches.store import BatchStore
 from router.batches.tables import Free
 
@@ -69,9 +77,9 @@ RunLine = Callable[[Batch, Line], Awaitable[LineResult]]
 class _Run:
     """A batch that this process runs, or ends."""
 
-    tenant: str
     task: asyncio.Task[None]
     ending: bool
+    pace: Pace
 
 
 class BatchRunner:
@@ -84,6 +92,8 @@ class BatchRunner:
         model: str,
         metrics: RouterMetrics,
         *,
+        planner: BatchPlanner,
+        slots: LineSlots,
         has_key: Callable[[Batch], bool],
         max_in_flight: int,
         max_line_bytes: int,
@@ -101,6 +111,9 @@ class BatchRunner:
         self._run_line = run_line
         self._model = model
         self._metrics = metrics
+        self._planner = planner
+        self._slots = slots
+        self._schedules: Mapping[str, BatchSchedule] = {}
         self._has_key = has_key
         self._max_in_flight = max_in_flight
         self._max_line_bytes = max_line_bytes
@@ -147,7 +160,9 @@ class BatchRunner:
     async def _look(self) -> None:
         now = time.monotonic()
         await self._tidy(now)
-        self._runs = {name: run for name, run in self._runs.items() if not run.task.done()}
+        for name in [name for name, run in self._runs.items() if run.task.done()]:
+            del self._runs[name]
+            self._slots.resume(name)
         if self._runs:
             await self._store.ask(Database.beat, self.owner)
         beats = await self._store.ask(Database.beats)
@@ -156,33 +171,42 @@ class BatchRunner:
         for batch in await self._store.ask(Database.of_ids, tuple(self._runs)):
             if batch.unfinished:
                 await self._attend(batch)
-        dead = (owner for owner in beats if self._silence.is_silent(owner))
-        free = Free(("", self.owner, *dead), (*self._runs, *self._rest_until))
+        self._schedules = await self._planner.look(now)
+        owners = ("", self.owner, *(name for name in beats if self._silence.is_silent(name)))
+        free = Free(owners, (*self._runs, *self._rest_until))
         ending = sum(run.ending for run in self._runs.values())
         if ending < MAX_ENDING:
             for batch in await self._store.ask(
                 Database.to_be_ended, free, self._now(), MAX_ENDING - ending
             ):
                 await self._claim(batch)
-        await self._claim_more(free)
+        await self._choose(owners)
 
-    async def _claim_more(self, free: Free) -> None:
-        """Take up batches, as many as this process may run."""
-        tenants = Counter(run.tenant for run in self._runs.values() if not run.ending)
-        if tenants.total() >= MAX_BATCHES:
-            return
-        found = await self._store.ask(
+    async def _choose(self, owners: Sequence[str]) -> None:
+        """Take up the batches that this process should run, and give back the others."""
+        waiting = [name for name, one in self._schedules.items() if one.state is SpeedState.WAITING]
+        ending = [name for name, run in self._runs.items() if run.ending]
+        chosen = await self._store.ask(
             Database.to_be_run,
-            free,
+            Free(owners, (*waiting, *ending, *self._rest_until)),
             self._model,
-            but_of=[name for name, count in tenants.items() if count >= MAX_OF_A_TENANT],
             of_tenant=MAX_OF_A_TENANT,
             limit=MAX_BATCHES,
         )
-        for batch in found:
-            if tenants.total() < MAX_BATCHES and tenants[batch.tenant] < MAX_OF_A_TENANT:
-                tenants[batch.tenant] += 1
-                await self._claim(batch)
+        names = {batch.id for batch in chosen}
+        for name, run in self._runs.items():
+            if name in names:
+                run.pace.change(self._lines_per_s(name))
+            elif not run.ending and not run.pace.stopped:
+                run.pace.stop()
+                self._slots.hold(name)
+        for batch in chosen:
+            await self._claim(batch)
+
+    def _lines_per_s(self, batch_id: str) -> float:
+        schedule = self._schedules.get(batch_id)
+        # One whose file is not checked yet is in no plan.
+        return math.inf if schedule is None or not schedule.lines_per_s else schedule.lines_per_s
 
     async def _tidy(self, now: float) -> None:
         if now - self._swept_at > SWEEP_S:
@@ -210,7 +234,9 @@ class BatchRunner:
         """A batch that is run here was cancelled, taken over, or has lost its key."""
         run = self._runs[batch.id]
         if batch.owner != self.owner:
-            log.warning("batch %s was taken over by another process", batch.id)
+            if batch.owner:
+                # Otherwise it was given back just now.
+                log.warning("batch %s was taken over by another process", batch.id)
             await end_tasks([run.task])
         elif (
             self._end_of(batch) is not None
@@ -222,9 +248,12 @@ class BatchRunner:
 
     def _begin(self, batch: Batch) -> None:
         ends = self._end_of(batch) is not None
-        task = asyncio.create_task(self._guarded(batch, self._end if ends else self._run))
+        pace = Pace(self._lines_per_s(batch.id))
+        self._slots.resume(batch.id)
+        work = self._end if ends else partial(self._run, pace=pace)
+        task = asyncio.create_task(self._guarded(batch, work))
         # One that is ending is not stopped to be ended.
-        self._runs[batch.id] = _Run(batch.tenant, task, ends)
+        self._runs[batch.id] = _Run(task, ends, pace)
 
     async def _guarded(self, batch: Batch, work: Callable[[Batch], Awaitable[None]]) -> None:
         try:
@@ -243,7 +272,7 @@ class BatchRunner:
 
     # A batch's way
 
-    async def _run(self, batch: Batch) -> None:
+    async def _run(self, batch: Batch, pace: Pace) -> None:
         path = await self._input(batch)
         if path is None:
             await self._fail(batch, [Fault("file_not_found", "the input file is gone")])
@@ -256,7 +285,9 @@ class BatchRunner:
             batch = await self._move(
                 batch, status=BatchStatus.IN_PROGRESS, in_progress_at=self._now(), total=total
             )
-        await self._run_lines(batch, path)
+        if not await self._run_lines(batch, path, pace):
+            await self._move(batch, owner="")
+            return
         batch = await self._move(batch, status=BatchStatus.FINALIZING, finalizing_at=self._now())
         await self._end(batch)
 
@@ -293,7 +324,8 @@ class BatchRunner:
         with path.open("rb") as file:
             return find_faults(file, self._max_line_bytes, batch.endpoint, self._model)
 
-    async def _run_lines(self, batch: Batch, path: Path) -> None:
+    async def _run_lines(self, batch: Batch, path: Path, pace: Pace) -> bool:
+        """Run the lines that have no result; False: the batch was held before the last of them."""
         done = await self._store.ask(Database.done_lines, batch.id)
         lines = _Lines(path, self._max_line_bytes)
         places = asyncio.Semaphore(self._max_in_flight)
@@ -301,20 +333,27 @@ class BatchRunner:
             async with asyncio.TaskGroup() as group:
                 while some := await asyncio.to_thread(lines.take):
                     for line in some:
-                        if line.number not in done:
-                            await places.acquire()
-                            task = group.create_task(self._run_line_of(batch, line))
-                            # Not at its end: one that is cancelled before it begins has none.
-                            task.add_done_callback(lambda _: places.release())
+                        if line.number in done:
+                            continue
+                        await places.acquire()
+                        if not await pace.turn():
+                            return False
+                        task = group.create_task(self._run_line_of(batch, line))
+                        # Not at its end: one that is cancelled before it begins has none.
+                        task.add_done_callback(lambda _: places.release())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
             lines.close()
+        return not pace.stopped
 
     async def _run_line_of(self, batch: Batch, line: Line) -> None:
         self._metrics.batch_lines_in_flight.inc()
         try:
-            result = await self._run_line(batch, line)
+            try:
+                result = await self._run_line(batch, line)
+            except BatchHeld:
+                return
             await self._store.ask(Database.add_results, batch, [result], self._store.quota)
             self._metrics.batch_lines.labels("ok" if result.ok else "error").inc()
         finally:

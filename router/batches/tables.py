@@ -13,7 +13,7 @@ from router.batches.batch import UNFINISHED
 
 MARKS = ", ".join("?" * len(UNFINISHED))
 """In SQL, for the statuses of unfinished batches."""
-VERSION = 3
+VERSION = 4
 """Of the tables."""
 BUSY_S = 5.0
 """How long a change waits for that of another process."""
@@ -44,6 +44,9 @@ CREATE INDEX batches_by_status ON batches (status);
 CREATE INDEX batches_by_tenant ON batches (tenant, status);
 CREATE INDEX results_by_tenant ON batches (tenant, result_bytes) WHERE result_bytes > 0;
 CREATE INDEX batches_by_owner ON batches (owner, beat) WHERE owner != '';
+CREATE TABLE progress (
+    model TEXT PRIMARY KEY, lines INTEGER NOT NULL, tokens INTEGER NOT NULL, tokens_per_s REAL
+) WITHOUT ROWID;
 CREATE TABLE results (
     batch_id TEXT NOT NULL, line INTEGER NOT NULL, ok INTEGER NOT NULL, record TEXT NOT NULL,
     PRIMARY KEY (batch_id, line)

@@ -38,6 +38,7 @@ _COUNTS = {
     "baton_time_per_output_token_seconds_bucket": ("tpot", "class", "le"),
     "baton_inter_token_latency_seconds_bucket": ("itl", "class", "le"),
     "baton_request_latency_seconds_bucket": ("e2el", "class", "le"),
+    "baton_request_latency_seconds_sum": ("e2el_sum", "class"),
 }
 """The console's name of a series, and the labels that it keeps."""
 _GAUGES = {
@@ -71,7 +72,9 @@ class SnapshotCollector:
     async def snapshot(self) -> Snapshot:
         """Make a snapshot. No failure of a worker raises."""
         links = self._cluster.workers
-        seen = [ObservedWorker(link.record, _load(link), links.is_up(link)) for link in links.all()]
+        seen = [
+            ObservedWorker(link.record, load_of(link), links.is_up(link)) for link in links.all()
+        ]
         slots = {one.record.slot: one.record.metrics_address for one in seen}
         pages = await self._pages.read({slot: slots[slot] for slot in sorted(slots)[:MAX_PAGES]})
         # Files of other processes may have to be read.
@@ -116,7 +119,7 @@ def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, flo
     return counts, gauges
 
 
-def _load(link: WorkerLink) -> LoadSnapshot:
+def load_of(link: WorkerLink) -> LoadSnapshot:
     """The load of a worker, preferably its stream's: the registry's is a heartbeat old."""
     load = link.engine_load
     return load if isinstance(load, LoadSnapshot) else convert.load_from_proto(load)

@@ -9,6 +9,10 @@ from typing import Literal, Protocol
 from baton.logprobs import TokenLogprobs
 from baton.request import NO_TRACE, FinishReason, Principal, TraceContext
 from baton.sampling_params import SamplingParams
+from baton.store.registry import WorkerRecord
+
+AnswerPart = Literal["start", "reasoning", "content"]
+"""Where in an answer a prompt ends: before it, within its reasoning, or within its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class GenerationRequest:
     """The prompt's embedding is wanted, and no answer."""
     chat: bool = False
     """The prompt is a conversation."""
+    begins_in: AnswerPart = "start"
+    """Where a conversation's prompt ends."""
     model: str = ""
     """The served model's id."""
     agent: str = ""
@@ -66,6 +72,17 @@ class GenerationRequest:
     """The client's name of the run that it belongs to, for the log."""
     trace: TraceContext = NO_TRACE
     """Of the client; from its delivery on, of the request's own span."""
+    without_speculation: bool = False
+    """No tokens are drafted for it."""
+    without_prefix_cache: bool = False
+    """Neither does it find what other requests left in the caches, nor do they find what it left.
+    """
+
+    @property
+    def block_salt(self) -> bytes:
+        """What its block hashes are salted with: the same wherever it goes on after a move."""
+        own = self.request_id.encode() if self.without_prefix_cache else b""
+        return self.cache_salt + own
 
     @property
     def scores_prompt(self) -> bool:
@@ -107,6 +124,8 @@ class OutputDelta:
     prefill_worker: str = ""
     decode_worker: str = ""
     """In the last delta of a choice: the names of the workers that it ran at last."""
+    accepted_drafts: int = 0
+    """How many of ``token_ids`` were drafted, and came in the step of another token."""
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:
@@ -134,6 +153,10 @@ class Choice:
     stop_string: str = ""
     """What has ended it, where a stop string has."""
     begun: bool = False
+    decode_worker: str = ""
+    """The name of the worker that it ran at last; empty until it has ended."""
+    accepted_drafts: int = 0
+    """How many of its tokens were drafted."""
 
     def add(self, delta: OutputDelta, *, keep_text: bool) -> None:
         """Count a delta."""
@@ -141,6 +164,8 @@ class Choice:
         self.cached_tokens += delta.cached_prompt_tokens
         self.finish_reason = delta.finish_reason
         self.stop_string = delta.stop_string
+        self.decode_worker = delta.decode_worker
+        self.accepted_drafts += delta.accepted_drafts
         self.begun = True
         if keep_text:
             self.pieces.append(delta.text)
@@ -183,8 +208,8 @@ class Dispatcher(Protocol):
     def metrics_addresses(self) -> list[str]:
         """host:port of every worker's /metrics page."""
 
-    def device_of(self, worker: str) -> tuple[str, str]:
-        """A worker's device and the quantization of its weights; empty where it is unknown."""
+    def worker_records(self) -> Sequence[WorkerRecord]:
+        """What is known of every worker."""
 
     @property
     def context_length(self) -> int:

@@ -18,7 +18,7 @@ from baton.errors import WorkerFailed
 from baton.host.background import end_tasks, spawn, watch_loop
 from baton.rpc.worker_plane import WorkerPlane
 from baton.store.prefix_index import PrefixIndex
-from baton.store.registry import Registry
+from baton.store.registry import Registry, WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
@@ -226,11 +226,9 @@ class ClusterDispatcher:
         """host:port of every worker's /metrics page."""
         return [link.record.metrics_address for link in self._links.all()]
 
-    def device_of(self, worker: str) -> tuple[str, str]:
-        """A worker's device and the quantization of its weights; empty where it is unknown."""
-        found = (link.record for link in self._links.all() if link.record.slot == worker)
-        record = next(found, None)
-        return ("", "") if record is None else (record.device, record.quantization)
+    def worker_records(self) -> list[WorkerRecord]:
+        """What is known of every worker, whether requests may go there or not."""
+        return [link.record for link in self._links.all()]
 
     @property
     def context_length(self) -> int:

@@ -154,7 +154,7 @@ class Placement:
         scored = running.awaits_prompt and position == 0
         left_s = running.left_s(time.monotonic())
         token_ids = running.token_ids(group[0])
-        hashes = self._routes.hashes(token_ids, asked.cache_salt, running.chains[group[0]])
+        hashes = self._routes.hashes(token_ids, asked.block_salt, running.chains[group[0]])
         request = RouteRequest(
             len(token_ids),
             self._class_of(len(asked.prompt_ids)),

@@ -129,7 +129,7 @@ class RunningRequest:
             token_ids=self.token_ids(choices[0]),
             prompt_length=len(request.prompt_ids),
             sampling=sampling if scored else replace(sampling, prompt_logprobs=None),
-            cache_salt=request.cache_salt,
+            cache_salt=request.block_salt,
             context_class=context_class,
             principal=request.principal,
             deadline_s=left_s,
@@ -140,6 +140,7 @@ class RunningRequest:
             hand_back=True,
             embeds=request.embeds,
             trace=trace,
+            without_speculation=request.without_speculation,
         )
 
     def move(self, work: Coroutine[Any, Any, None]) -> None:
@@ -353,6 +354,9 @@ class RunningChoice:
                 new, output.finish_reason, cached_prompt_tokens, output.logprobs[known:]
             )
             if delta is not None:
+                if len(new) > 1:
+                    # An output is of one step, which draws one token and checks drafts of more.
+                    delta = replace(delta, accepted_drafts=len(new) - 1)
                 if delta.finish_reason is not None:
                     delta = replace(
                         delta, prefill_worker=self.prefill_worker, decode_worker=self.decode_worker
@@ -394,4 +398,5 @@ def _joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
         stop_string=last.stop_string,
         prefill_worker=last.prefill_worker,
         decode_worker=last.decode_worker,
+        accepted_drafts=sum(piece.accepted_drafts for piece in pieces),
     )

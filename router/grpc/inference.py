@@ -27,6 +27,7 @@ from router.core.request import (
     OutputDelta,
     choices_for,
 )
+from router.dialects.output import ParsedOutput
 from router.grpc.call import Context, Service, arrival_of, check_size, metadata_of, write_to
 from router.grpc.health import HealthServicer
 from router.grpc.sampling import grpc_sampling
@@ -37,7 +38,6 @@ from router.inference.prompt import MAX_VARIABLES_CHARACTERS, Ending, checked_va
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
 from router.openai.options import MAX_CHOICES
-from router.tool_calls.tool_output import ToolOutput
 
 _MAX_NAME_CHARACTERS = 128
 _SCORES_AT_ONCE = 64
@@ -151,12 +151,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _tool_outputs(
         self, request: inference_pb2.GenerateRequest, built: GenerationRequest
-    ) -> list[ToolOutput]:
+    ) -> list[ParsedOutput]:
         """One for each choice; none without tools."""
         tools = grpc_tool_use(request.tools)
         if tools is None:
             return []
-        return [ToolOutput(self._builder.tool_format, tools) for _ in range(built.choices)]
+        return [
+            ParsedOutput(self._builder.dialect.without_reasoning, tools)
+            for _ in range(built.choices)
+        ]
 
     async def _add_scores(
         self,

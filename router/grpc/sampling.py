@@ -17,7 +17,7 @@ from router.inference.sampling_input import (
     MAX_STOPS,
     SamplingInput,
 )
-from router.openai.options import choice
+from router.openai.structured_output import choice
 
 _MAX_COUNTS = {
     "stop": MAX_STOPS,

@@ -79,6 +79,11 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
             has_chat_template=facts.has_chat_template,
             tool_parser=facts.tool_parser,
             revision=facts.revision,
+            quantization=facts.quantization or "",
+            dtype=facts.dtype,
+            kv_dtype=facts.kv_dtype,
+            batch_size=facts.batch_size,
+            fingerprint=facts.fingerprint,
         )
 
     async def _ids(self, request: tokens_pb2.TokenizeRequest, tenant: str) -> tuple[int, ...]:

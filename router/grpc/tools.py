@@ -10,11 +10,9 @@ import pydantic_core
 from baton.errors import InvalidRequest
 from baton.v1 import inference_pb2, tools_pb2
 from router.core.request import OutputDelta
-from router.inference.prompt import Turn, calls_turn, check_message_count, result_turn
-from router.openai.api import plain_turns
-from router.tool_calls.pieces import Arguments, CallBegun, Content
-from router.tool_calls.tool_output import ToolOutput
-from router.tool_calls.tools import (
+from router.dialects.output import ParsedOutput
+from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Reasoning
+from router.dialects.tools import (
     Mode,
     Tool,
     ToolChoice,
@@ -24,6 +22,8 @@ from router.tool_calls.tools import (
     checked_tool,
     use_of,
 )
+from router.inference.prompt import Turn, calls_turn, check_message_count, result_turn
+from router.openai.api import plain_turns
 
 _MODES: dict[int, Mode] = {
     tools_pb2.TOOL_MODE_UNSPECIFIED: "auto",
@@ -84,7 +84,7 @@ def _tool(message: tools_pb2.Tool, where: str) -> Tool:
 
 
 def add_tool_output(
-    response: inference_pb2.GenerateResponse, output: ToolOutput, delta: OutputDelta
+    response: inference_pb2.GenerateResponse, output: ParsedOutput, delta: OutputDelta
 ) -> None:
     """Put what a delta has told of content and calls into its message."""
     text = ""
@@ -93,9 +93,11 @@ def add_tool_output(
         match piece:
             case Content(part):
                 text += part
-            case CallBegun(name):
+            case CallStart(name):
                 index += 1
                 response.tool_calls.add(index=index, id=output.calls[index].id, name=name)
             case Arguments(part):
                 response.tool_calls.add(index=index, arguments=part)
+            case CallEnd() | Reasoning():
+                pass
     response.text = text

@@ -22,8 +22,11 @@ from baton.grammars.grammar_gate import GrammarGate
 from baton.request import NO_TRACE, TraceContext
 from baton.security.cluster_secret import cache_salt
 from router.access.api_keys import Caller
-from router.core.request import Dispatcher, GenerationRequest
+from router.core.request import AnswerPart, Dispatcher, GenerationRequest
 from router.core.served_model import ServedModel
+from router.dialects.dialect import dialect_for
+from router.dialects.grammar import calls_grammar, free_grammar
+from router.dialects.tools import ToolUse
 from router.inference.labels import NO_LABELS, Labels
 from router.inference.prompt import Ending, Prompt, PromptEncoder, Turn
 from router.inference.sampling_input import (
@@ -35,9 +38,6 @@ from router.inference.sampling_input import (
     scored_tokens,
 )
 from router.text.tokenizer import Tokenizer
-from router.tool_calls.formats import format_for
-from router.tool_calls.grammar import calls_grammar, free_grammar
-from router.tool_calls.tools import ToolUse
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
@@ -48,6 +48,8 @@ MAX_EMBEDDED = 2048
 _BUILT_AT_ONCE = 64
 """Requests that are built without yielding to the event loop."""
 _SHOWN_ID_CHARACTERS = 128
+_LAST_TOKENS = 16
+"""Tokens at a prompt's end that hold the marker of reasoning and the white space behind it."""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _EMBEDDED = SamplingInput(temperature=0.0)
@@ -127,11 +129,14 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._model = model
         template = tokenizer.chat_template if tokenizer.has_chat_template else None
-        self.tool_format = format_for(
-            config.tool_parser, template, lambda text: bool(tokenizer.special_ids([text]))
+        self.dialect = dialect_for(
+            config.tool_parser,
+            config.reasoning_parser,
+            template,
+            lambda text: bool(tokenizer.special_ids([text])),
         )
         self.encoder = PromptEncoder(
-            tokenizer, self.tool_format, config, lambda: self.context_length
+            tokenizer, self.dialect.tools, config, lambda: self.context_length
         )
         """For APIs that count a prompt's tokens without running it."""
         self._clock = clock
@@ -175,9 +180,10 @@ class RequestBuilder:
         ids = await self.encoder.chat_ids(
             arrival.tenant, turns, tools, sampling, ending=ending, variables=variables
         )
-        shown: tuple[int, ...] = ()
+        texts = self.dialect.reasoning.texts if self.dialect.reasoning else ()
         if tools is not None:
-            shown = tuple(self._tokenizer.special_ids(self.tool_format.texts).values())
+            texts = self.dialect.texts
+        shown = tuple(self._tokenizer.special_ids(texts).values())
         request = self._request(
             arrival,
             arrival.request_id,
@@ -189,13 +195,24 @@ class RequestBuilder:
             choices=choices,
             shown_ids=shown,
             chat=True,
+            begins_in=self._begins_in(ids, turns, ending),
         )
         _check_scores(arrival, [request])
         return request
 
+    def _begins_in(self, ids: Sequence[int], turns: Sequence[Turn], ending: Ending) -> AnswerPart:
+        form = self.dialect.reasoning
+        if ending == "open":
+            is_open = form is not None and form.is_open_in(turns[-1]["content"])
+            return "reasoning" if is_open else "content"
+        if form is None:
+            return "start"
+        last = self._tokenizer.decode(ids[-_LAST_TOKENS:], skip_special_tokens=False)
+        return "reasoning" if form.is_opened_by(last) else "start"
+
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
         """Calls that must be are bound by a grammar, and those of strict functions."""
-        special = self._tokenizer.special_ids(self.tool_format.texts)
+        special = self._tokenizer.special_ids(self.dialect.tools.texts)
         if sampling.grammar is not None and not tools.required:
             return sampling
         if sampling.grammar is not None:
@@ -205,9 +222,9 @@ class RequestBuilder:
             )
         grammar = None
         if tools.required:
-            grammar = calls_grammar(self.tool_format, tools, special)
+            grammar = calls_grammar(self.dialect.tools, tools, special)
         elif any(tool.strict for tool in tools.callable_tools):
-            grammar = free_grammar(self.tool_format, tools, special)
+            grammar = free_grammar(self.dialect.tools, tools, special)
         return dataclasses.replace(sampling, grammar=grammar, grammar_param="tools")
 
     async def prompts(
@@ -290,6 +307,7 @@ class RequestBuilder:
         shown_ids: tuple[int, ...] = (),
         chat: bool = False,
         embeds: bool = False,
+        begins_in: AnswerPart = "start",
     ) -> GenerationRequest:
         check_priority(priority)
         if not ids:
@@ -329,6 +347,7 @@ class RequestBuilder:
             shows_special_tokens=sampling.shows_special_tokens,
             shown_ids=shown_ids,
             chat=chat,
+            begins_in=begins_in,
             embeds=embeds,
         )
 

@@ -20,6 +20,8 @@ from baton.config.cluster import Config
 from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
 from baton.host.background import INLINE, off_loop
 from router.core.turns import FairTurns
+from router.dialects.formats import ToolFormat
+from router.dialects.tools import ToolUse
 from router.inference.sampling_input import (
     SamplingInput,
     banned_runs,
@@ -29,8 +31,6 @@ from router.inference.sampling_input import (
 )
 from router.text.chat_template import MAX_WAIT_S, ChatTemplate
 from router.text.tokenizer import Tokenizer
-from router.tool_calls.formats import ToolFormat
-from router.tool_calls.tools import ToolUse
 
 Turn = Mapping[str, Any]
 """A message: ``role``, ``content``, an assistant's ``tool_calls``, a result's ``tool_call_id``."""
@@ -55,6 +55,9 @@ MAX_VARIABLES_CHARACTERS = 64 << 10
 """Maximum size of variables for the template, as JSON."""
 _OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of the template that come from fields of their own."""
+_OPEN_END = "<end of the message that stays open> "
+"""Stands behind a message that the answer goes on with while the template is rendered. Its space
+shows whether the template keeps white space at a message's end."""
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _NOTHING_ASKED = SamplingInput()
 
@@ -89,10 +92,12 @@ class PromptEncoder:
         *,
         ending: Ending = "answer",
         variables: Mapping[str, Any] = _NO_VARIABLES,
+        special: bool = False,
     ) -> tuple[int, ...]:
         """The token ids of a conversation.
 
-        ``variables``: more variables of the template, which runs in a sandbox. Raises
+        ``variables``: more variables of the template, which runs in a sandbox. ``special``: with
+        the special tokens that the tokenizer adds, beside those of the template. Raises
         InvalidRequest, ContextLengthExceeded, DeadlineExceeded, Overloaded.
         """
         check_message_count(len(turns))
@@ -102,7 +107,9 @@ class PromptEncoder:
         limit += 4096 + 256 * len(turns)
         async with self._turn(tenant, size + _PROMPT_CHARACTERS * len(turns)):
             text = await self._chat_text(await parsed(turns), tools, size, limit, ending, variables)
-            return await off_loop(len(text), lambda: self._chat_ids(text, sampling))
+            return await off_loop(
+                len(text), lambda: self._encoded(text, sampling, "messages", special=special)
+            )
 
     async def prompt_ids(
         self, tenant: str, prompts: Sequence[Prompt], sampling: SamplingInput, param: str
@@ -171,6 +178,9 @@ class PromptEncoder:
         ending: Ending,
         variables: Mapping[str, Any],
     ) -> str:
+        final = turns[-1]["content"]
+        if ending == "open":
+            turns = [*turns[:-1], {**turns[-1], "content": f"{turns[-1]['content']}{_OPEN_END}"}]
         values = None
         if tools is not None or any(is_about_tools(turn) for turn in turns):
             template = self._tokenizer.chat_template.for_tools
@@ -187,10 +197,7 @@ class PromptEncoder:
                 f"the messages were not rendered within {MAX_WAIT_S:.0f} s: the router is"
                 " overloaded"
             ) from None
-        return _cut_behind(text, turns[-1]["content"]) if ending == "open" else text
-
-    def _chat_ids(self, text: str, sampling: SamplingInput) -> tuple[int, ...]:
-        return self._encoded(text, sampling, "messages", special=False)
+        return _cut_open(text, final) if ending == "open" else text
 
     def _prompt_ids(self, prompt: Prompt, sampling: SamplingInput, param: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -226,16 +233,20 @@ class PromptEncoder:
             )
 
 
-def _cut_behind(text: str, final: str) -> str:
-    """A rendered conversation up to the end of its last message's text. Raises InvalidRequest."""
-    final = final.strip()
-    at = text.rfind(final)
-    if not final or at < 0:
+def _cut_open(text: str, final: str) -> str:
+    """A rendered conversation up to the end of ``final``, its last message. Raises InvalidRequest.
+
+    As Hugging Face transformers does it: white space at the message's end stays where the template
+    keeps it.
+    """
+    mark = _OPEN_END.strip()
+    at = text.rfind(mark)
+    if at < 0 or final.strip() not in text:
         raise InvalidRequest(
             "the last message has no text of its own in the model's chat template",
             param="continue_final_message",
         )
-    return text[: at + len(final)]
+    return text[:at] if text.startswith(_OPEN_END, at) else text[:at].rstrip()
 
 
 def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ MAX_LINE_SCORES = MAX_SCORES // 8
 """The same of a batch's line, whose answer is kept as text."""
 MAX_BAD_RUNS = 256
 MAX_BAD_RUN_TOKENS = 64
+_SHOWN_CHARACTERS = 64
+"""Of a client's value, in an error."""
 _MIN_TEMPERATURE = 1e-3
 """Smaller ones would make infinities of logits in 32 bits; draws are as good as greedy here."""
 _MIN_TOP_P = 1e-6
@@ -289,8 +292,10 @@ def check_scores(requests: Sequence[tuple[int, SamplingParams, int]], limit: int
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises InvalidRequest when an id is not in the vocabulary."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        bad = next(one for one in token_ids if not 0 <= one < vocab_size)
         raise InvalidRequest(
-            f"{param}: token ids must be between 0 and {vocab_size - 1}", param=param
+            f"{param}: token ids must be between 0 and {vocab_size - 1}, and {_shown(bad)} is not",
+            param=param,
         )
 
 
@@ -301,7 +306,7 @@ def _logit_bias(given: Mapping[Any, Any] | None, vocab_size: int) -> tuple[tuple
         raise InvalidRequest("logit_bias must be an object", param="logit_bias")
     if len(given) > MAX_BIASES:
         raise InvalidRequest(f"logit_bias has at most {MAX_BIASES} entries", param="logit_bias")
-    biases = {_token_id(key): _bias(value) for key, value in given.items()}
+    biases = {_token_id(key): _bias(key, value) for key, value in given.items()}
     check_token_ids(tuple(biases), vocab_size, "logit_bias")
     return tuple(sorted(biases.items()))
 
@@ -310,16 +315,29 @@ def _token_id(key: str | int) -> int:
     if isinstance(key, int):
         return key
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-        raise InvalidRequest("the keys of logit_bias must be token ids", param="logit_bias")
+        raise InvalidRequest(
+            f"the keys of logit_bias must be token ids, and {_shown(key)} is none",
+            param="logit_bias",
+        )
     return int(key)
 
 
-def _bias(value: Any) -> float:
+def _bias(key: str | int, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
         raise InvalidRequest(
-            "the values of logit_bias must be numbers between -100 and 100", param="logit_bias"
+            "the values of logit_bias must be numbers between -100 and 100: that of"
+            f" {_shown(key)} is not",
+            param="logit_bias",
         )
     return float(value)
+
+
+def _shown(value: str | int) -> str:
+    """What a client has sent, short enough for an error, as JSON has it."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a number of more than 64 bits"
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tuple[int, ...], ...]:

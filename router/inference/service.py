@@ -21,6 +21,7 @@ from baton.config.cluster import Config
 from baton.config.money import dollars_text
 from baton.errors import BatonError, DeadlineExceeded
 from baton.grammars.grammar_gate import GrammarGate
+from baton.store.registry import WorkerRecord
 from baton.telemetry.logs import of_request
 from router.access.access import Access
 from router.billing.prices import PriceTable
@@ -80,10 +81,15 @@ class InferenceService:
         }
         self._slos[BACKGROUND_CLASS] = Slo(BACKGROUND_WAIT_S, BACKGROUND_WAIT_S)
         self._log = RequestLog(
-            config, model.revision, tokenizer.decode, dispatcher.device_of, self._cost_of
+            config, model.revision, tokenizer.decode, self._device_of, self._cost_of
         )
         self._clock = clock
         self._prices = PriceTable(config)
+
+    def _device_of(self, worker: str) -> tuple[str, str]:
+        found = (one for one in self._dispatcher.worker_records() if one.slot == worker)
+        record = next(found, None)
+        return ("", "") if record is None else (record.device, record.quantization or "none")
 
     def _cost_of(self, context_class: str, prompt: int, cached: int, output: int) -> str:
         if not self._prices.any:
@@ -98,6 +104,10 @@ class InferenceService:
         except BatonError as error:
             count_refusal(self._stats.metrics, error)
             raise
+
+    def worker_records(self) -> Sequence[WorkerRecord]:
+        """What is known of every worker."""
+        return self._dispatcher.worker_records()
 
     def count_abandoned(self) -> None:
         """Count a request whose client left before it was complete."""

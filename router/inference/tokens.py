@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from router.inference.prompt import Turn
+from router.dialects.tools import ToolUse
+from router.inference.prompt import Ending, Turn
 from router.inference.service import InferenceService
-from router.tool_calls.tools import ToolUse
+
+_KINDS = ("int8", "int4", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,26 @@ class ModelFacts:
     has_chat_template: bool
     tool_parser: str
     """How tool calls are read; see `tool_parser` in the configuration."""
+    quantization: str | None
+    """How most weights are held: int8, int4 or fp8; None: they are not quantized."""
+    dtype: str
+    """Type of the weights that are not quantized."""
+    kv_dtype: str
+    """Type of the KV cache."""
+    batch_size: int
+    """Most sequences that a decode worker computes in one step."""
+    fingerprint: str
+    """Of what decides the KV: weights, tokenizer, KV type; empty while no worker is known."""
+
+    @property
+    def model_name(self) -> str:
+        """Another name of ``id``."""
+        return self.id
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Another name of ``max_model_len``."""
+        return self.max_model_len
 
 
 class TokenService:
@@ -37,6 +62,8 @@ class TokenService:
         self._builder = service.builder
         self._tokenizer = service.tokenizer
         self._model = service.model
+        self._config = service.config
+        self._records = service.worker_records
 
     @property
     def context_length(self) -> int:
@@ -53,10 +80,19 @@ class TokenService:
         return await self._builder.encoder.text_ids(tenant, text, special=special)
 
     async def ids_of_turns(
-        self, turns: Sequence[Turn], tools: ToolUse | None, tenant: str
+        self,
+        turns: Sequence[Turn],
+        tools: ToolUse | None,
+        tenant: str,
+        *,
+        ending: Ending = "answer",
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        special: bool = False,
     ) -> tuple[int, ...]:
-        """A conversation, ready for the answer. Raises InvalidRequest."""
-        return await self._builder.encoder.chat_ids(tenant, turns, tools)
+        """A conversation; see ``PromptEncoder.chat_ids``. Raises InvalidRequest."""
+        return await self._builder.encoder.chat_ids(
+            tenant, turns, tools, ending=ending, variables=variables, special=special
+        )
 
     def spelling(self, token_id: int) -> str:
         """A token as the vocabulary writes it."""
@@ -67,6 +103,14 @@ class TokenService:
         return await self._builder.encoder.text_of(tenant, token_ids, param)
 
     def facts(self) -> ModelFacts:
+        """What the decode workers say; the configuration's word while there are none."""
+        config = self._config
+        pools = [pool for pool in config.pools if pool.role == "decode"]
+        records = [one for one in self._records() if one.role == "decode"]
+        # While the model changes, most of the workers have the one that answers are made with.
+        counted = Counter(one.fingerprint for one in records).most_common(1)
+        shown = next((one for one in records if one.fingerprint == counted[0][0]), None)
+        asked = config.quantization if config.quantization in _KINDS else None
         return ModelFacts(
             id=self._model.id,
             created=self._model.created,
@@ -75,5 +119,10 @@ class TokenService:
             vocab_size=self._tokenizer.vocab_size,
             eos_token_ids=tuple(sorted(self._tokenizer.eos_ids)),
             has_chat_template=self._tokenizer.has_chat_template,
-            tool_parser=self._builder.tool_format.name,
+            tool_parser=self._builder.dialect.tools.name,
+            quantization=asked if shown is None else shown.quantization or None,
+            dtype=config.dtype if shown is None else shown.dtype,
+            kv_dtype=config.lossiest_kv_dtype if shown is None else shown.geometry.kv_dtype,
+            batch_size=max(one.max_sequences for one in records or pools),
+            fingerprint="" if shown is None else shown.fingerprint,
         )

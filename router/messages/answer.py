@@ -7,12 +7,12 @@ from typing import Any
 from baton.errors import BatonError
 from baton.request import FinishReason
 from router.core.request import Choice, GenerationRequest, OutputDelta
+from router.dialects.dialect import Dialect
+from router.dialects.tools import ToolUse
 from router.http.errors import anthropic_error
 from router.http.sse import encode_named
 from router.inference.endpoint import ApiAnswer
 from router.messages.output import MessageOutput
-from router.tool_calls.formats import ToolFormat
-from router.tool_calls.tools import ToolUse
 
 
 class MessagesAnswer(ApiAnswer):
@@ -22,7 +22,7 @@ class MessagesAnswer(ApiAnswer):
         self,
         request: GenerationRequest,
         model_id: str,
-        form: ToolFormat,
+        dialect: Dialect,
         use: ToolUse | None,
         *,
         stream: bool,
@@ -30,7 +30,7 @@ class MessagesAnswer(ApiAnswer):
         super().__init__([request], stream=stream)
         self._id = request.request_id
         self._model_id = model_id
-        self._output = MessageOutput(form, use)
+        self._output = MessageOutput(dialect, use)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
         """See ``ApiAnswer``."""

@@ -47,8 +47,8 @@ class MessagesApi:
         built = await self._builder.chat(
             arrival, message_turns(body), _sampling(body), body.priority, use
         )
-        form = self._builder.tool_format
-        return MessagesAnswer(built, body.model, form, use, stream=bool(body.stream))
+        dialect = self._builder.dialect.without_reasoning
+        return MessagesAnswer(built, body.model, dialect, use, stream=bool(body.stream))
 
 
 def _sampling(body: MessagesRequest) -> SamplingInput:

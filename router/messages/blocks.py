@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
+from router.dialects.tools import Tool, ToolChoice, ToolUse, check_name, checked_tool, use_of
 from router.inference.prompt import Turn, calls_turn, result_turn
 from router.messages.protocol import CountTokensRequest, MessageInput
-from router.tool_calls.tools import Tool, ToolChoice, ToolUse, check_name, checked_tool, use_of
 
 Block = Mapping[str, Any]
 _THOUGHTS = ("thinking", "redacted_thinking")

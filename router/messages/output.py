@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from router.tool_calls.formats import ToolFormat
-from router.tool_calls.pieces import Arguments, CallBegun, Content, Piece
-from router.tool_calls.tool_output import ToolOutput
-from router.tool_calls.tools import ToolUse
+from router.dialects.dialect import Dialect
+from router.dialects.output import ParsedOutput
+from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Piece, Reasoning
+from router.dialects.tools import ToolUse
 
 Fields = dict[str, Any]
 
@@ -18,8 +18,8 @@ Fields = dict[str, Any]
 class MessageOutput:
     """The state of one answer. Blocks of text and of calls take turns."""
 
-    def __init__(self, form: ToolFormat, use: ToolUse | None) -> None:
-        self._tools = None if use is None else ToolOutput(form, use)
+    def __init__(self, dialect: Dialect, use: ToolUse | None) -> None:
+        self._tools = None if use is None else ParsedOutput(dialect, use)
         self._blocks: list[Fields] = []
         self._is_open = False
 
@@ -48,12 +48,16 @@ class MessageOutput:
                 begin = [] if self._in("text") else self._open({"type": "text", "text": ""})
                 self._blocks[-1]["text"] += text
                 return [*begin, self._delta({"type": "text_delta", "text": text})]
-            case CallBegun(name):
+            case CallStart(name):
                 number = f"toolu_{secrets.token_hex(12)}"
                 return self._open({"type": "tool_use", "id": number, "name": name, "input": ""})
             case Arguments(text):
                 self._blocks[-1]["input"] += text
                 return [self._delta({"type": "input_json_delta", "partial_json": text})]
+            case CallEnd():
+                return self._close()
+            case Reasoning():
+                return []
 
     def _in(self, kind: str) -> bool:
         return self._is_open and bool(self._blocks[-1]["type"] == kind)

@@ -12,15 +12,15 @@ from pydantic import BaseModel
 
 from baton.request import FinishReason
 from router.core.request import Choice, GenerationRequest, OutputDelta, without_answer
+from router.dialects.dialect import Dialect
+from router.dialects.output import OutputCall, ParsedOutput
+from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Reasoning
+from router.dialects.tools import CalledFunction, MessageToolCall, ToolUse
 from router.http.sse import DONE, encode_events, to_json
 from router.inference.endpoint import ApiAnswer
 from router.openai import protocol as openai_protocol
 from router.openai.answer_details import NOTHING, AnswerDetails, ChunkExtras
 from router.openai.options import AnswerOptions
-from router.tool_calls.formats import ToolFormat
-from router.tool_calls.pieces import CallBegun, Content, Piece
-from router.tool_calls.tool_output import OutputCall, ToolOutput
-from router.tool_calls.tools import CalledFunction, MessageToolCall, ToolUse
 
 
 def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
@@ -60,6 +60,8 @@ class _OpenAiAnswer(ApiAnswer):
         self._options = options
         self._details = details
         fields = {"id": name, "object": self.kind, "created": self._created, "model": model_id}
+        self._usage_before: openai_protocol.Usage | None = None
+        """The usage before the delta that begins a choice, where chunks have one."""
         # All chunks of a request have the same ends; only the choice between them differs.
         self._begin = to_json(fields)[:-1] + ',"choices":['
         self._end = '],"usage":null}' if options.usage else "]}"
@@ -69,6 +71,8 @@ class _OpenAiAnswer(ApiAnswer):
         place, delta = self._placed(prompt, delta)
         choice = self.choices[place]
         first = not choice.begun
+        if first and self._options.continuous_usage:
+            self._usage_before = usage_of(self.choices)
         choice.add(delta, keep_text=False)
         payloads = self._chunks(place, delta, first=first)
         return encode_events(payloads) if payloads else b""
@@ -125,12 +129,19 @@ class _OpenAiAnswer(ApiAnswer):
         return self._chunk_of(index, content, finish, extras)
 
     def _chunk_of(
-        self, index: int, content: str, finish: str, extras: ChunkExtras = NOTHING
+        self,
+        index: int,
+        content: str,
+        finish: str,
+        extras: ChunkExtras = NOTHING,
+        usage: openai_protocol.Usage | None = None,
     ) -> str:
+        """``usage``: other than that of all tokens so far."""
         choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
         tail = self._end
         if self._options.continuous_usage:
-            tail = f'],"usage":{to_json(usage_of(self.choices).model_dump())}}}'
+            usage = usage_of(self.choices) if usage is None else usage
+            tail = f'],"usage":{to_json(usage.model_dump())}}}'
         if extras is not NOTHING:
             return f"{self._begin}{{{choice}{extras.of_choice}}}]{extras.of_answer}{tail[1:]}"
         return f"{self._begin}{{{choice}}}{tail}"
@@ -145,18 +156,22 @@ class ChatAnswer(_OpenAiAnswer):
         events = []
         extras = self._extras(index, delta, first=first)
         if first:
-            role = '"delta":{"role":"assistant","content":"","refusal":null}'
             begin = NOTHING
             if extras.of_answer:
                 begin = ChunkExtras(of_answer=extras.of_answer)
                 extras = replace(extras, of_answer="")
-            events.append(self._chunk(index, role, None, begin))
+            events.append(self._role_chunk(index, begin))
         if delta.text or not extras.empty:
             content = f'"delta":{{"content":{to_json(delta.text)}}}'
             events.append(self._chunk(index, content, None, extras))
         if delta.finish_reason is not None:
             events.append(self._chunk(index, '"delta":{}', delta.finish_reason))
         return events
+
+    def _role_chunk(self, index: int, extras: ChunkExtras = NOTHING) -> str:
+        """The first chunk of a choice, which counts none of its tokens."""
+        role = '"delta":{"role":"assistant","content":"","refusal":null}'
+        return self._chunk_of(index, role, "null", extras, self._usage_before)
 
     def _body(self, choices: Sequence[Choice]) -> BaseModel:
         return openai_protocol.ChatCompletion(
@@ -214,27 +229,28 @@ class ToolChatAnswer(ChatAnswer):
         requests: Sequence[GenerationRequest],
         options: AnswerOptions,
         details: AnswerDetails | None,
-        form: ToolFormat,
+        dialect: Dialect,
         use: ToolUse,
         *,
         stream: bool,
     ) -> None:
         super().__init__(name, model_id, requests, options, details, stream=stream)
-        self._form = form
+        self._dialect = dialect
         self._use = use
-        self._outputs: dict[int, ToolOutput] = {}
+        self._outputs: dict[int, ParsedOutput] = {}
 
     def _chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
         if first:
-            self._outputs[index] = ToolOutput(self._form, self._use)
+            self._outputs[index] = ParsedOutput(self._dialect, self._use)
         output = self._outputs[index]
         events = []
         if first:
-            role = '"delta":{"role":"assistant","content":"","refusal":null}'
-            events.append(self._chunk(index, role, None))
+            events.append(self._role_chunk(index))
         place = len(output.calls) - 1
         for piece in output.feed(delta.text, last=delta.finish_reason is not None):
-            place += isinstance(piece, CallBegun)
+            if isinstance(piece, CallEnd):
+                continue
+            place += isinstance(piece, CallStart)
             content = _delta(piece, place, output)
             events.append(self._chunk(index, f'"delta":{content}', None))
         extras = self._extras(index, delta, first=first)
@@ -245,7 +261,7 @@ class ToolChatAnswer(ChatAnswer):
             events.append(self._last(index, delta.finish_reason, output))
         return events
 
-    def _last(self, index: int, reason: FinishReason, output: ToolOutput) -> str:
+    def _last(self, index: int, reason: FinishReason, output: ParsedOutput) -> str:
         if reason is FinishReason.STOP and output.calls:
             return self._chunk_of(index, '"delta":{}', '"tool_calls"')
         return self._chunk(index, '"delta":{}', reason)
@@ -260,7 +276,7 @@ class ToolChatAnswer(ChatAnswer):
         )
 
     def _choice(self, index: int, choice: Choice) -> openai_protocol.ChatChoice:
-        output = ToolOutput(self._form, self._use)
+        output = ParsedOutput(self._dialect, self._use)
         output.feed(choice.text, last=True)
         if not output.calls:
             return openai_protocol.ChatChoice(
@@ -278,10 +294,14 @@ class ToolChatAnswer(ChatAnswer):
         )
 
 
-def _delta(piece: Piece, place: int, output: ToolOutput) -> str:
+def _delta(
+    piece: Content | Reasoning | CallStart | Arguments, place: int, output: ParsedOutput
+) -> str:
+    if isinstance(piece, Reasoning):
+        return f'{{"reasoning_content":{to_json(piece.text)}}}'
     if isinstance(piece, Content):
         return f'{{"content":{to_json(piece.text)}}}'
-    if isinstance(piece, CallBegun):
+    if isinstance(piece, CallStart):
         call = output.calls[place]
         head = f'"id":{to_json(call.id)},"type":"function"'
         function = f'{{"name":{to_json(call.name)},"arguments":""}}'

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest, UnsupportedParameter
 from baton.host.background import off_loop
 from baton.sampling_params import SCALAR_FIELDS
+from router.dialects.tools import check_name, tool_use
 from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
@@ -24,7 +25,6 @@ from router.openai.options import (
     AnswerOptions,
     chat_options,
     completion_options,
-    grammar_of,
     scoring,
     template_options,
 )
@@ -37,7 +37,7 @@ from router.openai.protocol import (
     ModelList,
     SamplingFields,
 )
-from router.tool_calls.tools import check_name, tool_use
+from router.openai.structured_output import grammar_of
 
 # `developer` is the newer name of the same thing; templates know the older one.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -86,7 +86,7 @@ class OpenAiApi:
         stream = bool(body.stream)
         if tools is None:
             return ChatAnswer(*parts, stream=stream)
-        return ToolChatAnswer(*parts, self._builder.tool_format, tools, stream=stream)
+        return ToolChatAnswer(*parts, self._builder.dialect.without_reasoning, tools, stream=stream)
 
     async def _completion(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(CompletionRequest, raw)

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.dialects.tools import MessageToolCall, MessageToolCalls, ToolDefinitions
 from router.http.client import Count, Int, IntLists, Ints, RequestBody, Strings
 from router.inference.prompt import MAX_MESSAGES
-from router.tool_calls.tools import MessageToolCall, MessageToolCalls, ToolDefinitions
 
 MAX_PARTS = 2048
 """Parts of a message."""
@@ -39,7 +39,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "guided_decoding_backend": ("auto", "guidance", "llguidance"),
     "guided_whitespace_pattern": (),
-    "structural_tag": (),
     "return_tokens_as_token_ids": (False,),
     "cache_salt": (),
     "kv_transfer_params": (),
@@ -160,8 +159,18 @@ class SamplingFields(RequestBody):
     """The answer is one of these texts (extension)."""
     guided_grammar: str | None = None
     """A grammar, in Lark or GBNF, that the answer follows (extension)."""
+    structural_tag: Any = None
+    """Free text in which what stands between markers matches JSON schemas, as an object or as JSON
+    in a string (extension)."""
     structured_outputs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
-    """One of `json`, `regex`, `choice`, `grammar` and `json_object`, as above (extension)."""
+    """One of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`, as above
+    (extension)."""
+    regex: str | None = None
+    """`guided_regex`, as SGLang calls it (extension)."""
+    ebnf: str | None = None
+    """`guided_grammar`, as SGLang calls it (extension)."""
+    json_schema: Any = None
+    """`guided_json`, as SGLang calls it (extension)."""
 
 
 class ContentPart(_Part):

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
+from router.dialects.tools import ToolDefinitions, tool_use
 from router.http.client import Int, Ints, RequestBody, caller_of, validate
 from router.http.json_stream import Items, JsonStream
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
 from router.openai.api import openai_turns
+from router.openai.options import template_options
 from router.openai.protocol import Messages
-from router.tool_calls.tools import ToolDefinitions, tool_use
 
 
 class _Body(RequestBody):
@@ -28,10 +29,7 @@ class TokenizeRequest(_Body):
     """The body of `POST /tokenize`: a prompt, or messages."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_generation_prompt": (True,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
         "mm_processor_kwargs": (),
     }
 
@@ -42,7 +40,15 @@ class TokenizeRequest(_Body):
     tools: ToolDefinitions | None = None
     """Tools of the conversation."""
     add_special_tokens: bool | None = None
-    """Whether a prompt gets the special tokens that the tokenizer adds. Default true."""
+    """Whether the tokenizer's special tokens are added. Default true for a prompt, and false for
+    messages, whose template has them."""
+    add_generation_prompt: bool | None = None
+    """With messages: whether the template begins the assistant's turn. Default true, but with
+    `continue_final_message`."""
+    continue_final_message: bool | None = None
+    """With messages: the last message stays open. Default false."""
+    chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
+    """With messages: more variables for the chat template."""
     return_token_strs: bool | None = None
     """Whether the tokens are also given as text."""
 
@@ -85,6 +91,20 @@ class ModelInfo(BaseModel):
     has_chat_template: bool
     tool_parser: str
     """How tool calls are read; see `tool_parser` in the configuration."""
+    model_name: str
+    """The id again."""
+    quantization: str | None
+    """How most weights are held: int8, int4 or fp8; null: they are not quantized."""
+    dtype: str
+    """Type of the weights that are not quantized."""
+    kv_dtype: str
+    """Type of the KV cache."""
+    batch_size: int
+    """Most sequences that a decode worker computes in one step."""
+    max_sequence_length: int
+    """`max_model_len` again."""
+    fingerprint: str
+    """Of what decides the KV: weights, tokenizer, KV type; empty while no worker is known."""
 
 
 class TokenizeApi:
@@ -130,6 +150,14 @@ class TokenizeApi:
             raise InvalidRequest("one of prompt and messages is required", param="prompt")
         if body.messages is not None:
             tools = tool_use(body.tools, None, parallel=None)
-            return await self._tokens.ids_of_turns(openai_turns(body.messages), tools, tenant)
+            ending, variables = template_options(body)
+            return await self._tokens.ids_of_turns(
+                openai_turns(body.messages),
+                tools,
+                tenant,
+                ending=ending,
+                variables=variables,
+                special=bool(body.add_special_tokens),
+            )
         special = body.add_special_tokens is not False
         return await self._tokens.ids_of_text(body.prompt or "", tenant, special=special)

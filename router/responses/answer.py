@@ -11,11 +11,11 @@ from typing import Any
 from baton.errors import BatonError
 from baton.request import FinishReason
 from router.core.request import Choice, GenerationRequest, OutputDelta
+from router.dialects.dialect import Dialect
+from router.dialects.tools import Tool, ToolUse
 from router.http.sse import encode_named
 from router.inference.endpoint import ApiAnswer
 from router.responses.output import Fields, ResponseOutput
-from router.tool_calls.formats import ToolFormat
-from router.tool_calls.tools import Tool, ToolUse
 
 _OUR_FAULT = 500
 
@@ -42,7 +42,7 @@ class ResponsesAnswer(ApiAnswer):
         self,
         request: GenerationRequest,
         repeated: Repeated,
-        form: ToolFormat,
+        dialect: Dialect,
         use: ToolUse | None,
         *,
         stream: bool,
@@ -57,7 +57,7 @@ class ResponsesAnswer(ApiAnswer):
             "max_output_tokens": repeated.max_output_tokens,
         }
         self._numbers = itertools.count()
-        self._output = ResponseOutput(form, use)
+        self._output = ResponseOutput(dialect, use)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
         """See ``ApiAnswer``."""

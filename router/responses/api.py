@@ -12,6 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidRequest, UnsupportedParameter
+from router.dialects.tools import ToolUse, use_of
 from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
@@ -24,7 +25,6 @@ from router.responses.items import response_turns
 from router.responses.protocol import ResponsesRequest
 from router.responses.text_format import format_grammar, text_format
 from router.responses.tools import response_choice, response_tools
-from router.tool_calls.tools import ToolUse, use_of
 
 MAX_REPEATED_CHARACTERS = 128 << 10
 """Maximum size of a field that answers repeat, as JSON. A grammar's text has the same bound."""
@@ -51,8 +51,8 @@ class ResponsesApi:
         built = await self._builder.chat(
             arrival, asked.turns, asked.sampling, body.priority, asked.use
         )
-        form = self._builder.tool_format
-        return ResponsesAnswer(built, asked.repeated, form, asked.use, stream=bool(body.stream))
+        dialect = self._builder.dialect.without_reasoning
+        return ResponsesAnswer(built, asked.repeated, dialect, asked.use, stream=bool(body.stream))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
+from router.dialects.tools import MAX_CALLS, check_name
 from router.inference.prompt import Turn, calls_turn, result_turn
-from router.tool_calls.tools import MAX_CALLS, check_name
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = {"input_text", "output_text", "text"}

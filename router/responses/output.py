@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from router.tool_calls.formats import ToolFormat
-from router.tool_calls.pieces import Arguments, CallBegun, Content, Piece
-from router.tool_calls.tool_output import ToolOutput
-from router.tool_calls.tools import ToolUse
+from router.dialects.dialect import Dialect
+from router.dialects.output import ParsedOutput
+from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Piece, Reasoning
+from router.dialects.tools import ToolUse
 
 Fields = dict[str, Any]
 
@@ -22,8 +22,8 @@ Fields = dict[str, Any]
 class ResponseOutput:
     """The state of one answer. ``items`` are as they are to be shown at the end."""
 
-    def __init__(self, form: ToolFormat, use: ToolUse | None) -> None:
-        self._tools = None if use is None else ToolOutput(form, use)
+    def __init__(self, dialect: Dialect, use: ToolUse | None) -> None:
+        self._tools = None if use is None else ParsedOutput(dialect, use)
         self._calls = 0
         self._is_open = False
         self.items: list[Fields] = []
@@ -54,12 +54,16 @@ class ResponseOutput:
                 self.items[-1]["content"][0]["text"] += text
                 about = {**self._part_place(), "delta": text, "logprobs": []}
                 return [*begin, {"type": "response.output_text.delta", **about}]
-            case CallBegun(name):
+            case CallStart(name):
                 return [*self._close(), *self._open_call(name)]
             case Arguments(text):
                 self.items[-1]["arguments"] += text
                 about = {**self._place(), "delta": text}
                 return [{"type": "response.function_call_arguments.delta", **about}]
+            case CallEnd():
+                return self._close()
+            case Reasoning():
+                return []
 
     def _in(self, kind: str) -> bool:
         return self._is_open and bool(self.items[-1]["type"] == kind)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
-from router.tool_calls.tools import (
+from router.dialects.tools import (
     MAX_TOOLS,
     Tool,
     ToolChoice,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.e2e.answers import end_amid_an_answer
-from tests.support.e2e.cluster import PATIENT, UpProcess
+from tests.support.e2e.cluster import PATIENT, SECRET, UpProcess
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +14,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
 
     In fp32: in bf16 a near-tie may fall one way with a cached prefix and another way without.
     """
-    env = PATIENT | {"BATON_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
+    data = {"BATON_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
+    env = PATIENT | data | {"BATON_CLUSTER_SECRET": SECRET}
     with UpProcess("--dtype", "float32", "--quantization", "none", env=env) as up:
         yield up.wait_ready()
         up.terminate()

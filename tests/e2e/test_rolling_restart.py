@@ -53,6 +53,8 @@ def restart_router(up: UpProcess, name: str) -> None:
     until(lambda: up.state.processes[name] != old, f"{name} did not come back")
     # The other one answers meanwhile: it may be next only when this one listens again.
     until(lambda: answers(up, name.removeprefix("router-")), f"{name} does not answer")
+    audited = f'"action": "drain", "object": "{name}", "signal": "SIGTERM"'
+    assert audited in (up.logs / f"{name}.log").read_text()
 
 
 def answers(up: UpProcess, number: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from baton.client import Client, Message, Sampling
 from tests.support.e2e.answers import answer_of, body_of, streamed_from
-from tests.support.e2e.cluster import BATON, UpProcess, wait_healthy
+from tests.support.e2e.cluster import BATON, SECRET, UpProcess, wait_healthy
 
 TOKENS = 24
 SAME = Sampling(max_tokens=TOKENS, temperature=0.0)
@@ -21,6 +21,7 @@ def test_one_more_router_serves_the_same_cluster(cluster: UpProcess) -> None:
     told = {
         "BATON_REDIS_URL": cluster.state.redis_url,
         "BATON_CLUSTER_ID": cluster.cluster_id,
+        "BATON_CLUSTER_SECRET": SECRET,
         "BATON_DTYPE": "float32",
         "BATON_QUANTIZATION": "none",
     }

@@ -111,7 +111,10 @@ class Network:
     @property
     def stores(self) -> str:
         """What the configuration says of the store, and of who may come."""
-        return f'redis_url = "redis://{self.head.address}:{REDIS_PORT}/0"\ninsecure_listen = true'
+        return (
+            f'redis_url = "redis://{self.head.address}:{REDIS_PORT}/0"\n'
+            "insecure_listen = true\ninsecure_redis = true"
+        )
 
     def start_store(self) -> None:
         where = ("--bind", self.head.address, "--port", str(REDIS_PORT), "--protected-mode", "no")

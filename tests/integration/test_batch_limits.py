@@ -23,6 +23,7 @@ from router.access.rate_limits import RateLimits
 from router.batches.batch import Batch, LineResult
 from router.batches.line import Line
 from router.batches.line_runner import LineRunner
+from router.batches.slots import LineSlots
 from router.inference.endpoint import Endpoint
 
 DEADLINE_S = 60.0
@@ -82,7 +83,7 @@ class World:
         self.key = KeyConfig(name="ann", sha256=digest, tenant="acme", priority=7, **key)
         self.access.set_keys([self.key])
         endpoints = {URL: cast(Endpoint, self.endpoint)}
-        self.runner = LineRunner(endpoints, self.access, most)
+        self.runner = LineRunner(endpoints, self.access, LineSlots(most, {}))
         self.tasks: list[asyncio.Task[LineResult]] = []
 
     def run(self, count: int) -> None:

@@ -16,6 +16,7 @@ CLEAN = (
     "README.md",
     "CONTRIBUTING.md",
     "docs/command-line.md",
+    "docs/deliberately-otherwise.md",
     "docs/glossary.md",
     "docs/migrate-from-vllm.md",
     "docs/models.md",

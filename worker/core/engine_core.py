@@ -118,6 +118,10 @@ class EngineCore:
         self.incarnation = incarnation
         self.steps = 0
         """Steps that have ended well."""
+        self._prompt_tokens = 0
+        """Of the prompts that were computed."""
+        self._cached_prompt_tokens = 0
+        """Those of them whose KV was found."""
         is_cpu = engine.runner.device.type == "cpu"
         self.prompt_cost = UnitCost(_CPU_TOKEN_S if is_cpu else _GPU_TOKEN_S, _PRIOR_TOKENS)
         """Seconds for each prompt token; a step counts as ``STEP_TOKENS`` more."""
@@ -363,7 +367,14 @@ class EngineCore:
             host_blocks=in_tiers.get("host", 0),
             disk_blocks=in_tiers.get("disk", 0),
             steps_in_flight=self.scheduler.plans_in_flight,
+            prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
         )
+
+    def count_prompt(self, sequence: Sequence) -> None:
+        """Count a prompt that was computed, and what of it was found."""
+        self._prompt_tokens += sequence.prompt_length
+        self._cached_prompt_tokens += min(sequence.cached_tokens, sequence.prompt_length)
 
 
 def _error_of(error: Exception) -> BatonError:

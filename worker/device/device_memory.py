@@ -25,8 +25,3 @@ def device_memory(device: torch.device) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(total - free, total)
     return DeviceMemory(resident_bytes(), limit_bytes())
-
-
-def device_name(device: torch.device) -> str:
-    """``cpu``, or the name of a GPU: ``NVIDIA H200``."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -149,6 +149,7 @@ class PrefillFlow:
                 choices = (sequence, *sequence.siblings)
                 firsts = await sink.compute(sequence, blocks)
                 _note(span, sequence)
+                self._context.core.count_prompt(sequence)
                 for choice, first in zip(choices, firsts, strict=False):
                     send(first_token_response(choice, first, self._context.core.load()))
                 handoff = await sink.commit(firsts)

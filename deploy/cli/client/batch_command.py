@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,7 +90,7 @@ class BatchCommand:
             TextColumn("{task.fields[failed]}"),
             TimeElapsedColumn(),
         )
-        silence, answers = SilenceWatch[str](self._away_s), 0
+        silence, answers, said = SilenceWatch[str](self._away_s), 0, False
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task("", total=None, failed="")
             while True:
@@ -104,13 +105,16 @@ class BatchCommand:
                     counts = batch.request_counts
                     progress.update(
                         task,
-                        description=batch.status,
+                        description=_state(batch),
                         total=counts.total or None,
                         completed=counts.completed + counts.failed,
                         failed=f"{counts.failed} failed" if counts.failed else "",
                     )
                     if batch.status not in UNFINISHED:
                         return batch
+                    if not said and batch.schedule is not None and batch.schedule.message:
+                        self._say(batch.schedule.message)
+                        said = True
                 time.sleep(self._poll_s)
 
     def finish(self, batch: BatchObject, files: BatchFiles) -> ExitCode:
@@ -149,6 +153,14 @@ class BatchCommand:
         ):
             for piece in response.iter_bytes(_COPY_BYTES):
                 file.write(piece)
+
+
+def _state(batch: BatchObject) -> str:
+    schedule = batch.schedule
+    if schedule is None or schedule.starts_at is None:
+        return batch.status
+    at = datetime.fromtimestamp(schedule.starts_at).astimezone()
+    return f"waits for batch_hours until {at:%a %H:%M}"
 
 
 def _shown(fault: BatchFault) -> str:

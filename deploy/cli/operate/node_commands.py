@@ -164,6 +164,12 @@ def router(
             "--insecure-listen", help="Listen beyond this machine without API keys or TLS."
         ),
     ] = None,
+    insecure_redis: Annotated[
+        bool | None,
+        typer.Option(
+            "--insecure-redis", help="Allow a redis:// address of another machine, without TLS."
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="TOML configuration of the cluster."),
@@ -175,7 +181,7 @@ def router(
     it is BATON_CLUSTER_ID, or cluster_id in the file of --config.
 
         export BATON_CLUSTER_ID=blue
-        baton router --model Qwen/Qwen3-0.6B --redis-url redis://10.0.0.1:6379
+        baton router --model Qwen/Qwen3-0.6B --redis-url rediss://10.0.0.1:6379
     """
     from deploy.cli.options.api_key_file import requiring, taken_from_environment  # noqa: PLC0415
     from deploy.launcher.router_process import serve_router  # noqa: PLC0415
@@ -190,6 +196,7 @@ def router(
         keys_file=None if keys_file is None else str(keys_file),
         tls=None if certs is None else {"folder": certs},
         insecure_listen=insecure_listen,
+        insecure_redis=insecure_redis,
     )
     with clear_errors():
         serve_router(requiring(settings, keys))

@@ -76,14 +76,14 @@ _PANEL_FROM: Mapping[str, str] = MappingProxyType(
 _COMMON = frozenset(
     (
         *("revision", "served_model_name", "max_model_len", "dtype", "quantization"),
-        *("tool_parser", "http", "grpc", "admin_http"),
+        *("tool_parser", "reasoning_parser", "http", "grpc", "admin_http"),
         *("prefill", "decode", "prefill_tp", "decode_tp", "device"),
         *("max_sequences", "chunk_tokens", "gpu_memory_fraction"),
         *("kv_pool_mib", "kv_dtype", "kv_host_mib", "transport", "drafter", "draft_model"),
         *("policy", "local_prefill", "admission", "max_queue_s", "max_waiting_requests"),
         *("slo_ttft_s", "slo_tpot_s", "request_deadline_s", "drain_deadline_s"),
         *("certs", "tls_certificate", "tls_key", "keys_file", "insecure_listen"),
-        *("routers", "redis_url", "ray_address", "cluster_id", "autoscaler"),
+        *("routers", "redis_url", "insecure_redis", "ray_address", "cluster_id", "autoscaler"),
         *("log_level", "log_format", "log_requests", "otlp_endpoint"),
     )
 )

@@ -12,6 +12,11 @@ from typing import Any, Literal
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
+_THINK = (
+    *("deepseek_r1", "deepseek_v3", "deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax_m2"),
+    *("qwen3", "qwen3-thinking"),
+)
+"""Parsers of reasoning by vLLM and SGLang; all read what stands between ``<think>`` markers."""
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "dtype": {"auto": "bfloat16", "half": "float16", "float": "float32"},
@@ -25,6 +30,7 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "kv_dtype": {"fp8_e4m3": "fp8"},
         "tool_parser": {"llama3_json": "llama3"},
+        "reasoning_parser": dict.fromkeys(_THINK, "think"),
     }
 )
 """By field: vLLM's word, and Baton's."""
@@ -79,19 +85,11 @@ RENAMED = (
 ACCEPTED = (
     Accepted(("--enable-prefix-caching",), "Baton always reuses cached prefixes"),
     Accepted(("--enable-chunked-prefill",), "Baton always computes prompts in chunks"),
+    Accepted(("--enable-reasoning",), "Baton always gives reasoning apart from the content"),
     Accepted(("--enable-auto-tool-choice",), "Baton always lets the model choose a tool"),
     Accepted(("--trust-remote-code",), "Baton never runs code that comes with a model"),
 )
 REFUSED = (
-    Refused(
-        ("--reasoning-parser",),
-        "Baton leaves the reasoning text in the answer's content: leave the option out",
-    ),
-    Refused(
-        ("--enable-reasoning",),
-        "Baton leaves the reasoning text in the answer's content: leave the option out",
-        takes_value=False,
-    ),
     Refused(
         ("--api-key",),
         "every user of this machine can see a key on the command line: put it in a file for"

@@ -38,7 +38,7 @@ Form = Literal["text", "tokens"]
 _WORDS = VOCABULARY.split()
 _LOWEST_ID, _HIGHEST_ID = 300, 2000
 _KEPT_BLOCKS = 4096
-_CHARACTERS_PER_TOKEN = 4
+CHARACTERS_PER_TOKEN = 4
 """Of English text, about; the server tells the number itself."""
 
 
@@ -90,7 +90,7 @@ class FilePrompt:
     @property
     def input_tokens(self) -> int:
         """About."""
-        return max(1, len(self.text) // _CHARACTERS_PER_TOKEN)
+        return max(1, len(self.text) // CHARACTERS_PER_TOKEN)
 
 
 def read_prompts(path: Path) -> tuple[FilePrompt, ...]:

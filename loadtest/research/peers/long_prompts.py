@@ -214,7 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--peers", default="baton,vllm,vllm-small-steps", help="servers, with commas between"
     )
-    parser.add_argument("--baton-args", default="--drafter none", help="options of `baton serve`")
+    parser.add_argument("--baton-args", default="", help="more options of `baton serve`")
     parser.add_argument("--lengths", default="0,500,1000,2000,3500", help="tokens of documents")
     parser.add_argument("--chat-rate", type=float, default=0.5, help="chats per second")
     parser.add_argument("--every", type=float, default=6.0, help="seconds between documents")

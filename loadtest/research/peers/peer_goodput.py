@@ -6,6 +6,10 @@ The mix: chats (short prompts, long answers) and documents (1,000 to 2,000 token
 Each server is offered the same requests at rising rates, and every request's times are kept, so
 that the goodput under any SLO is known afterwards: the highest rate up to which at least 90 % of
 requests met it at every rate (DistServe, Zhong et al., OSDI 2024).
+
+Texts are random tokens, and each answer has the length that was asked for. With ``--prompts
+FOLDER`` they are questions and passages from its files, asked as chats, and answers end by
+themselves: what speculation makes of random tokens says nothing about text.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ import numpy as np
 import uvloop
 from rich.console import Console
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from loadtest.common.peer_servers import SERVED_NAME, Programs, Server, make_server, serving
+from loadtest.engine.speculation_prompts import read_questions
 from loadtest.generator.load_run import LoadRun, Say, run_load
 from loadtest.generator.load_settings import (
     LoadSettings,
@@ -39,7 +44,12 @@ from loadtest.generator.rate_search import ATTAINMENT
 from loadtest.generator.results.request_record import RequestRecord
 from loadtest.generator.workload.arrival_process import ArrivalProcess
 from loadtest.generator.workload.lengths import Lengths
-from loadtest.generator.workload.prompts import PlannedRequest, PromptMaker
+from loadtest.generator.workload.prompts import (
+    CHARACTERS_PER_TOKEN,
+    PlannedRequest,
+    Prompt,
+    PromptMaker,
+)
 from loadtest.generator.workload.traffic import Source
 from planning.common.report import print_whole, this_machine, whole_table
 from planning.common.slo import Slo
@@ -53,26 +63,68 @@ _TIMEOUT_S = 60.0
 _SEED = 5
 _CHAT = (Lengths.parse("lognormal:100,0.6,400"), Lengths.parse("lognormal:160,0.5,400"))
 _DOCUMENT = (Lengths.parse("uniform:1000-2000"), Lengths.parse("uniform:16-48"))
+_PASSAGES = "rag"
 TTFTS_S = (1.0, 2.0, 4.0)
 TPOTS_S = (0.02, 0.03, 0.05, 0.1)
 SLOS = tuple(Slo(ttft_s=ttft, tpot_s=tpot) for ttft in TTFTS_S for tpot in TPOTS_S)
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What ``--prompts`` has."""
+
+    questions: tuple[str, ...]
+    passages: tuple[str, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> Texts:
+        """Passages are those of category ``rag``. Raises ConfigError where one kind is missing."""
+        found = read_questions(folder)
+        passages = found.pop(_PASSAGES, [])
+        questions = [text for texts in found.values() for text in texts]
+        if not passages or not questions:
+            raise ConfigError(f"{folder} needs rows of category {_PASSAGES!r} and rows of others")
+        return cls(tuple(questions), tuple(passages))
+
+    def document(self, tokens: int, generator: np.random.Generator) -> str:
+        """Passages in an order of its own, about ``tokens`` long, and what to do with them."""
+        order = generator.permutation(len(self.passages))
+        text = "\n\n".join(self.passages[number] for number in order)
+        return f"{text[: tokens * CHARACTERS_PER_TOKEN]}\n\nSummarize the text above."
+
+
 class Mix(Source):
     """Chats and documents by turns of a coin; the lengths depend on the seed, texts on the run."""
 
-    def __init__(self, documents: float, seed: int, run: int) -> None:
-        """``documents``: their share of the requests."""
+    def __init__(self, documents: float, seed: int, run: int, texts: Texts | None = None) -> None:
+        """``documents``: their share of the requests. ``texts``: None for random tokens."""
         self._documents = documents
         self._seed = seed
+        self._run = run
+        self._texts = texts
         self._maker = PromptMaker("tokens", seed, run)
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether prompts are text, and answers end by themselves."""
+        return self._texts is not None
+
     def request(self, number: int, due_s: float) -> PlannedRequest:
-        """See ``Source``."""
+        """See ``Source``. Of texts, ``input_tokens`` is about that of a document."""
         generator = np.random.default_rng((self._seed, number))
-        kind = _DOCUMENT if generator.random() < self._documents else _CHAT
+        is_document = generator.random() < self._documents
+        kind = _DOCUMENT if is_document else _CHAT
         tokens, answer = (int(lengths.draw(1, generator)[0]) for lengths in kind)
-        return PlannedRequest(number, due_s, self._maker.fresh(number, tokens), tokens, answer)
+        if self._texts is None:
+            prompt: Prompt = self._maker.fresh(number, tokens)
+        else:
+            drawn = np.random.default_rng((self._seed, number, self._run))
+            prompt = (
+                self._texts.document(tokens, drawn)
+                if is_document
+                else self._texts.questions[drawn.integers(len(self._texts.questions))]
+            )
+        return PlannedRequest(number, due_s, prompt, tokens, answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,31 +171,40 @@ def rates(first: float) -> Iterator[float]:
     return (round(first * _STEP**step, 2) for step in itertools.count())
 
 
-def drive(
-    server: Server, rate: float, seconds: float, documents: float, run: int, say: Say
-) -> RateFigures:
+def drive(server: Server, rate: float, seconds: float, mix: Mix, say: Say) -> RateFigures:
     """Offer the mix at ``rate`` for ``seconds``. Raises BatonError."""
     pace = PaceSettings(rate=rate, seconds=seconds)
     settings = LoadSettings(
-        ServerSettings(url=server.base_url, model=SERVED_NAME, timeout_s=_TIMEOUT_S),
+        ServerSettings(
+            url=server.base_url,
+            endpoint="chat" if mix.has_texts else "completions",
+            model=SERVED_NAME,
+            ignore_eos=not mix.has_texts,
+            timeout_s=_TIMEOUT_S,
+        ),
         TrafficSettings(seed=_SEED),
         pace,
     )
     times = ArrivalProcess("poisson", rate).times(seconds, np.random.default_rng(_SEED)).tolist()
-    traffic = RunTraffic(Mix(documents, _SEED, run), tuple(times), seconds)
+    traffic = RunTraffic(mix, tuple(times), seconds)
     done = uvloop.run(run_load(settings, traffic, Console(stderr=True), say))
     window = counted(pace, seconds)
     return figures_of(done, [record for record in done.records if window.holds(record)])
 
 
 def sweep(
-    server: Server, rising: Iterable[float], seconds: float, documents: float, say: Say
+    server: Server,
+    rising: Iterable[float],
+    seconds: float,
+    documents: float,
+    texts: Texts | None,
+    say: Say,
 ) -> tuple[RateFigures, ...]:
     """These rates, until hardly any request is good. Raises BatonError."""
-    drive(server, _WARM_UP_RATE, _WARM_UP_S, documents, 0, say)
+    drive(server, _WARM_UP_RATE, _WARM_UP_S, Mix(documents, _SEED, 0, texts), say)
     found: list[RateFigures] = []
     for number, rate in enumerate(rising, start=1):
-        found.append(drive(server, rate, seconds, documents, number, say))
+        found.append(drive(server, rate, seconds, Mix(documents, _SEED, number, texts), say))
         say(f"{server.title}: {found[-1]}")
         if max(found[-1].attainment) < _HOPELESS:
             break
@@ -197,6 +258,7 @@ def main(arguments: Sequence[str]) -> int:
         "--peers", default="baton,vllm", help="whom to drive; ratios are the first's"
     )
     parser.add_argument("--baton-args", default="", help="more options of `baton serve`")
+    parser.add_argument("--prompts", type=Path, help="a folder of questions and passages")
     parser.add_argument("--documents", type=float, default=0.5, help="their share of requests")
     parser.add_argument("--first-rate", type=float, default=0.5, help="requests/s")
     parser.add_argument(
@@ -215,13 +277,14 @@ def main(arguments: Sequence[str]) -> int:
     found: dict[str, tuple[RateFigures, ...]] = {}
     console = Console()
     try:
+        texts = Texts.read(asked.prompts) if asked.prompts else None
         with tempfile.TemporaryDirectory() as folder:
             for name in asked.peers.split(","):
                 server = make_server(name, programs)
                 with serving(server, Path(folder) / f"{name}.log"):
                     rising = asked.rates or rates(asked.first_rate)
                     found[name] = sweep(
-                        server, rising, asked.seconds, asked.documents, console.print
+                        server, rising, asked.seconds, asked.documents, texts, console.print
                     )
     except BatonError as error:
         console.print(f"error: {error.message}", style="red")

@@ -65,8 +65,9 @@ def _searched(report: PlanReport) -> str:
     tried = [
         one
         for one in report.trials
-        if (one.kind.prefill, one.kind.decode) == (chosen.prefill, chosen.decode)
-        and one.extent != "twice the peak"
+        if (one.kind.prefill.name, one.kind.decode.name)
+        == (chosen.prefill.name, chosen.decode.name)
+        and one.extent in ("peak", "whole")
         and one.counts.prefill
     ]
     return draw_lines(

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from planning.common.report import Machine, print_whole, whole_table
+from planning.planner.batch_size import SizeSearch, SizeTrial
 from planning.planner.evaluation import Trial
-from planning.planner.plan import Figures, Plan, PlannedCluster
+from planning.planner.figures import Figures
+from planning.planner.plan import Plan, PlannedCluster
 
 COLUMNS = (
     *("cluster", "prefill", "decode", "TP", "transport", "GPUs", "$/h", "$/1M in", "$/1M out"),
@@ -59,6 +61,8 @@ class PlanReport:
                 " is of its busiest part."
             )
         yield f"At twice the peak's rate: {_rushed(plan.twice, chosen.peak)}."
+        if plan.sizes is not None:
+            yield from _size_lines(plan.sizes)
         prices = ", ".join(f"{gpu} ${price:g}" for gpu, price in self.prices.items())
         yield f"Assumed prices per GPU and hour: {prices}."
         yield from (f"Not taken: {remark}." for remark in plan.remarks)
@@ -80,6 +84,7 @@ class PlanReport:
             "plan": cluster_fields(self.plan.chosen),
             "others": [cluster_fields(one) for one in self.plan.others],
             "frontier": [one.name for one in self.plan.frontier()],
+            "batch_size": None if self.plan.sizes is None else size_fields(self.plan.sizes),
             "twice_the_peak": _figure_fields(self.plan.twice),
             "remarks": list(self.plan.remarks),
             "median_input_tokens": self.median_input,
@@ -117,6 +122,22 @@ def cluster_fields(cluster: PlannedCluster) -> dict[str, Any]:
     }
 
 
+def size_fields(sizes: SizeSearch) -> dict[str, Any]:
+    """Of the search for the batch."""
+    return {
+        "pairs": sizes.tried,
+        **{
+            name: {
+                "max_sequences": one.size.max_sequences,
+                "chunk_tokens": one.size.chunk_tokens,
+                "times_the_peak": one.rate,
+                "figures": None if one.figures is None else _figure_fields(one.figures),
+            }
+            for name, one in (("best", sizes.best), ("profile", sizes.own))
+        },
+    }
+
+
 def trial_fields(trial: Trial) -> dict[str, Any]:
     """Of one simulation."""
     return {
@@ -131,6 +152,25 @@ def trial_fields(trial: Trial) -> dict[str, Any]:
 def _figure_fields(figures: Figures) -> dict[str, Any]:
     rates = {"offered_per_s": figures.offered_per_s, "goodput_per_s": figures.goodput_per_s}
     return asdict(figures) | rates
+
+
+def _size_lines(sizes: SizeSearch) -> Iterator[str]:
+    best, own = sizes.best, sizes.own
+    if best.figures is None:
+        yield f"No batch of {sizes.tried} keeps the p99 of the SLOs, at a fifth of the rate either."
+        return
+    yield (
+        f"Batch: {_sized(best)} {best.rate:.2f} times the peak's rate within the p99 of the SLOs,"
+        f" {best.figures.goodput_per_s:.2f} requests/s; the most of {sizes.tried} pairs."
+    )
+    if own is not best:
+        much = f"serve {own.rate:.2f} times" if own.figures else "do not keep the p99"
+        yield (f"The profile's, {own.size.max_sequences} and {own.size.chunk_tokens}, {much}.")
+
+
+def _sized(trial: SizeTrial) -> str:
+    size = trial.size
+    return f"max_sequences {size.max_sequences} and chunk_tokens {size.chunk_tokens} serve"
 
 
 def _rushed(twice: Figures, peak: Figures) -> str:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from baton.config.cluster import Config
 from baton.request import SequenceSpec
 from baton.rpc.grpc_channel import make_server
+from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from deploy.models.model_store import resolve
 from engine.build import build_engine
@@ -87,10 +88,10 @@ class _EngineDispatcher:
     def health(self) -> tuple[str, str]:
         return "ok", ""
 
-    def device_of(self, worker: str) -> tuple[str, str]:
-        return ("", "")
-
     def metrics_addresses(self) -> list[str]:
+        return []
+
+    def worker_records(self) -> list[WorkerRecord]:
         return []
 
 

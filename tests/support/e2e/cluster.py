@@ -22,6 +22,8 @@ from deploy.processes.cluster_state import ClusterState, running_clusters
 BATON = str(Path(sys.executable).with_name("baton"))
 START_S = 240.0
 END_S = 120.0
+SECRET = "planted-secret-of-clusters-in-tests"
+"""The cluster's secret where processes of another launch join the shared cluster."""
 PATIENT = {
     "BATON_ADVANCED__HANG_S": "20",
     "BATON_ADVANCED__LEASE_S": "20",

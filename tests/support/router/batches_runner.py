@@ -13,12 +13,15 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from baton.config.daily_hours import DailyHours
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
+from router.batches.batch_planner import BatchPlanner
 from router.batches.database import Database
 from router.batches.line import Line
 from router.batches.quota import Quota
 from router.batches.runner import BatchRunner
+from router.batches.slots import LineSlots
 from router.batches.store import BatchStore
 
 DEADLINE_S = 20.0
@@ -69,6 +72,7 @@ class Process:
     """The ids of keys that are not revoked."""
     lease_s: float = 60.0
     """For tests that are not about it: on a busy machine a beat comes late."""
+    hours: DailyHours | None = None
 
     def __post_init__(self) -> None:
         self.store = BatchStore(self.folder, self.quota)
@@ -78,6 +82,8 @@ class Process:
             self.lines.run,
             self.model,
             self.metrics,
+            planner=BatchPlanner(self.store, self.model, self.hours, {}, lambda: self.now),
+            slots=LineSlots(self.most, {}),
             has_key=lambda batch: batch.key_id in self.keys,
             max_in_flight=self.most,
             max_line_bytes=10_000,

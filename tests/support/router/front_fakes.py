@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from baton.config.cluster import Config
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
+from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.batches.batches import Batches
@@ -99,6 +100,7 @@ class ScriptedDispatcher:
     script: Script | None = None
     status: tuple[str, str] = ("ok", "")
     addresses: list[str] = field(default_factory=list)
+    records: list[WorkerRecord] = field(default_factory=list)
     context_length: int = CONTEXT
     requests: list[GenerationRequest] = field(default_factory=list)
     delivered: int = 0
@@ -156,11 +158,11 @@ class ScriptedDispatcher:
     def health(self) -> tuple[str, str]:
         return self.status
 
-    def device_of(self, worker: str) -> tuple[str, str]:
-        return ("cpu", "none")
-
     def metrics_addresses(self) -> list[str]:
         return self.addresses
+
+    def worker_records(self) -> list[WorkerRecord]:
+        return self.records
 
 
 def score_of(top: int) -> Callable[[int], TokenLogprobs]:

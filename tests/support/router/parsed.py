@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.tool_calls.parser import ToolParser
-from router.tool_calls.pieces import CallBegun, Content, Piece
+from router.dialects.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from router.dialects.reasoning import AnswerParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,11 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Parsed:
     content: str
-    calls: tuple[Call, ...]
+    calls: tuple[Call, ...] = ()
+    reasoning: str = ""
 
 
-def parse(parser: ToolParser, text: str) -> Parsed:
+def parse(parser: AnswerParser, text: str) -> Parsed:
     """Parse all of a text; ``parser`` is fresh."""
     return gathered([*parser.feed(text), *parser.finish()])
 
@@ -31,13 +32,16 @@ def parse(parser: ToolParser, text: str) -> Parsed:
 def gathered(pieces: Sequence[Piece]) -> Parsed:
     """The content and the calls of an answer's pieces."""
     content: list[str] = []
+    reasoning: list[str] = []
     calls: list[tuple[str, list[str]]] = []
     for piece in pieces:
         if isinstance(piece, Content):
             content.append(piece.text)
-        elif isinstance(piece, CallBegun):
+        elif isinstance(piece, Reasoning):
+            reasoning.append(piece.text)
+        elif isinstance(piece, CallStart):
             calls.append((piece.name, []))
-        else:
+        elif isinstance(piece, Arguments):
             calls[-1][1].append(piece.text)
     whole = tuple(Call(name, "".join(arguments)) for name, arguments in calls)
-    return Parsed("".join(content), whole)
+    return Parsed("".join(content), whole, "".join(reasoning))

@@ -209,6 +209,27 @@ def test_launcher_and_routers_are_of_one_cluster(
         assert secret["redis-url"] == launcher.redis_url
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ((), False),
+        (("--set=redis.mode=valkey,redis.password=a",), True),
+        (("--set=redis.mode=external,redis.url=rediss://:a@b",), False),
+        (("--set=redis.mode=external,redis.url=redis://:a@b,redis.insecure=true",), True),
+        (("--set=gcsStore.mode=external,gcsStore.url=redis://b,gcsStore.insecure=true",), True),
+    ],
+)
+def test_redis_without_tls_is_allowed_where_the_values_say_so(
+    changes: tuple[str, ...], told: bool
+) -> None:
+    all_variables = [
+        {variable["name"]: variable.get("value") for variable in container.get("env", ())}
+        for _, container in containers(render("open-values.yaml", *changes))
+    ]
+    (variables,) = [one for one in all_variables if "BATON_HTTP" in one]
+    assert (variables.get("BATON_INSECURE_REDIS") == "true") is told
+
+
 @pytest.mark.parametrize("value_set", KUBERAY_SETS)
 def test_the_launcher_has_the_token_that_kuberay_makes(value_set: str) -> None:
     manifests = render(value_set)
@@ -518,11 +539,13 @@ def test_another_configuration_makes_other_pods() -> None:
         (("--set=redis.mode=external",), "mode external needs url or existingSecret"),
         (("--set=redis.mode=external,redis.existingSecret=a,redis.url=redis://b",), "not both"),
         (("--set=redis.url=redis://a",), "are of mode external, and it is embedded"),
+        (("--set=redis.mode=external,redis.url=redis://:a@b",), "or say redis.insecure=true"),
+        (("--set=gcsStore.mode=external,gcsStore.url=redis://b",), "gcsStore.insecure=true"),
         (("--set=gcsStore.mode=valkey",), "gcsStore.password: mode valkey needs one"),
         (
             (
-                "--set=redis.mode=external,redis.url=redis://:a@b:6379/0",
-                "--set=gcsStore.mode=external,gcsStore.url=redis://:c@b:6379",
+                "--set=redis.mode=external,redis.url=rediss://:a@b:6379/0",
+                "--set=gcsStore.mode=external,gcsStore.url=rediss://:c@b:6379",
             ),
             "another server than redis.url",
         ),

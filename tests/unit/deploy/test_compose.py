@@ -8,6 +8,8 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -137,10 +139,10 @@ def test_rays_control_store_has_a_store_of_its_own() -> None:
     store = head["environment"]["RAY_REDIS_ADDRESS"].removesuffix(":6379")
     assert store in head["depends_on"]
     assert store not in services()["launcher"]["environment"]["BATON_REDIS_URL"]
-    assert services()[store] == services()["valkey"]
     assert "volumes" not in services()[store], "it ends with its cluster"
     (password,) = re.findall(r"--redis-password=(\S+)", " ".join(head["command"]))
-    assert password.startswith("${VALKEY_PASSWORD:?")
+    assert password == services()[store]["environment"]["RAY_STORE_PASSWORD"].split()[0]
+    assert password.startswith("${RAY_STORE_PASSWORD:?")
 
 
 def test_rays_parts_know_each_other_by_a_token() -> None:
@@ -154,7 +156,6 @@ def test_rays_parts_know_each_other_by_a_token() -> None:
 
 
 def test_batons_parts_know_each_other_by_a_secret_that_the_store_never_has() -> None:
-    """All of them are one user of the store: one that read the secret there could read prompts."""
     for name in ("launcher", "router"):
         secret = services()[name]["environment"]["BATON_CLUSTER_SECRET"]
         assert secret.startswith("${CLUSTER_SECRET:?"), name
@@ -282,32 +283,77 @@ def test_the_proxy_takes_the_largest_upload() -> None:
     assert int(mib) << 20 > load_config(FOLDER / "baton.toml").max_file_bytes
 
 
-def test_valkey_takes_its_configuration(tmp_path: Path) -> None:
-    """By the very shell command, with the embedded server in its place."""
-    (tmp_path / "valkey-server").symlink_to(valkey_binary())
-    shell, flag, script = services()["valkey"]["command"]
+@contextmanager
+def store_of(service: str, folder: Path) -> Iterator[int]:
+    """The port of a service's store.
+
+    It runs by the very shell command, with the embedded server in place of the image's. The
+    password of each variable is its name.
+    """
+    (folder / "valkey-server").symlink_to(valkey_binary())
+    shell, flag, script = services()[service]["command"]
     port = free_port()
     script = script.replace("$$", "$").replace("save ", f"bind 127.0.0.1\nport {port}\nsave ", 1)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VALKEY_PASSWORD": "example"}
-    command = [shell, flag, script]
+    for volume in services()[service].get("volumes", ()):
+        source, inside, _ = volume.split(":")
+        script = script.replace(inside, str(FOLDER / source))
+    passwords = {name: name for name in services()[service]["environment"]}
     with subprocess.Popen(
-        command, env=environment, cwd=tmp_path, stdout=subprocess.DEVNULL
+        [shell, flag, script],
+        env={"PATH": f"{folder}:{os.environ['PATH']}", **passwords},
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
     ) as server:
         try:
-            with redis.Redis(port=port, password="example", retry=BRIEFLY) as client:
-                assert client.ping()
-                asked = client.config_get("maxmemory*")
-                assert isinstance(asked, dict)
-                assert asked["maxmemory"] == str(1 << 30)
-                assert asked["maxmemory-policy"] == "noeviction"
-            with (
-                redis.Redis(port=port) as client,
-                pytest.raises(redis.AuthenticationError),
-            ):
-                client.ping()
+            yield port
         finally:
             server.terminate()
             assert server.wait(_DEADLINE_S) == 0
+
+
+def test_each_role_is_another_user_of_the_store(tmp_path: Path) -> None:
+    """What a router is told opens neither the store nor what belongs to the supervisor."""
+    addresses = {
+        "router": services()["router"]["environment"]["BATON_REDIS_URL"],
+        "supervisor": services()["launcher"]["environment"]["BATON_REDIS_URL"],
+        "worker": services()["launcher"]["environment"]["BATON_REDIS_WORKER_URL"],
+    }
+    for name in ("router", *NODES):
+        told = " ".join(services()[name]["environment"].values())
+        assert "SUPERVISOR_PASSWORD" not in told, name
+        assert "WORKER_PASSWORD" not in told, name
+    with store_of("valkey", tmp_path) as port:
+        for user, address in addresses.items():
+            url = re.sub(r"\$\{(\w+):\?[^}]*\}", r"\1", address)
+            where = url.replace("@valkey:6379", f"@127.0.0.1:{port}")
+            assert where != url
+            with redis.Redis.from_url(where, retry=BRIEFLY) as client:
+                assert client.ping()
+                own = "baton:{c}:supervision"
+                if user == "supervisor":
+                    assert client.set(own, "x")
+                    assert client.info("memory")["maxmemory_policy"] == "noeviction"
+                    continue
+                for command in (("SET", own, "x"), ("FLUSHALL",), ("CONFIG", "GET", "*")):
+                    with pytest.raises(redis.exceptions.NoPermissionError):
+                        client.execute_command(*command)
+        for password in (None, "SUPERVISOR_PASSWORD"):
+            with (
+                redis.Redis(port=port, password=password) as client,
+                pytest.raises(redis.AuthenticationError),
+            ):
+                client.ping()
+
+
+def test_rays_store_takes_its_configuration(tmp_path: Path) -> None:
+    with store_of("ray-store", tmp_path) as port:
+        with redis.Redis(port=port, password="RAY_STORE_PASSWORD", retry=BRIEFLY) as client:
+            asked = client.config_get("maxmemory*")
+            assert isinstance(asked, dict)
+            assert asked["maxmemory"] == str(1 << 30)
+            assert asked["maxmemory-policy"] == "noeviction"
+        with redis.Redis(port=port) as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
 
 
 def test_prometheus_asks_all_parts_once() -> None:

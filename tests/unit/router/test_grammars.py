@@ -12,6 +12,7 @@ from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
 from baton.v1 import inference_pb2, sampling_pb2
 from router.inference.sampling_input import SamplingInput, final_sampling
+from router.openai.structural_tag import structural_tag
 from tests.support.router.front_fakes import make_front
 from tests.support.router.grpc_inference import generate, refused, serve
 from tests.support.router.http_app import CHAT, HELLO, PLAIN, PROMPT, check_error, post
@@ -21,6 +22,8 @@ SCHEMA_GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 OBJECT = Grammar(GrammarKind.JSON_OBJECT, "")
 NAMED = {"name": "answer", "schema": SCHEMA}
 LARK = 'start: "a" | "b"'
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+TAG_GRAMMAR = structural_tag(TAG, "tag")
 
 
 def regex_of(text: str) -> Grammar:
@@ -53,6 +56,17 @@ def schema_format(**changes: Any) -> dict[str, Any]:
         ({"structured_outputs": {"grammar": LARK}}, Grammar(GrammarKind.LARK, LARK)),
         ({"structured_outputs": {"json_object": True, "regex": None}}, OBJECT),
         ({"structured_outputs": {"regex": "a+", "disable_fallback": False}}, regex_of("a+")),
+        ({"structured_outputs": {"structural_tag": TAG}}, TAG_GRAMMAR),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, TAG_GRAMMAR),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+            SCHEMA_GRAMMAR,
+        ),
+        ({"response_format": {"type": "structural_tag", **TAG}}, TAG_GRAMMAR),
+        ({"structural_tag": TAG}, TAG_GRAMMAR),
+        ({"regex": "a+"}, regex_of("a+")),
+        ({"ebnf": LARK}, Grammar(GrammarKind.LARK, LARK)),
+        ({"json_schema": json.dumps(SCHEMA)}, SCHEMA_GRAMMAR),
         ({"response_format": {"type": "text"}, "guided_regex": "a+"}, regex_of("a+")),
         ({"guided_regex": "a+", "guided_decoding_backend": "guidance"}, regex_of("a+")),
     ],
@@ -92,7 +106,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": "x"}, "structured_outputs"),
     ({"structured_outputs": {"choice": "yes"}}, "structured_outputs.choice"),
     ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
-    ({"structured_outputs": {"regex": "a", "structural_tag": "x"}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": "x"}}, "structured_outputs"),
+    ({"regex": "a", "guided_regex": "a"}, "regex"),
+    ({"ebnf": 5}, "ebnf"),
+    ({"json_schema": 5}, "json_schema"),
+    ({"structural_tag": 5}, "structural_tag"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
     ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),

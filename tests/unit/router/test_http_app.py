@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from baton import errors
 from baton.request import FinishReason
+from baton.version import baton_version
 from router.core.request import GenerationRequest, OutputDelta
 from router.http.errors import add_error_handlers
 from tests.support.router.front_fakes import (
@@ -534,6 +535,17 @@ async def test_health(status: str, code: int) -> None:
     reason = {} if status == "ok" else {"reason": "no decode worker"}
     assert response.json() == {"status": status, **reason}
     assert (await call(front, "GET", "/live")).json() == {"status": "ok"}
+    for method in ("GET", "POST"):
+        ping = await call(front, method, "/ping")
+        assert (ping.status_code, ping.json()) == (code, response.json())
+
+
+async def test_version_and_load() -> None:
+    front = make_front()
+    assert (await call(front, "GET", "/version")).json() == {"version": baton_version()}
+    assert (await call(front, "GET", "/load")).json() == {"server_load": 0}
+    front.metrics.active_requests.inc(3)
+    assert (await call(front, "GET", "/load")).json() == {"server_load": 3}
 
 
 async def test_metrics() -> None:

@@ -38,6 +38,8 @@ async def test_a_stream(usage: bool) -> None:
     for chunk in chunks:
         check_schema(chunk, "CreateChatCompletionStreamResponse")
         assert ("usage" in chunk) == usage
+    if usage:
+        assert chunks[0]["usage"]["completion_tokens"] == 0
     for index in (0, 1):
         own = [
             c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == index

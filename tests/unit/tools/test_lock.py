@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from importlib.metadata import version
@@ -11,7 +12,17 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools.lock import _TRITON, EXTRAS, FOLDER, ROOT, blocks_of, cpu_blocks, wheels_of
+from tools.lock import (
+    _TRITON,
+    EXTRAS,
+    FOLDER,
+    ROOT,
+    blocks_of,
+    check_hashes,
+    compile_lock,
+    cpu_blocks,
+    wheels_of,
+)
 
 LOCKS = {
     name: blocks_of((FOLDER / f"{name}.lock").read_text()) for name in ("cpu", "cuda", *EXTRAS)
@@ -28,6 +39,18 @@ PAGE = """
 <a href="/whl/torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl#sha256=03">x</a>
 <a href="/whl/torch-2.13.0%2Bcpu-cp311-cp311-win_amd64.whl#sha256=05">x</a>
 <a href="/whl/torch-2.13.0%2Bcpu-cp313-cp313-manylinux_2_28_x86_64.whl">without a hash</a>
+"""
+UV = r"""#!/usr/bin/env python3
+# What uv does about hashes: those that the output file has for a version stay.
+import pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
+text = out.read_text() if out.exists() else ""
+assert sys.stdin.read() == "triton>=3.2"
+if "triton==3.9.0" not in text:
+    text = "triton==3.9.1"
+if "--hash" not in text:
+    text = text.strip() + f" \\\n    --hash=sha256:{64 * 'f'}\n"
+out.write_text(text)
 """
 
 
@@ -97,6 +120,31 @@ def test_a_cpu_lock_has_the_builds_of_that_version_for_linux() -> None:
     }
     with pytest.raises(ValueError, match=r"no CPU build of torch 2.13.0"):
         cpu_blocks(CUDA, triton, {})
+
+
+def test_no_hash_is_of_two_versions() -> None:
+    """A pin with another version's hashes is a package that cannot be installed."""
+    check_hashes(LOCKS)
+    cuda = {"triton": "triton==3.7.1 \\\n    --hash=sha256:ee\n"}
+    mixed = {"triton": "triton==3.9.0 \\\n    --hash=sha256:dd \\\n    --hash=sha256:ee\n"}
+    with pytest.raises(ValueError, match=r"cpu.lock: triton==3.9.0 has a hash of triton==3.7.1"):
+        check_hashes({"cuda": cuda, "cpu": mixed})
+
+
+def test_versions_stay_and_hashes_are_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "uv"
+    program.parent.mkdir()
+    program.write_text(UV)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    target = tmp_path / "cpu.lock"
+    wrong = "triton==3.9.0 \\\n    --hash=sha256:ee\n"
+    target.write_text(wrong)
+    fresh = f"triton==3.9.0 \\\n    --hash=sha256:{64 * 'f'}\n"
+    assert compile_lock(target, [], "triton>=3.2") == {"triton": fresh}
+    assert target.read_text() == wrong
 
 
 @pytest.mark.parametrize("text", ["torch>=2 \\\n", "    --hash=sha256:aa\n", "-e .\n"])

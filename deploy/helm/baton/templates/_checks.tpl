@@ -3,7 +3,7 @@ Values with which something would be deployed that does not work, or is open wit
 are refused here, with what to do. Every one of them has a test.
 */}}
 {{- define "baton.checks" -}}
-{{- range list "http" "grpc" "redis_url" "gcs_store" "keys" "tenants" "require_key" "data_dir" "cluster_id" "tls" "insecure_listen" "redis_router_url" "redis_worker_url" }}
+{{- range list "http" "grpc" "redis_url" "gcs_store" "keys" "tenants" "require_key" "data_dir" "cluster_id" "tls" "insecure_listen" "insecure_redis" "redis_router_url" "redis_worker_url" }}
 {{- if hasKey $.Values.config . }}
 {{- fail (printf "config.%s: the chart says this itself; see redis, gcsStore, auth, kuberay.clusterId and service" .) }}
 {{- end }}
@@ -86,6 +86,9 @@ are refused here, with what to do. Every one of them has a test.
 {{- end }}
 {{- if and .store.url .store.existingSecret }}
 {{- fail (printf "%s: give url or existingSecret, not both" .name) }}
+{{- end }}
+{{- if and (hasPrefix "redis://" .store.url) (not .store.insecure) }}
+{{- fail (printf "%s.url: redis:// sends its password in the clear: give a rediss:// address, or say %s.insecure=true" .name .name) }}
 {{- end }}
 {{- else }}
 {{- if or .store.url .store.existingSecret }}

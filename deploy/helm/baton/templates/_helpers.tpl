@@ -186,6 +186,15 @@ redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "passwor
 - name: BATON_INSECURE_LISTEN
   value: "true"
 {{- end }}
+{{- $clear := or (eq .Values.redis.mode "valkey") .Values.redis.insecure }}
+{{- if eq .Values.mode "single" }}
+{{- $clear = or $clear (eq .Values.gcsStore.mode "valkey") .Values.gcsStore.insecure }}
+{{- end }}
+{{- if $clear }}
+# networkPolicy keeps others from the stores that the chart deploys; they have no TLS.
+- name: BATON_INSECURE_REDIS
+  value: "true"
+{{- end }}
 {{- end }}
 
 {{- define "baton.tlsMount" -}}

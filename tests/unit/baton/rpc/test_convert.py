@@ -86,6 +86,7 @@ SPECS = st.builds(
     hand_back=st.booleans(),
     embeds=st.booleans(),
     trace=st.builds(TraceContext, TEXT, TEXT),
+    without_speculation=st.booleans(),
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
 OUTPUTS = st.builds(
@@ -104,7 +105,13 @@ OUTPUTS = st.builds(
     st.lists(FLOAT, max_size=3).map(tuple),
 )
 LOADS = st.builds(
-    LoadSnapshot, TEXT, U32, U32, U32, U32, U32, U32, U32, U64, U32, FLOAT, FLOAT, FLOAT
+    LoadSnapshot,
+    TEXT,
+    *[U32] * 7,
+    *(U64, U32),
+    *[FLOAT] * 3,
+    prompt_tokens=U64,
+    cached_prompt_tokens=U64,
 )
 GROUPS = st.none() | st.builds(GroupShape, U32, U32, U32)
 GEOMETRIES = st.builds(Geometry, U32, U32, U32, U32, TEXT, U32, GROUPS)

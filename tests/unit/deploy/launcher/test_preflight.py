@@ -55,6 +55,26 @@ def test_in_so_many_words(tls: dict[str, Any]) -> None:
     check_exposure(Config(http="0.0.0.0:8000", insecure_listen=True))
 
 
+@pytest.mark.parametrize(
+    "field", ["redis_url", "redis_router_url", "redis_worker_url", "gcs_store"]
+)
+def test_redis_on_another_machine_needs_tls(field: str, tls: dict[str, Any]) -> None:
+    """With certificates or without: they are not used for a ``redis://`` address."""
+    clear: dict[str, Any] = {field: "redis://:planted@store.example.com:6379/0"}
+    flag = field.replace("_", "-")
+    for others in ({}, tls, {"insecure_listen": True}):
+        with pytest.raises(ConfigError, match=rf"--{flag} redis://store\.example\.com: ") as told:
+            check_exposure(Config(**clear, **others))
+        assert "planted" not in told.value.message
+        assert "rediss://" in told.value.message
+        check_exposure(Config(**clear, **others, insecure_redis=True))
+    encrypted = {field: "rediss://:planted@store.example.com:6379/0"}
+    check_exposure(Config(**encrypted, **tls))
+    for host in ("127.0.0.1:6379", "localhost", "[::1]:6379"):
+        here: dict[str, Any] = {field: f"redis://:p@{host}/0"}
+        check_exposure(Config(**here))
+
+
 def test_kv_that_would_travel_in_the_clear_is_refused(tls: dict[str, Any], tmp_path: Path) -> None:
     for transport in ("gloo", "nccl", "nixl"):
         with pytest.raises(ValueError, match="clear_kv"):

@@ -163,6 +163,19 @@ def test_the_first_token_comes_alone() -> None:
     assert limits == {one.sequence_id: 9, moved.sequence_id: 12}
 
 
+def test_a_request_without_speculation_is_not_drafted_for() -> None:
+    world = World(64, replace(LIMITS, draft_tokens=5))
+    specs = (make_spec([5, 4, 3], max_tokens=9), make_spec([6, 4, 3], max_tokens=9))
+    drafted = world.hand_in(specs[0])
+    plain = world.hand_in(replace(specs[1], without_speculation=True))
+    assert drafted is not None
+    assert plain is not None
+    limits = {row.sequence_id: row.limit for row in step(world).rows}
+    assert limits == {drafted.sequence_id: 5, plain.sequence_id: 0}
+    world.run_to_end()
+    world.check_answers()
+
+
 def test_room_for_drafts_is_not_taken_from_others() -> None:
     """With few blocks left a sequence drafts in those that it has."""
     world = World(3, replace(LIMITS, block_size=4, draft_tokens=8, context_length=12))

@@ -10,6 +10,7 @@ import pytest
 from baton.errors import ConfigError, Unavailable
 from loadtest.common import peer_servers
 from loadtest.common.peer_servers import PEERS, find_program, make_server, program_version, serving
+from tests.support.deploy.baton_commands import parse
 from tests.support.loadtest.fake_programs import make_fakes
 
 
@@ -30,6 +31,19 @@ def test_baton_is_started_as_a_user_would(tmp_path: Path) -> None:
     assert "--quantization" not in command
     quantized = make_server("baton-int8", programs).command
     assert quantized[quantized.index("--quantization") + 1] == "int8"
+
+
+def test_no_server_speculates_unless_it_is_told_to(tmp_path: Path) -> None:
+    """A small model repeats itself behind random prompts: a comparison would show that alone."""
+    programs = make_fakes(tmp_path).programs
+    for name in PEERS:
+        server = make_server(name, programs)
+        if server.ours:
+            assert parse(server.command[1:]).parameters["drafter"] == "none"
+        else:
+            assert not any("spec" in word or "draft" in word for word in server.command[3:])
+    told = replace(programs, baton_arguments="--drafter ngram")
+    assert parse(make_server("baton", told).command[1:]).parameters["drafter"] == "ngram"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from baton.errors import ConfigError
 from planning.common.traces import Trace, TracedRequest
+from planning.planner.batch_size import BatchSize
 from planning.planner.cluster_kind import (
     DEFAULT_TRANSPORTS,
     Budget,
@@ -148,3 +149,23 @@ def test_links_end_at_the_machine() -> None:
     assert Budget().allows(kind, Counts(4, 4))
     assert not Budget().allows(kind, Counts(5, 4))
     assert not Budget().allows(KIND, Counts(1025, 1))
+
+
+def test_a_plan_has_the_batch_that_serves_most() -> None:
+    tried = evaluation(trace(40, 0.03, prompt=500, answer=40))
+    few = BatchSize(2, 512).of(KIND)
+    found = Roles((few.prefill,), (few.decode,), (), reachable=True)
+    plan = CapacityPlanner(
+        tried, found, transports(DEFAULT_TRANSPORTS), Budget(gpus=40), _TARGET
+    ).plan()
+    assert plan.is_met
+    assert plan.sizes is not None
+    assert plan.sizes.best.rate > plan.sizes.own.rate
+    assert plan.chosen.kind == plan.sizes.best.size.of(few)
+    assert plan.chosen.whole is not None
+    assert plan.chosen.whole.attainment >= _TARGET
+
+
+def test_a_plan_that_misses_its_target_looks_for_no_batch() -> None:
+    plan = small_plan(evaluation(trace(60, 0.01, prompt=500, answer=4)), Budget(gpus=4))
+    assert plan.sizes is None

@@ -48,7 +48,10 @@ class FakeControl:
         self.dropped = 0
 
     async def stats(self) -> CacheStats:
-        workers = (WorkerCache("decode-0", "decode", 16, 100, 60, 30, 10, 0, 5, 7),)
+        workers = (
+            WorkerCache("decode-0", "decode", 16, 100, 60, 30, 10, 0, 5, 7, 50_000, 400, 100),
+            WorkerCache("prefill-0", "prefill", 16, 100, 100, 0, 0, 0, block_bytes=50_000),
+        )
         return CacheStats(workers, self.index, 1000, 250)
 
     async def drop(self) -> list[Dropped]:
@@ -90,7 +93,11 @@ async def test_cache_statistics_over_http_and_grpc() -> None:
         body = (await there.http.get("/v1/cache/stats")).json()
         assert body["index"] == {"blocks": 7, "bytes": 400}
         assert (body["prompt_tokens"], body["cached_prompt_tokens"]) == (1000, 250)
-        (worker,) = body["workers"]
+        assert (body["total_entries"], body["total_size_mb"], body["hit_rate"]) == (42, 2.1, 0.25)
+        worker, other = body["workers"]
+        assert (worker["total_entries"], worker["total_size_mb"]) == (30 + 5 + 7, 2.1)
+        assert (worker["prompt_tokens"], worker["hit_rate"]) == (400, 0.25)
+        assert (other["total_entries"], other["total_size_mb"], other["hit_rate"]) == (0, 0, 0)
         assert (worker["slot"], worker["total_blocks"], worker["cached_blocks"]) == (
             "decode-0",
             100,
@@ -99,6 +106,8 @@ async def test_cache_statistics_over_http_and_grpc() -> None:
         assert (worker["host_blocks"], worker["disk_blocks"]) == (5, 7)
         told = await there.grpc.GetCacheStats(cache_pb2.GetCacheStatsRequest(), timeout=DEADLINE_S)
         assert (told.workers[0].host_blocks, told.workers[0].disk_blocks) == (5, 7)
+        assert (told.workers[0].block_bytes, told.workers[0].prompt_tokens) == (50_000, 400)
+        assert told.workers[0].cached_prompt_tokens == 100
         assert (told.index_blocks, told.index_bytes, told.prompt_tokens) == (7, 400, 1000)
         assert told.workers[0].cached_blocks == 30
         there.control.index = None

@@ -17,6 +17,7 @@ from baton.config.access import KeyConfig, TenantConfig
 from baton.errors import Overloaded, WorkerFailed
 from baton.request import FinishReason
 from baton.security.cluster_secret import cache_salt
+from router.batches.database import Database
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.batches_api import CHAT, DEADLINE_S, Served, chat, lines, served
 from tests.support.router.front_fakes import (
@@ -262,6 +263,53 @@ async def test_cancelling_aborts_what_runs(tmp_path: Path) -> None:
         assert front.dispatcher.closed.is_set()
         with pytest.raises(openai.BadRequestError):
             await client.batches.cancel(batch.id)
+
+
+async def test_a_batch_says_what_its_window_is_too_short_for(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    asked = 0
+
+    async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        nonlocal asked
+        asked += 1
+        if asked > 10:
+            await gate.wait()
+        yield OutputDelta("x", (1,), FinishReason.STOP)
+
+    front = make_front(script, data_dir=str(tmp_path))
+    async with served(tmp_path, front) as there, there.client() as client:
+        content = lines([chat()] * 30)
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+        assert batch.model_extra is not None
+        assert batch.model_extra["schedule"] is None
+        async with asyncio.timeout(DEADLINE_S):
+            while batch.request_counts is None or batch.request_counts.completed < 10:
+                batch = await client.batches.retrieve(batch.id)
+        schedule = (await client.batches.retrieve(batch.id)).model_extra["schedule"]  # type: ignore[index] # never None
+        assert schedule == {
+            "state": "full_speed",
+            "starts_at": None,
+            "estimated_end_at": None,
+            "late_lines": 0,
+            "message": None,
+        }
+        database = Database(tmp_path / "batches.sqlite")
+        database.learn_speed("tiny", 1e-6)
+        database.close()
+        (listed,) = (await client.batches.list()).data
+        for shown in (listed, await client.batches.retrieve(batch.id)):
+            assert shown.model_extra is not None
+            schedule = shown.model_extra["schedule"]
+            assert schedule["late_lines"] == 20
+            assert schedule["estimated_end_at"] == batch.expires_at
+            assert "about 20 lines will have no answer" in schedule["message"]
+        gate.set()
+        batch = await ended(client, batch)
+        assert batch.model_extra is not None
+        assert (batch.status, batch.model_extra["schedule"]) == ("completed", None)
 
 
 BAD_FILES = (

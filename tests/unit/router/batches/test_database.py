@@ -16,6 +16,8 @@ from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
 from router.batches.database import Database, LeaseLost, NoSpace, StatusChanged
 from router.batches.line import Fault
 from router.batches.quota import Quota
+from router.batches.schedule.plan import BatchWork
+from router.batches.schedule.throughput import Progress
 from router.batches.tables import Free
 
 QUOTA = Quota(1000, 2000)
@@ -181,18 +183,15 @@ def test_a_process_reads_what_it_may_run_and_no_more(database: Database) -> None
     database.beat("alive")
     assert database.beats() == {"dead": 0, "alive": 1}
 
-    def names(free: Free, limit: int = 8, of_tenant: int = 2, **but: list[str]) -> list[str]:
-        found = database.to_be_run(
-            free, "tiny", but_of=but.get("but_of", []), of_tenant=of_tenant, limit=limit
-        )
+    def names(free: Free, limit: int = 8, of_tenant: int = 2) -> list[str]:
+        found = database.to_be_run(free, "tiny", of_tenant=of_tenant, limit=limit)
         return [one.id for one in found]
 
     assert names(FREE) == ["acme_3", "other_1", "third_1", "acme_4"]
     assert names(FREE, limit=2) == ["acme_3", "other_1"]
     assert names(FREE, of_tenant=1) == ["acme_3", "other_1", "third_1"]
-    assert names(FREE, but_of=["acme", "third"]) == ["other_1"]
     assert names(Free(("", "me", "dead"), ["acme_3"]), of_tenant=1)[0] == "acme_1"
-    assert database.to_be_run(FREE, "large", but_of=[], of_tenant=2, limit=8) == []
+    assert database.to_be_run(FREE, "large", of_tenant=2, limit=8) == []
     assert database.to_be_ended(FREE, 199, 8) == []
     database.cancel("acme_4", "acme", 1)
     assert [one.id for one in database.to_be_ended(FREE, 199, 8)] == ["acme_4"]
@@ -201,6 +200,34 @@ def test_a_process_reads_what_it_may_run_and_no_more(database: Database) -> None
         "acme_2",
         "third_1",
     ]
+
+
+def test_batches_whose_windows_end_first_come_first(database: Database) -> None:
+    for number, expires_at in enumerate((900, 500, 700)):
+        database.add_batch(replace(batch(f"batch_{number}"), expires_at=expires_at))
+    found = database.to_be_run(FREE, "tiny", of_tenant=2, limit=8)
+    assert [one.id for one in found] == ["batch_1", "batch_2"]
+
+
+def test_what_is_left_and_how_fast_it_went_is_known(database: Database) -> None:
+    database.add_batch(batch())
+    assert database.works("tiny") == []
+    assert database.progress("tiny") == Progress()
+    mine = database.claim(batch(), "me")
+    assert mine is not None
+    mine = database.move(mine, status=BatchStatus.IN_PROGRESS, in_progress_at=1, total=9)
+    results = [LineResult(1, True, "{}", 3, 1, 2), LineResult(2, False, "{}")]
+    database.add_results(mine, results, QUOTA)
+    # A result that comes again counts once.
+    database.add_results(mine, results, QUOTA)
+    assert database.works("tiny") == [BatchWork(mine.id, "acme", mine.expires_at, 9, 2, 5)]
+    assert database.works("large") == []
+    # The line that was refused took no time.
+    assert database.progress("tiny") == Progress(1, 5, None)
+    database.learn_speed("tiny", 12.5)
+    database.add_results(mine, [LineResult(3, True, "{}", 1, 0, 1)], QUOTA)
+    assert database.progress("tiny") == Progress(2, 7, 12.5)
+    assert database.progress("large") == Progress()
 
 
 def test_a_file_that_is_needed_stays(database: Database) -> None:
@@ -223,7 +250,7 @@ def test_results_are_no_input(database: Database) -> None:
 
 def test_one_of_two_gets_a_batch(database: Database, opened: Callable[[], Database]) -> None:
     database.add_batch(batch())
-    (seen,) = opened().to_be_run(FREE, "tiny", but_of=[], of_tenant=1, limit=1)
+    (seen,) = opened().to_be_run(FREE, "tiny", of_tenant=1, limit=1)
     mine = database.claim(seen, "me")
     assert mine is not None
     assert opened().claim(seen, "you") is None
@@ -281,7 +308,7 @@ def test_faults_are_kept(database: Database) -> None:
     faults = (Fault("bad", "very", 3, "url"), Fault("worse", "text"))
     database.move(mine, status=BatchStatus.FAILED, faults=faults)
     assert database.batch("batch_1").faults == faults
-    assert database.to_be_run(FREE, "tiny", but_of=[], of_tenant=1, limit=1) == []
+    assert database.to_be_run(FREE, "tiny", of_tenant=1, limit=1) == []
 
 
 @settings(

@@ -13,9 +13,11 @@ import pytest
 
 from baton.errors import InvalidRequest, NotFound
 from router.batches.batch import Batch, BatchStatus
+from router.batches.batch_planner import BatchPlanner
 from router.batches.database import Database
 from router.batches.desk import check_expiry
 from router.batches.runner import SWEEP_S, BatchRunner
+from router.batches.slots import LineSlots
 from router.batches.store import BatchStore
 from tests.support.router.batches_runner import DEADLINE_S, QUOTA, Process, running, stored_file
 
@@ -105,6 +107,8 @@ async def test_the_runner_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         process.lines.run,
         "tiny",
         process.metrics,
+        planner=BatchPlanner(process.store, "tiny", None, {}, clock),
+        slots=LineSlots(1, {}),
         has_key=lambda batch: True,
         max_in_flight=1,
         max_line_bytes=1000,

@@ -16,6 +16,7 @@ from baton.config.cluster import Config
 from baton.errors import BatonError, Overloaded
 from baton.request import FinishReason, Principal, TraceContext
 from baton.sampling_params import SamplingParams
+from baton.store.registry import WorkerRecord
 from baton.telemetry.logs import formatter
 from baton.telemetry.metrics import RouterMetrics
 from router.access.api_keys import Caller
@@ -57,10 +58,10 @@ class Workers:
     def health(self) -> tuple[str, str]:
         return "ok", ""
 
-    def device_of(self, worker: str) -> tuple[str, str]:
-        return ("", "")
-
     def metrics_addresses(self) -> list[str]:
+        return []
+
+    def worker_records(self) -> list[WorkerRecord]:
         return []
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, DeadlineExceeded, Unavailable, WorkerFailed
 from baton.logprobs import TokenLogprobs
-from baton.request import FinishReason, Principal, TokenOutput
+from baton.request import NO_TRACE, FinishReason, Principal, TokenOutput
 from baton.sampling_params import SamplingParams
 from router.core.request import GenerationRequest, OutputDelta
 from router.dispatch.running_request import RunningRequest
@@ -62,6 +62,39 @@ async def test_tokens_in_order_are_coalesced_for_a_slow_reader() -> None:
     delta = await running.next_delta()
     assert (delta.text, delta.finish_reason) == ("d", STOP)
     assert all(choice.worker_finished for choice in running.choices)
+
+
+async def test_tokens_that_came_together_were_drafted() -> None:
+    """But for the first of each step; joined deltas have the sum."""
+    running = make_running()
+    running.accept(output(0, "a"))
+    running.accept(output(1, "bcd"))
+    running.accept(output(4, "ef"))
+    assert (await running.next_delta()).accepted_drafts == 3
+    running.accept(output(5, "fg"))
+    assert (await running.next_delta()).accepted_drafts == 0, "one of them was known"
+    running.accept(output(7, "h", STOP))
+    assert (await running.next_delta()).accepted_drafts == 0
+
+
+def test_a_request_without_prefix_cache_has_blocks_of_its_own() -> None:
+    """Of the same salt wherever it is placed, and of no other's."""
+    first, second = (
+        replace(
+            make_running().request,
+            request_id=name,
+            cache_salt=b"salt",
+            without_prefix_cache=True,
+            without_speculation=True,
+        )
+        for name in "ab"
+    )
+    assert first.block_salt == replace(first, priority=5).block_salt
+    assert len({first.block_salt, second.block_salt, b"salt"}) == 3
+    running = make_running()
+    running.request = first
+    spec = running.sequence_spec("router", (0,), "short", 1.0, NO_TRACE, scored=False)
+    assert (spec.cache_salt, spec.without_speculation) == (first.block_salt, True)
 
 
 async def test_the_first_token_is_told_by_both_workers() -> None:

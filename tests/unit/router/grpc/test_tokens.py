@@ -14,6 +14,7 @@ from baton.v1 import inference_pb2, tokens_pb2, tokens_pb2_grpc, tools_pb2
 from tests.support.router.front_fakes import CONTEXT, MODEL, Front, make_front
 from tests.support.router.grpc_inference import serve
 from tests.support.router.http_app import post
+from tests.support.router.looks import record
 
 DEADLINE_S = 30.0
 Tokenize, Detokenize = tokens_pb2.TokenizeRequest, tokens_pb2.DetokenizeRequest
@@ -63,6 +64,7 @@ async def test_conversations_are_those_of_http() -> None:
 async def test_model_info() -> None:
     front = make_front()
     front.model = replace(MODEL, revision="1f2e3d")
+    front.dispatcher.records = [record(quantization="int4", dtype="float16")]
     async with tokens_of(front) as tokens:
         info = await tokens.GetModelInfo(tokens_pb2.GetModelInfoRequest(), timeout=DEADLINE_S)
     assert (info.id, info.context_length, info.has_chat_template) == ("tiny", CONTEXT, True)
@@ -70,6 +72,8 @@ async def test_model_info() -> None:
     assert list(info.eos_token_ids) == sorted(front.tokenizer.eos_ids)
     assert info.tool_parser == "hermes"
     assert info.revision == "1f2e3d"
+    assert (info.quantization, info.dtype, info.kv_dtype) == ("int4", "float16", "bfloat16")
+    assert (info.batch_size, info.fingerprint) == (8, "f")
 
 
 @pytest.mark.parametrize(

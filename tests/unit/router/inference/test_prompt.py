@@ -13,6 +13,8 @@ import pytest
 from baton.config.cluster import Config
 from baton.errors import InvalidRequest
 from baton.host.background import INLINE
+from router.dialects.formats import FORMATS, format_for
+from router.dialects.tools import Tool, ToolUse
 from router.inference.prompt import (
     TEXTS_AT_ONCE,
     PromptEncoder,
@@ -24,8 +26,6 @@ from router.inference.prompt import (
 )
 from router.inference.sampling_input import SamplingInput
 from router.text.chat_template import ChatTemplate, load_chat_template
-from router.tool_calls.formats import FORMATS, format_for
-from router.tool_calls.tools import Tool, ToolUse
 from tests.support.router.front_fakes import TEMPLATE, tiny_tokenizer
 
 WAIT_S = 20.0

@@ -60,6 +60,28 @@ def test_what_leaves_something_is_not(given: dict[str, Any]) -> None:
     assert checked(**given).allowed_token_ids == given.get("allowed_token_ids", ())
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"logit_bias": {"7": 1.0, "seven": 1.0}}, '"seven" is none'),
+        ({"logit_bias": {"x" * 500: 1.0}}, "xxx…"),
+        ({"logit_bias": {"\ud800": 1.0}}, r'"\ud800" is none'),
+        ({"logit_bias": {"7": 1.0, "8": 101}}, 'that of "8" is not'),
+        ({"logit_bias": {"7": 1.0, "8": "1"}}, 'that of "8" is not'),
+        ({"logit_bias": {"7": 1.0, "50": 1.0}}, "between 0 and 49, and 50 is not"),
+        ({"stop_token_ids": (4, 99)}, "between 0 and 49, and 99 is not"),
+        ({"allowed_token_ids": (-1,)}, "between 0 and 49, and -1 is not"),
+        ({"stop_token_ids": (4, 10**5000)}, "a number of more than 64 bits is not"),
+    ],
+)
+def test_errors_name_what_is_wrong(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(**given)
+    assert caught.value.param == next(iter(given))
+    assert named in caught.value.message
+    assert len(caught.value.message) < 200
+
+
 def scored(prompt: int = 10, choices: int = 1, **fields: Any) -> tuple[int, SamplingParams, int]:
     sampling = final_sampling(
         SamplingInput(**fields),

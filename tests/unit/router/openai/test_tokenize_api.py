@@ -11,6 +11,7 @@ from router.inference import prompt
 from router.text.tokenizer import Tokenizer
 from tests.support.router.front_fakes import CONTEXT, EOS, make_front
 from tests.support.router.http_app import call, check_error, post
+from tests.support.router.looks import record
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -87,4 +88,28 @@ async def test_model_info() -> None:
         "eos_token_ids": sorted(front.tokenizer.eos_ids),
         "has_chat_template": True,
         "tool_parser": "hermes",
+        "model_name": "tiny",
+        "quantization": None,
+        "dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "batch_size": 64,
+        "max_sequence_length": CONTEXT,
+        "fingerprint": "",
     }
+
+
+async def test_workers_know_the_model_better_than_the_configuration() -> None:
+    front = make_front(quantization="int8")
+    asked = (await call(front, "GET", "/v1/model/info")).json()
+    assert (asked["quantization"], asked["fingerprint"]) == ("int8", "")
+    old = record("decode-0", fingerprint="old")
+    new = {"fingerprint": "new", "quantization": "int4", "dtype": "float32", "max_sequences": 16}
+    front.dispatcher.records = [
+        record("prefill-0", fingerprint="old", max_sequences=99),
+        old,
+        record("decode-1", **new),
+        record("decode-2", **new),
+    ]
+    shown = (await call(front, "GET", "/v1/model/info")).json()
+    assert (shown["fingerprint"], shown["quantization"]) == ("new", "int4")
+    assert (shown["dtype"], shown["kv_dtype"], shown["batch_size"]) == ("float32", "bfloat16", 16)

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,12 @@ from deploy.cli.client.batch_command import BatchCommand, run_batch
 from deploy.cli.main import app
 from deploy.cli.options.exit_codes import ExitCode
 from deploy.processes.ports import free_port
+from router.batches.batch import Batch, BatchStatus
+from router.batches.protocol import BatchObject
+from router.batches.schedule.plan import BatchSchedule, SpeedState
 from tests.support.certificates import Authority
 from tests.support.loadtest.fake_server import Asked, fake_server, refusal
-from tests.support.router.batches_api import chat, lines, served
+from tests.support.router.batches_api import CHAT, chat, lines, served
 
 DEADLINE_S = 30.0
 
@@ -35,12 +38,17 @@ class Terminal:
 
     url: str
     said: list[str] = field(default_factory=list)
+    drawn: StringIO = field(default_factory=StringIO)
 
     async def run(self, file: Path | None, batch_id: str = "", output: Path | None = None) -> int:
         def work() -> int:
             with open_api(self.url) as client:
                 command = BatchCommand(
-                    client, self.said.append, Console(file=StringIO()), poll_s=0.02, away_s=0.1
+                    client,
+                    self.said.append,
+                    Console(file=self.drawn, force_terminal=True),
+                    poll_s=0.02,
+                    away_s=0.1,
                 )
                 return run_batch(command, file, batch_id, "24h", output)
 
@@ -87,6 +95,28 @@ async def test_a_batch_is_gone_on_with_by_its_id(tmp_path: Path) -> None:
         output = tmp_path / "again.jsonl"
         assert await there.run(None, batch_id, output) == 0
         assert names(output) == ["c-0"]
+
+
+async def test_what_is_planned_for_a_batch_is_shown() -> None:
+    late = BatchSchedule(SpeedState.WAITING, 0.0, 1_795_478_400.0, 1_795_500_000.0, late_lines=20)
+    made = Batch("batch_x", "acme", "", "tiny", CHAT, "file", "24h", 1000, 4600, {})
+    going = replace(made, status=BatchStatus.IN_PROGRESS, total=30)
+    ended = replace(made, status=BatchStatus.EXPIRED, total=30, failed=30)
+    shown = [
+        BatchObject.of(going),
+        *[BatchObject.of(going, late)] * 3,
+        BatchObject.of(ended),
+    ]
+
+    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        body = shown.pop(0).model_dump_json().encode()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    async with fake_server(answer) as server:
+        there = Terminal(server.url)
+        assert await there.run(None, "batch_x") == ExitCode.INCOMPLETE
+    assert sum("about 20 lines will have no answer" in line for line in there.said) == 1
+    assert "waits for batch_hours until" in there.drawn.getvalue()
 
 
 async def test_a_file_at_fault(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ def said(*words: str, code: int) -> str:
         (["--kv-cache-dtype", "fp8_e4m3"], "kv_dtype", "fp8"),
         (["--tool-call-parser", "hermes"], "tool_parser", "hermes"),
         (["--tool-call-parser", "llama3_json"], "tool_parser", "llama3"),
+        (["--reasoning-parser", "deepseek_r1"], "reasoning_parser", "think"),
+        (["--reasoning-parser", "qwen3"], "reasoning_parser", "think"),
         (["--quantization", "awq"], "quantization", "auto"),
         (["-q", "gptq_marlin"], "quantization", "auto"),
         (["--quantization", "fp8"], "quantization", "fp8"),
@@ -110,7 +112,7 @@ def test_a_word_of_vllm_s_is_noted() -> None:
 def test_no_flag_stands_for_two_things() -> None:
     flags = [flag for alias in (*RENAMED, *ACCEPTED, *REFUSED) for flag in alias.flags]
     assert len(set(flags)) == len(flags)
-    assert set(WORDS) == {"dtype", "quantization", "kv_dtype", "tool_parser"}
+    assert set(WORDS) == {"dtype", "quantization", "kv_dtype", "tool_parser", "reasoning_parser"}
 
 
 PAGE = (Path(__file__).parents[5] / "docs" / "migrate-from-vllm.md").read_text()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from baton.errors import ConfigError
 from loadtest.research.peers.peer_goodput import (
     _CHAT,
     _DOCUMENT,
     SLOS,
     Mix,
     RateFigures,
+    Texts,
     goodput,
     rates,
     rates_in,
@@ -40,6 +44,31 @@ def test_the_mix_has_both_kinds_in_their_share_and_other_text_in_each_run() -> N
     assert all(16 <= one.output_tokens <= 48 for one in documents)
     assert all(one.input_tokens <= 400 for one in first if one not in documents)
     assert {len(kind) for kind in (_CHAT, _DOCUMENT)} == {2}
+
+
+def test_texts_are_questions_and_passages_of_files(tmp_path: Path) -> None:
+    rows = [
+        *({"category": "rag", "turns": [f"passage {n} " + "words " * 300]} for n in range(20)),
+        *({"category": "math", "turns": [f"question {n}"]} for n in range(20)),
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    texts = Texts.read(tmp_path)
+    mix, again = (Mix(0.5, 5, 1, texts) for _ in range(2))
+    assert mix.has_texts
+    assert not Mix(0.5, 5, 1).has_texts
+    found = [str(mix.request(number, 0.0).prompt) for number in range(40)]
+    assert found == [str(again.request(number, 0.0).prompt) for number in range(40)]
+    documents = [text for text in found if text.startswith("passage")]
+    assert all(text.startswith("question") for text in found if text not in documents)
+    assert 10 < len(documents) < 30
+    assert len(set(documents)) == len(documents)
+    assert all(3500 < len(text) < 8100 and text.endswith("above.") for text in documents)
+
+
+def test_a_folder_without_passages_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"category": "math", "turns": ["question"]}')
+    with pytest.raises(ConfigError, match="'rag'"):
+        Texts.read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_words(report: PlanReport) -> None:
     counts = report.plan.chosen.counts
     assert f"{counts.prefill} prefill + {counts.decode} decode workers of small + small" in text
     assert "twice the peak" in text
+    assert ("p99 of the SLOs" in text) == report.plan.is_met
     assert f"{report.simulations} simulations" in text
     assert ("out of reach" in text) == (not report.plan.is_met)
     assert ("limits" in text) == (not report.plan.is_met)
@@ -53,6 +54,9 @@ def test_words(report: PlanReport) -> None:
 def test_json(report: PlanReport) -> None:
     fields = json.loads(json.dumps(report.fields(), allow_nan=False))
     assert fields["met"] == report.plan.is_met
+    if report.plan.is_met:
+        best, own = fields["batch_size"]["best"], fields["batch_size"]["profile"]
+        assert best["times_the_peak"] >= own["times_the_peak"] > 0
     assert fields["plan"]["prefill"]["count"] == report.plan.chosen.counts.prefill
     assert fields["plan"]["peak"]["attainment"] == report.plan.chosen.peak.attainment
     assert fields["plan"]["whole"]["requests"] == 40

@@ -16,8 +16,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from router.tool_calls.json_scanner import WHITE, JsonScanner
-from router.tool_calls.pieces import Arguments, CallBegun, Piece
+from router.dialects.json_scanner import WHITE, JsonScanner
+from router.dialects.pieces import Arguments, CallStart, Piece
 
 _NAME_KEY = "name"
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
@@ -190,7 +190,7 @@ class CallReader:
 
     def _begin(self, name: str) -> None:
         self.begun, self.raw = True, ""
-        self._pieces.append(CallBegun(name))
+        self._pieces.append(CallStart(name))
         if self._waiting:
             self._pieces.append(Arguments(self._waiting))
 
@@ -248,7 +248,7 @@ class NamedCallReader:
         name = self.raw.partition("[")[0]
         if character == "{" and name in self._names and _is_whole(self.raw[len(name) :]):
             self.begun, self.raw = True, ""
-            self._pieces.append(CallBegun(name))
+            self._pieces.append(CallStart(name))
             return place
         if not _may_begin(self.raw + character):
             self.broken = True

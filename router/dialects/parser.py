@@ -14,9 +14,10 @@ import enum
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from router.tool_calls.call_readers import CallReader, CallShape, NamedCallReader
-from router.tool_calls.json_scanner import WHITE
-from router.tool_calls.pieces import Arguments, Content, Piece, joined
+from router.dialects.call_readers import CallReader, CallShape, NamedCallReader
+from router.dialects.json_scanner import WHITE
+from router.dialects.pieces import Arguments, CallEnd, Content, Piece, joined
+from router.dialects.reasoning import possible_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ class ToolParser:
         closing = (self._markers.closing,) if self._markers.closing else ()
         found = self._until(closing, lambda text: self._pieces.append(Arguments(text)))
         if found:
+            self._pieces.append(CallEnd())
             self._state = _State.OUTSIDE
         return bool(found)
 
@@ -171,7 +173,7 @@ class ToolParser:
             give(self._text[:place])
             self._text = self._text[place + len(marker) :]
             return marker
-        keep = max((_possible_start(self._text, marker) for marker in markers), default=0)
+        keep = max((possible_start(self._text, marker) for marker in markers), default=0)
         cut = len(self._text) - keep
         give(self._text[:cut])
         self._text = self._text[cut:]
@@ -217,12 +219,16 @@ class ToolParser:
             self._raw = self._space = ""
             self._called = self._calls_here = True
         if reader.complete:
+            self._pieces.append(CallEnd())
             self._state = _State.BETWEEN
         elif reader.broken and not reader.begun:
             self._raw += reader.raw
             self._give_up()
+        elif reader.broken and reader.in_arguments:
+            self._state = _State.SPILL
         elif reader.broken:
-            self._state = _State.SPILL if reader.in_arguments else self._after_calls
+            self._pieces.append(CallEnd())
+            self._state = self._after_calls
         return reader.complete or reader.broken
 
     def _between(self) -> bool:
@@ -241,11 +247,3 @@ class ToolParser:
         else:
             self._give_up()
         return True
-
-
-def _possible_start(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that begins ``marker``."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0

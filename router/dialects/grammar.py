@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.grammar import Grammar, GrammarKind
-from router.tool_calls.formats import ToolFormat
-from router.tool_calls.tools import Tool, ToolUse
+from router.dialects.formats import ToolFormat
+from router.dialects.tools import Tool, ToolUse
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write each value: a small model may otherwise write white space forever."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.config.choices import ToolParserName
+from router.dialects.call_readers import ARGUMENTS, CALL_ID, CallShape
+from router.dialects.parser import Markers, ToolParser
+from router.dialects.tools import Tool
 from router.text.chat_template import ChatTemplate
-from router.tool_calls.call_readers import ARGUMENTS, CALL_ID, CallShape
-from router.tool_calls.parser import Markers, ToolParser
-from router.tool_calls.tools import Tool
 
 _LETTERS = string.ascii_letters + string.digits
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from baton.grammar import Grammar, GrammarKind
-from router.tool_calls.formats import FORMATS
-from router.tool_calls.grammar import calls_grammar, free_grammar
-from router.tool_calls.tools import Tool, ToolUse
+from router.dialects.formats import FORMATS
+from router.dialects.grammar import calls_grammar, free_grammar
+from router.dialects.tools import Tool, ToolUse
 from tests.support.router.front_fakes import EOS, tiny_backend
 from tests.support.router.parsed import parse
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tool_calls.formats import FORMATS
-from router.tool_calls.pieces import Arguments, CallBegun, Content, joined
+from router.dialects.formats import FORMATS
+from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, joined
 from tests.support.router.parsed import Call, Parsed, parse
 
 NAMES = frozenset({"look_up", "add-2"})
@@ -305,9 +305,9 @@ def test_arguments_come_as_they_are_written() -> None:
     parser = FORMATS["hermes"].parser(NAMES)
     assert parser.feed("Hm.\n<tool") == [Content("Hm.")]
     assert parser.feed('_call>\n{"name": "look_up", "arguments": ') == []
-    assert parser.feed('{"word": "Pa') == [CallBegun("look_up"), Arguments('{"word": "Pa')]
+    assert parser.feed('{"word": "Pa') == [CallStart("look_up"), Arguments('{"word": "Pa')]
     assert parser.feed('ris"') == [Arguments('ris"')]
-    assert parser.feed("}}\n</tool") == [Arguments("}")]
+    assert parser.feed("}}\n</tool") == [Arguments("}"), CallEnd()]
     assert parser.feed("_call>") == []
     assert parser.finish() == []
 

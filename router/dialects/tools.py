@@ -20,6 +20,8 @@ MAX_TOOL_CHARACTERS = 1 << 18
 Mode = Literal["none", "auto", "required"]
 _MODES: tuple[Mode, ...] = ("none", "auto", "required")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_SHOWN_CHARACTERS = 64
+"""Of a name that a client has sent, in an error."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -135,8 +137,12 @@ def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
         if choice.mode == "required":
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
         return None
-    if choice.names is not None and not choice.names <= names:
-        raise InvalidRequest("tool_choice names a tool that is not there", param="tool_choice")
+    if choice.names is not None and (missing := sorted(choice.names - names)):
+        raise InvalidRequest(
+            f"tool_choice names {json.dumps(missing[0][:_SHOWN_CHARACTERS])}, which is none of"
+            " tools",
+            param="tool_choice",
+        )
     if choice.mode == "none":
         return None
     size = len(json.dumps([tool.as_template_value() for tool in tools]))

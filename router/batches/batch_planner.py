@@ -1,0 +1,59 @@
+"""Plans the batches in the table, for the process that runs them and for those that show them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from baton.config.daily_hours import DailyHours
+from router.batches.database import Database
+from router.batches.schedule.plan import BatchSchedule, BatchWork, plan_batches
+from router.batches.schedule.throughput import Throughput
+from router.batches.store import BatchStore
+
+
+class BatchPlanner:
+    """Plans by the table, so that all processes come to the same plan. Owned by the event loop."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        model: str,
+        hours: DailyHours | None,
+        weights: Mapping[str, float],
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``model`` is the id of what is served, ``weights`` those of tenants."""
+        self._store = store
+        self._model = model
+        self._hours = hours
+        self._weights = weights
+        self._throughput = Throughput()
+        self._unix_clock = unix_clock
+
+    async def plan(self) -> dict[str, BatchSchedule]:
+        """The schedules of the batches that are in progress, by id."""
+        if not self._store.used:
+            return {}
+        works = await self._store.ask(Database.works, self._model)
+        progress = await self._store.ask(Database.progress, self._model)
+        return self._plan(works, progress.tokens_per_s)
+
+    async def look(self, now: float) -> dict[str, BatchSchedule]:
+        """Learn the speed of batches, and plan. ``now`` is monotonic, in seconds."""
+        works = await self._store.ask(Database.works, self._model)
+        progress = await self._store.ask(Database.progress, self._model)
+        speed = progress.tokens_per_s
+        schedules = self._plan(works, speed)
+        asked = math.fsum(
+            schedules[work.id].lines_per_s * (work.tokens_per_line or 1.0) for work in works
+        )
+        learned = self._throughput.observe(progress, asked, now)
+        if learned is None:
+            return schedules
+        await self._store.ask(Database.learn_speed, self._model, learned)
+        return self._plan(works, learned)
+
+    def _plan(self, works: list[BatchWork], tokens_per_s: float | None) -> dict[str, BatchSchedule]:
+        return plan_batches(works, tokens_per_s, self._hours, self._weights, self._unix_clock())

@@ -1,0 +1,100 @@
+"""Which lines of batches run: a bounded number at a time, in the order of their deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from router.batches.batch import Batch
+
+_Waiter = tuple[int, int, str, asyncio.Future[None]]
+
+
+class BatchHeld(Exception):
+    """No line of the batch may begin at this moment."""
+
+
+class LineSlots:
+    """Places for lines that run. Owned by the event loop.
+
+    Between tenants, the one that has the fewest places for its weight comes first; among the
+    batches of a tenant, the one whose window ends first.
+    """
+
+    def __init__(self, count: int, weights: Mapping[str, float]) -> None:
+        """``weights`` are those of tenants, 1 for others."""
+        self._free = count
+        self._weights = weights
+        self._taken: Counter[str] = Counter()
+        self._waiting: defaultdict[str, list[_Waiter]] = defaultdict(list)
+        self._numbers = itertools.count()
+        self._held: set[str] = set()
+
+    def hold(self, batch_id: str) -> None:
+        """Turn away the lines of a batch that wait, and those that come. Lines that run end."""
+        self._held.add(batch_id)
+        for waiters in self._waiting.values():
+            for _, _, name, turn in waiters:
+                if name == batch_id and not turn.done():
+                    turn.set_exception(BatchHeld(batch_id))
+
+    def resume(self, batch_id: str) -> None:
+        """Undo ``hold``."""
+        self._held.discard(batch_id)
+
+    @asynccontextmanager
+    async def slot(self, batch: Batch) -> AsyncIterator[None]:
+        """A place for a line until the end of the block. Raises BatchHeld."""
+        if batch.id in self._held:
+            raise BatchHeld(batch.id)
+        if self._free > 0 and not self._has_waiters():
+            self._take(batch.tenant)
+        else:
+            await self._wait(batch)
+        try:
+            yield
+        finally:
+            self._give_back(batch.tenant)
+
+    async def _wait(self, batch: Batch) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        waiter = (batch.expires_at, next(self._numbers), batch.id, turn)
+        heapq.heappush(self._waiting[batch.tenant], waiter)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                # The place came at the moment of the cancellation.
+                self._give_back(batch.tenant)
+            turn.cancel()
+            raise
+
+    def _take(self, tenant: str) -> None:
+        self._free -= 1
+        self._taken[tenant] += 1
+
+    def _give_back(self, tenant: str) -> None:
+        self._free += 1
+        self._taken[tenant] -= 1
+        self._taken += Counter()  # without tenants that have none
+        while self._free > 0 and self._has_waiters():
+            next_tenant = min(self._waiting, key=self._load)
+            *_, turn = heapq.heappop(self._waiting[next_tenant])
+            self._take(next_tenant)
+            turn.set_result(None)
+
+    def _load(self, tenant: str) -> float:
+        return self._taken[tenant] / self._weights.get(tenant, 1.0)
+
+    def _has_waiters(self) -> bool:
+        """Forgets those that have gone."""
+        for tenant, waiters in list(self._waiting.items()):
+            while waiters and waiters[0][3].done():
+                heapq.heappop(waiters)
+            if not waiters:
+                del self._waiting[tenant]
+        return bool(self._waiting)

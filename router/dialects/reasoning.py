@@ -1,0 +1,174 @@
+"""Reasoning before an answer: how a model marks it, and an incremental parser that splits it off.
+
+    BEFORE ── start ──► INSIDE ── end ──► AFTER ── text ──► REST (content and calls)
+       └─────────────── other text ────────────────────────►┘
+
+Reasoning comes once, at the answer's start: a marker further on is content. White space next to
+the markers is dropped. No other text is.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.core.request import AnswerPart
+from router.dialects.json_scanner import WHITE
+from router.dialects.pieces import Content, Piece, Reasoning, joined
+
+
+class AnswerParser(Protocol):
+    """Parses one answer, whose text comes in parts.
+
+    Adjacent pieces of a kind join to the same text however the answer is cut into parts.
+    """
+
+    def feed(self, text: str) -> list[Piece]:
+        """Parse the next part. Returns the pieces that are certain now."""
+
+    def finish(self) -> list[Piece]:
+        """End the text. Returns what was held back."""
+
+
+class PlainParser:
+    """For answers in which nothing is to be found: all text is content."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """See ``AnswerParser``."""
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        """See ``AnswerParser``."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model marks its reasoning."""
+
+    name: str
+    start: str
+    """The marker at the answer's start; a chat template may write it already."""
+    end: str
+    calls_end_it: Sequence[str] = ()
+    """Markers of calls that end the reasoning without ``end``."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The markers. The parser needs their text even where they are special tokens."""
+        return (self.start, self.end)
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Whether the chat template has written ``start`` at the end of ``prompt``."""
+        return prompt.rstrip(WHITE).endswith(self.start)
+
+    def is_open_in(self, message: str) -> bool:
+        """Whether reasoning has begun and not ended in ``message``, which the answer continues."""
+        return message.rfind(self.start) > message.rfind(self.end)
+
+
+class _State(enum.Enum):
+    BEFORE = enum.auto()
+    INSIDE = enum.auto()
+    AFTER = enum.auto()
+    REST = enum.auto()
+
+
+class ReasoningParser:
+    """Splits off the reasoning, and gives the rest to another parser."""
+
+    def __init__(
+        self, form: ReasoningFormat, rest: AnswerParser, begins_in: AnswerPart = "start"
+    ) -> None:
+        """``begins_in``: where the prompt ends."""
+        self._form = form
+        self._rest = rest
+        self._is_open = begins_in == "reasoning"
+        self._state = _State.REST if begins_in == "content" else _State.BEFORE
+        self._text = ""
+        """Text that is held back."""
+        self._has_begun = False
+        """Whether the reasoning has text."""
+        self._pieces: list[Piece] = []
+        self._steps: dict[_State, Callable[[], bool]] = {
+            _State.BEFORE: self._before,
+            _State.INSIDE: self._inside,
+            _State.AFTER: self._after,
+            _State.REST: self._to_rest,
+        }
+
+    def feed(self, text: str) -> list[Piece]:
+        """See ``AnswerParser``."""
+        self._text += text
+        while self._text and self._steps[self._state]():
+            pass
+        return self._given()
+
+    def finish(self) -> list[Piece]:
+        """See ``AnswerParser``."""
+        rest, self._text = self._text, ""
+        inside = self._state is _State.INSIDE or (self._state is _State.BEFORE and self._is_open)
+        if inside:
+            self._pieces.append(Reasoning(rest))
+        elif self._state is not _State.AFTER:
+            self._pieces += self._rest.feed(rest)
+        self._pieces += self._rest.finish()
+        return self._given()
+
+    def _given(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return joined(pieces)
+
+    def _before(self) -> bool:
+        text = self._text.lstrip(WHITE)
+        if text.startswith(self._form.start):
+            self._text = text[len(self._form.start) :]
+            self._state = _State.INSIDE
+        elif self._form.start.startswith(text):
+            return False
+        else:
+            self._state = _State.INSIDE if self._is_open else _State.REST
+        return True
+
+    def _inside(self) -> bool:
+        if not self._has_begun:
+            self._text = self._text.lstrip(WHITE)
+        ends = (self._form.end, *self._form.calls_end_it)
+        found = [(place, end) for end in ends if (place := self._text.find(end)) >= 0]
+        if found:
+            place, end = min(found)
+            self._reason(self._text[:place].rstrip(WHITE))
+            dropped = len(end) if end == self._form.end else 0
+            self._text = self._text[place + dropped :]
+            self._state = _State.AFTER
+            return True
+        keep = max(possible_start(self._text, end) for end in ends)
+        shown = self._text[: len(self._text) - keep].rstrip(WHITE)
+        self._reason(shown)
+        self._text = self._text[len(shown) :]
+        return False
+
+    def _reason(self, text: str) -> None:
+        self._has_begun = self._has_begun or bool(text)
+        self._pieces.append(Reasoning(text))
+
+    def _after(self) -> bool:
+        self._text = self._text.lstrip(WHITE)
+        if self._text:
+            self._state = _State.REST
+        return bool(self._text)
+
+    def _to_rest(self) -> bool:
+        self._pieces += self._rest.feed(self._text)
+        self._text = ""
+        return False
+
+
+def possible_start(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` that begins ``marker``."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0

@@ -1,0 +1,74 @@
+"""Bodies and answers of ``/v1/generate`` and ``/v1/generate/batch``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from router.http.client import Int, RequestBody, Strings
+
+MAX_TOKENS, TEMPERATURE = 100, 0.7
+"""What holds where the client gives nothing."""
+Optimization = Literal["none", "basic", "full"]
+
+
+class _Body(RequestBody):
+    model: str | None = None
+    """The served model's id; may be left out."""
+    max_tokens: Int | None = Field(MAX_TOKENS, ge=1)
+    """The most tokens to generate for each prompt."""
+    temperature: float | None = Field(TEMPERATURE, ge=0, le=2)
+    """0 … 2; 0 takes the most likely token."""
+    optimization: Optimization | None = "full"
+    """`full`: the prefix cache and speculation where they help. `basic`: neither. `none`: the same
+    as `basic`, since a server's batches cannot be switched off for one request."""
+
+
+class GenerateRequest(_Body):
+    """The body of `POST /v1/generate`."""
+
+    prompt: str
+    """Text, as `/v1/completions` takes it: no chat template is applied."""
+    stream: bool | None = False
+    """Send the answer as server-sent events while it is made."""
+
+
+class BatchGenerateRequest(_Body):
+    """The body of `POST /v1/generate/batch`."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"stream": (False,)}
+
+    prompts: Strings = Field(min_length=1)
+    """Up to 128 texts, which are answered side by side."""
+
+
+class Generated(BaseModel):
+    """The answer of `POST /v1/generate`."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    text: str
+    tokens_generated: int
+    latency_ms: float
+    """From the request's receipt to its last token."""
+    optimization_used: str
+    """What the engine did for this answer, with commas between: `continuous_batching`,
+    `prefix_cache` where KV of the prompt was found, `speculation=METHOD` where drafted tokens were
+    accepted, `quantization=KIND` of the weights."""
+    finish_reason: Literal["stop", "length"]
+    """`length`: `max_tokens` or the context has cut it short."""
+
+
+class BatchGenerated(BaseModel):
+    """The answer of `POST /v1/generate/batch`."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    results: list[Generated]
+    """One for each prompt, in their order."""
+    total_latency_ms: float
+    """From the request's receipt to the last token of all."""
+    throughput_tokens_per_sec: float
+    """The tokens of all results over that time."""
