@@ -124,6 +124,15 @@ class LastWorker(BatonError):
     code = "last_worker"
 
 
+class CacheShareExceeded(BatonError):
+    """Pinned prefixes of the tenant take all of its share of the cache."""
+
+    http_status = 409
+    grpc_status = "RESOURCE_EXHAUSTED"
+    error_type = "invalid_request_error"
+    code = "cache_share_exceeded"
+
+
 class RequestTooLarge(BatonError):
     """The body is over the size limit."""
 

@@ -57,6 +57,20 @@ class Principal:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """A wish to keep the blocks of a prompt's leading tokens for longer than others."""
+
+    tokens: int
+    """Blocks that end within these tokens are kept."""
+    ttl_s: float
+    name: str = ""
+    """A pin's: it keeps all of the blocks or none, and stays until its time is over or it is ended.
+    Without a name as many are kept as there is room for, until newer ones need it."""
+    required: bool = False
+    """The request fails where the blocks cannot be kept."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSpec:
     """All that a worker needs to run a sequence, at its start or after a move."""
 
@@ -85,6 +99,9 @@ class SequenceSpec:
     that worker computes it again itself."""
     embeds: bool = False
     """The prompt's embedding is wanted, beside one token that nobody reads."""
+    retentions: tuple[Retention, ...] = ()
+    cache_ttl_s: float = 0.0
+    """Its blocks are forgotten when nobody has used them for so many seconds; 0 sets no bound."""
     trace: TraceContext = NO_TRACE
     """Of what is above the spans of the worker."""
     without_speculation: bool = False

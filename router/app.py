@@ -10,6 +10,7 @@ from functools import partial
 import grpc.aio
 import redis.asyncio
 
+from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.supervision import PoolSizes, supervision_page
 from router.admin.cache import CacheApi, CacheControl, OperatorServicer
@@ -26,6 +27,8 @@ from router.grpc.gate import make_public_server
 from router.grpc.inference import add_grpc_services
 from router.inference.service import InferenceService
 from router.listeners import Apps
+from router.prefixes.api import PrefixApi
+from router.prefixes.pinning import PrefixPinning
 from router.routes import Apis, Mountable, make_apps
 from router.usage.api import UsageApi
 from router.usage.usage_store import UsageStore
@@ -65,6 +68,7 @@ def make_application(
     """
     config, access, model = service.config, service.access, service.model
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
+    prefixes = PrefixPinning(service, dispatcher, PinStore(client, cluster_id))
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
     scaling = PoolScaling(config, PoolSizes(client, cluster_id))
     apis = Apis.of(service)
@@ -84,6 +88,7 @@ def make_application(
         more=(
             batches.api,
             CacheApi(cache, access),
+            PrefixApi(service, prefixes),
             WorkerApi(control, scaling, access, config),
             ClusterApi(cluster_id, model.id, control, scaling, access),
             console,

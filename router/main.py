@@ -27,6 +27,7 @@ from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.host.background import end_tasks
 from baton.rpc.grpc_channel import listen
+from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
@@ -99,6 +100,7 @@ async def serve(settings: RouterSettings) -> None:
         Registry(client, settings.cluster_id),
         PrefixIndex(client, settings.cluster_id),
         TrafficStore(client, settings.cluster_id) if config.autoscaler.enabled else None,
+        PinStore(client, settings.cluster_id),
     )
     ledger = Ledger(client, settings.cluster_id, config, metrics)
     limits = RateLimits(client, settings.cluster_id, metrics, budgets=ledger.budgets)

@@ -25,6 +25,7 @@ from baton.v1 import (
 )
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tiers import BlockTiers
+from engine.scheduling.retention import RetentionBook
 from kvtransfer.pairs.pair import Identity
 from kvtransfer.transports.transport import Peer
 from worker.exchange.exchange import Exchange
@@ -66,9 +67,12 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     """The cached blocks of this worker."""
 
-    def __init__(self, pool: BlockPool, tiers: BlockTiers | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, retention: RetentionBook, tiers: BlockTiers | None = None
+    ) -> None:
         """``tiers`` are those behind the pool."""
         self._pool = pool
+        self._retention = retention
         self._tiers = tiers
 
     @guarded
@@ -83,6 +87,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             self._pool.drop_cache()
         log.info("dropped %d cached blocks", blocks)
         return cache_pb2.DropCacheResponse(blocks=blocks)
+
+    @guarded
+    async def Unpin(  # noqa: N802 - gRPC's name
+        self, request: cache_pb2.UnpinRequest, context: Context
+    ) -> cache_pb2.UnpinResponse:
+        """See cache.proto."""
+        was_pinned = self._retention.end(request.tenant, request.name)
+        return cache_pb2.UnpinResponse(was_pinned=was_pinned)
 
 
 class Drainable(Protocol):

@@ -230,7 +230,7 @@ def _add_services(server: grpc.aio.Server, context: WorkerContext, process: Drai
     transfers = TransferServicer(context.exchange)
     transfer_pb2_grpc.add_TransferServiceServicer_to_server(transfers, server)
     books = None if context.tiers is None else context.tiers.tiers
-    caches = CacheServicer(context.engine.pool, books)
+    caches = CacheServicer(context.engine.pool, context.core.retention, books)
     cache_pb2_grpc.add_CacheServiceServicer_to_server(caches, server)
 
 

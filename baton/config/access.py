@@ -19,6 +19,12 @@ class TenantConfig(Budgeted):
     """Name of the tenant in metrics. Its prefix cache is shared with no other tenant."""
     weight: float = Field(default=1.0, ge=0.001, le=1000)
     """Share of the tokens, relative to the weights of other tenants that wait at the same time."""
+    max_pinned_fraction: float = Field(default=0.25, ge=0, le=1)
+    """Maximum fraction of each worker's KV blocks that the tenant's pinned prefixes and retentions
+    keep. ``max_pinned_fraction`` of the cluster bounds all tenants together."""
+    cache_ttl_s: float = Field(default=0.0, ge=0)
+    """Maximum time that a block of the tenant's prefix cache stays without use, in seconds; 0 sets
+    no bound. Pinned blocks stay longer. With a bound, blocks are not copied to KV tiers."""
 
 
 class KeyConfig(Budgeted):

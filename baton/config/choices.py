@@ -13,8 +13,25 @@ LocalPrefill = Literal["auto", "never", "always"]
 PolicyName = Literal[
     "predictive", "round_robin", "least_loaded", "prefix", "power_of_two", "session"
 ]
-ToolParserName = Literal["auto", "hermes", "llama3", "smollm", "mistral", "mistral_args"]
-ReasoningParserName = Literal["auto", "none", "think", "mistral"]
+ToolParserName = Literal[
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "gemma",
+    "glm45",
+    "harmony",
+    "hermes",
+    "kimi_k2",
+    "llama3",
+    "llama4",
+    "llama4_json",
+    "minimax_m2",
+    "mistral",
+    "mistral_args",
+    "qwen3_coder",
+    "smollm",
+]
+ReasoningParserName = Literal["auto", "none", "think", "mistral", "harmony"]
 Dtype = Literal["bfloat16", "float32", "float16"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 KvDtype = Literal["auto", "int8", "fp8"]

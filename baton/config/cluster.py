@@ -165,14 +165,16 @@ class Config(BaseSettings):
     kv_disk_path: str = ""
     """Folder for KV blocks on disk; empty takes ``kv`` in ``$BATON_CACHE_DIR``, or in
     ``~/.cache/baton``. The file has no name in it, and ends with its worker."""
+    max_pinned_fraction: float = Field(default=0.5, ge=0, le=0.9)
+    """Maximum fraction of each worker's KV blocks that the pinned prefixes and retentions of all
+    tenants together keep. Such blocks are evicted last."""
     tool_parser: ToolParserName = "auto"
-    """Format of the model's tool calls; ``auto`` derives it from the chat template. ``hermes`` is
-    also for Qwen and SmolLM3, ``smollm`` for SmolLM2, ``mistral_args`` for Mistral since tokenizer
-    version 11."""
+    """Format of the model's tool calls; ``auto`` derives it from the chat template. docs/tools.md
+    lists the models of each."""
     reasoning_parser: ReasoningParserName = "auto"
-    """Format of the model's reasoning, which answers give apart from their content; ``auto``
+    """Format of the model's reasoning, which answers give separately from their content; ``auto``
     derives it from the chat template, ``none`` leaves reasoning in the content. ``think`` is
-    ``<think>…</think>``, ``mistral`` is ``[THINK]…[/THINK]``."""
+    ``<think>…</think>``, ``mistral`` is ``[THINK]…[/THINK]``, ``harmony`` is gpt-oss's."""
     request_deadline_s: float = Field(default=300.0, gt=0)
     """Maximum time of a request, in seconds; it then gets an error."""
     drain_deadline_s: float = Field(default=30.0, ge=0)
@@ -354,6 +356,11 @@ class Config(BaseSettings):
         shared = os.environ.get("XDG_DATA_HOME")
         parent = Path(shared).expanduser() if shared else Path.home() / ".local" / "share"
         return parent.absolute() / "baton" / re.sub(r"[^A-Za-z0-9.-]", "-", self.http)
+
+    def tenant(self, name: str) -> TenantConfig:
+        """The settings of a tenant, the defaults for one that is not configured."""
+        known = (tenant for tenant in self.tenants if tenant.name == name)
+        return next(known, TenantConfig(name=name))
 
     @property
     def tenant_weights(self) -> dict[str, float]:

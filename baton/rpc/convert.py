@@ -17,6 +17,7 @@ from baton.request import (
     GroupShape,
     LoadSnapshot,
     Principal,
+    Retention,
     SequenceSpec,
     TokenOutput,
     TraceContext,
@@ -137,6 +138,14 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     message.preemptions = spec.preemptions
     message.hand_back = spec.hand_back
     message.embeds = spec.embeds
+    message.cache_ttl_ms = round(spec.cache_ttl_s * 1000)
+    for wanted in spec.retentions:
+        message.retentions.add(
+            tokens=wanted.tokens,
+            ttl_ms=round(min(wanted.ttl_s * 1000, _LONGEST_MS)),
+            name=wanted.name,
+            required=wanted.required,
+        )
     message.without_speculation = spec.without_speculation
     if spec.trace != NO_TRACE:
         message.trace.traceparent = spec.trace.traceparent
@@ -161,6 +170,11 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         preemptions=message.preemptions,
         hand_back=message.hand_back,
         embeds=message.embeds,
+        retentions=tuple(
+            Retention(one.tokens, one.ttl_ms / 1000, one.name, one.required)
+            for one in message.retentions
+        ),
+        cache_ttl_s=message.cache_ttl_ms / 1000,
         trace=TraceContext(message.trace.traceparent, message.trace.tracestate)
         if message.HasField("trace")
         else NO_TRACE,

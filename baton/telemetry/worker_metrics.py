@@ -45,6 +45,12 @@ class WorkerMetrics:
         self.kv_blocks = Gauge(
             "baton_kv_blocks", "KV blocks by state.", [*labels, "state"], registry=registry
         )
+        self.retained_kv_blocks = Gauge(
+            "baton_retained_kv_blocks",
+            "KV blocks that pinned prefixes and cache_control keep: they are evicted last.",
+            labels,
+            registry=registry,
+        )
         self.batch_fill_ratio = Gauge(
             "baton_batch_fill_ratio",
             "Sequences in the last step over the most allowed.",

@@ -40,6 +40,11 @@ class CacheServiceStub(object):
                 request_serializer=baton_dot_v1_dot_cache__pb2.DropCacheRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cache__pb2.DropCacheResponse.FromString,
                 _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/baton.v1.CacheService/Unpin',
+                request_serializer=baton_dot_v1_dot_cache__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cache__pb2.UnpinResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -53,6 +58,13 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Unpin(self, request, context):
+        """Ends the pin of that name, if there is one: its blocks are evicted as all others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.DropCache,
                     request_deserializer=baton_dot_v1_dot_cache__pb2.DropCacheRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cache__pb2.DropCacheResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=baton_dot_v1_dot_cache__pb2.UnpinRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cache__pb2.UnpinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class CacheService(object):
             '/baton.v1.CacheService/DropCache',
             baton_dot_v1_dot_cache__pb2.DropCacheRequest.SerializeToString,
             baton_dot_v1_dot_cache__pb2.DropCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.CacheService/Unpin',
+            baton_dot_v1_dot_cache__pb2.UnpinRequest.SerializeToString,
+            baton_dot_v1_dot_cache__pb2.UnpinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class CacheServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     DropCache: _grpc.UnaryUnaryMultiCallable[_cache_pb2.DropCacheRequest, _cache_pb2.DropCacheResponse]
     """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index."""
+    Unpin: _grpc.UnaryUnaryMultiCallable[_cache_pb2.UnpinRequest, _cache_pb2.UnpinResponse]
+    """Ends the pin of that name, if there is one: its blocks are evicted as all others."""
 
 @_typing.type_check_only
 class CacheServiceAsyncStub(CacheServiceStub):
@@ -43,6 +45,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     DropCache: _aio.UnaryUnaryMultiCallable[_cache_pb2.DropCacheRequest, _cache_pb2.DropCacheResponse]  # type: ignore[assignment]
     """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index."""
+    Unpin: _aio.UnaryUnaryMultiCallable[_cache_pb2.UnpinRequest, _cache_pb2.UnpinResponse]  # type: ignore[assignment]
+    """Ends the pin of that name, if there is one: its blocks are evicted as all others."""
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     """A worker's cached blocks; for routers."""
@@ -54,6 +58,14 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.DropCacheResponse, _abc.Awaitable[_cache_pb2.DropCacheResponse]]:
         """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index."""
+
+    @_abc_1.abstractmethod
+    def Unpin(
+        self,
+        request: _cache_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.UnpinResponse, _abc.Awaitable[_cache_pb2.UnpinResponse]]:
+        """Ends the pin of that name, if there is one: its blocks are evicted as all others."""
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -260,6 +260,7 @@ class PrefillResponse(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    RETAINED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     cached_prompt_tokens: _builtins.int
     """With the first token: prompt tokens whose KV was found here."""
     queue_ms: _builtins.float
@@ -270,6 +271,10 @@ class PrefillResponse(_message.Message):
     """
     computed_tokens: _builtins.int
     """With the first token: tokens whose KV was computed in that time."""
+    retained_prompt_tokens: _builtins.int
+    """With the first token: leading prompt tokens whose blocks are held and kept as the request
+    wishes.
+    """
     @_builtins.property
     def first_token(self) -> _worker_pb2.TokenOutput:
         """Sent as soon as it is sampled; a finish_reason means that no decode follows."""
@@ -290,10 +295,11 @@ class PrefillResponse(_message.Message):
         queue_ms: _builtins.float = ...,
         compute_ms: _builtins.float = ...,
         computed_tokens: _builtins.int = ...,
+        retained_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "compute_ms", b"compute_ms", "computed_tokens", b"computed_tokens", "event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "compute_ms", b"compute_ms", "computed_tokens", b"computed_tokens", "event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load", "queue_ms", b"queue_ms", "retained_prompt_tokens", b"retained_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handoff"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

@@ -70,6 +70,39 @@ class TraceContext(_message.Message):
 Global___TraceContext: _TypeAlias = TraceContext  # noqa: Y015
 
 @_typing.final
+class Retention(_message.Message):
+    """A wish to keep the blocks of a prompt's leading tokens for longer than others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REQUIRED_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Blocks that end within these tokens are kept."""
+    ttl_ms: _builtins.int
+    name: _builtins.str
+    """A pin's: it keeps all of the blocks or none. Empty: as many as there is room for."""
+    required: _builtins.bool
+    """The request fails, with the code cache_share_exceeded, where the blocks cannot be kept."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+        name: _builtins.str = ...,
+        required: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "required", b"required", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
+
+@_typing.final
 class SequenceSpec(_message.Message):
     """All that a worker needs to run a sequence, at its start or after a move."""
 
@@ -93,6 +126,8 @@ class SequenceSpec(_message.Message):
     EMBEDS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     WITHOUT_SPECULATION_FIELD_NUMBER: _builtins.int
+    RETENTIONS_FIELD_NUMBER: _builtins.int
+    CACHE_TTL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Which try at placing the request this is, from 0."""
@@ -122,6 +157,8 @@ class SequenceSpec(_message.Message):
     """The prompt's embedding is wanted, beside one token that nobody reads."""
     without_speculation: _builtins.bool
     """No tokens are drafted for it."""
+    cache_ttl_ms: _builtins.int
+    """Its blocks are forgotten when nobody has used them for so long; 0 sets no bound."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens that the router has already accepted."""
@@ -136,6 +173,8 @@ class SequenceSpec(_message.Message):
     def trace(self) -> Global___TraceContext:
         """Of what is above the spans of the worker."""
 
+    @_builtins.property
+    def retentions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]: ...
     def __init__(
         self,
         *,
@@ -157,10 +196,12 @@ class SequenceSpec(_message.Message):
         embeds: _builtins.bool = ...,
         trace: Global___TraceContext | None = ...,
         without_speculation: _builtins.bool = ...,
+        retentions: _abc.Iterable[Global___Retention] | None = ...,
+        cache_ttl_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace", "without_speculation", b"without_speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "cache_ttl_ms", b"cache_ttl_ms", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "retentions", b"retentions", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace", "without_speculation", b"without_speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

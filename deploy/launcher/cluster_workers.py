@@ -17,6 +17,7 @@ import redis
 
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
+from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
@@ -209,6 +210,7 @@ async def forget_cluster(url: str, cluster_id: str) -> None:
             await client.delete(workers_hash_key(cluster_id))
             await StatusStore(client, cluster_id).clear()
             await PoolSizes(client, cluster_id).clear()
+            await PinStore(client, cluster_id).clear()
             await TrafficStore(client, cluster_id).clear()
             for incarnation in await registry.dead():
                 await index.collect(incarnation)

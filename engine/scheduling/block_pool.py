@@ -4,27 +4,28 @@ A block is in one of these states:
 
     free         holds nothing that can be found
     used         pinned by at least one sequence or ticket
-    cached       pinned by none, its contents can be found by hash; evicted oldest first
+    cached       pinned by none, its contents can be found by hash; evicted oldest first, and those
+                 that are retained after all others
     quarantined  released, but a writer elsewhere may still write to it
 
     free ─allocate→ used ─release→ free, or cached where it has a hash
-    cached ─pin→ used;  cached ─allocate (eviction)→ used
+    cached ─pin→ used;  cached ─allocate (eviction)→ used;  cached ─expire→ free
     used ─quarantine→ quarantined ─end_quarantine→ free
 
-``PrefixCache`` finds blocks for sequences. Where blocks run out, the sequence that costs least
-loses its own (``victim_of``). Plain Python, owned by the engine core.
+``engine.scheduling.retention`` decides which hashes are retained, and
+``engine.scheduling.prefix_cache`` finds blocks for sequences. Where blocks run out, the sequence
+that costs least loses its own (``victim_of``). Plain Python, owned by the engine core.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.hashing import last_hashes
-from engine.scheduling.sequence import SchedulerLimits, Sequence
+from engine.scheduling.sequence import Sequence
 
 
 class OutOfBlocks(Exception):
@@ -65,6 +66,15 @@ class BlockPool:
         self._references = [0] * total
         self._free: deque[int] = deque(range(total))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._retained: set[bytes] = set()
+        self._retained_cached: OrderedDict[int, None] = OrderedDict()
+        """Cached blocks of these hashes."""
+        self._ttl_of: dict[int, float] = {}
+        """Seconds for which a findable block may be cached; a block that is absent has no bound."""
+        self._newly_cached: dict[int, None] = {}
+        """Cached blocks with a bound, since the last call of ``expire``."""
+        self._expiring: dict[float, OrderedDict[int, float]] = {}
+        """By bound: cached blocks and when they expire, the first to expire first."""
         self._quarantined: set[int] = set()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -80,14 +90,18 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that ``allocate`` can give."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self._cached_count
+
+    @property
+    def _cached_count(self) -> int:
+        return len(self._cached) + len(self._retained_cached)
 
     def counts(self) -> BlockCounts:
-        rest = len(self._free) + len(self._cached) + len(self._quarantined)
+        rest = self.available + len(self._quarantined)
         return BlockCounts(
             free=len(self._free),
             used=self.total - rest,
-            cached=len(self._cached),
+            cached=self._cached_count,
             quarantined=len(self._quarantined),
         )
 
@@ -130,11 +144,11 @@ class BlockPool:
                     listener.busy(block)
         for block in blocks:
             if self._references[block] == 0:
-                del self._cached[block]
+                self._leave_cached(block)
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` blocks with one user each; evicts the blocks longest unused.
+        """``count`` blocks with one user each; evicts blocks longest unused, retained ones last.
 
         Raises OutOfBlocks, and then changes nothing.
         """
@@ -148,11 +162,15 @@ class BlockPool:
         return blocks
 
     def _evict(self) -> None:
-        """Free the cached block that is least recently used."""
-        block = next(iter(self._cached))
+        """Free the cached block longest unused; a retained one if there is no other."""
+        self._forget(next(iter(self._cached or self._retained_cached)))
+
+    def _forget(self, block: int) -> None:
+        """Free a cached block."""
         for listener in self._listeners:
             listener.evicted(block)
-        del self._cached[block]
+        self._leave_cached(block)
+        self._ttl_of.pop(block, None)
         self._free.append(block)
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
@@ -175,16 +193,36 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 if block in self._hash_of:
-                    self._cached[block] = None
+                    self._enter_cached(block)
                 else:
                     self._free.append(block)
 
-    def register(self, block: int, digest: bytes, leading: Several[bytes] = ()) -> int:
+    def _queue_of(self, block: int) -> OrderedDict[int, None]:
+        is_retained = self._hash_of[block] in self._retained
+        return self._retained_cached if is_retained else self._cached
+
+    def _enter_cached(self, block: int) -> None:
+        self._queue_of(block)[block] = None
+        if block in self._ttl_of:
+            self._newly_cached[block] = None
+
+    def _leave_cached(self, block: int) -> None:
+        del self._queue_of(block)[block]
+        ttl_s = self._ttl_of.get(block)
+        if ttl_s is not None:
+            self._newly_cached.pop(block, None)
+            if ttl_s in self._expiring:
+                self._expiring[ttl_s].pop(block, None)
+
+    def register(
+        self, block: int, digest: bytes, leading: Several[bytes] = (), ttl_s: float = 0.0
+    ) -> int:
         """Make a used block's contents findable. Returns the block that holds them from now on:
 
         another one, if equal contents were held already; the caller may exchange its own for it.
         ``leading`` are the hashes of the shorter prefixes that end within the block: the prefix
         index is told of them, but nothing is found here by them. Several blocks may share one.
+        ``ttl_s``: seconds after its last use until it expires; 0: it does not.
         """
         if self._references[block] <= 0:
             raise ValueError(f"block {block} is not in use")
@@ -193,6 +231,8 @@ class BlockPool:
             return holder
         if block in self._hash_of:
             raise ValueError(f"block {block} has another hash already")
+        if ttl_s:
+            self._ttl_of[block] = ttl_s
         self._block_of[digest] = block
         self._hash_of[block] = digest
         self._changed[digest] = True
@@ -202,6 +242,60 @@ class BlockPool:
             self._leading[prefix] += 1
             self._changed[prefix] = True
         return block
+
+    # Blocks that stay longer, or shorter, than their last use decides
+
+    @property
+    def retained(self) -> Set[bytes]:
+        """Hashes whose blocks are evicted last, held or not."""
+        return self._retained
+
+    def retain(self, digests: Several[bytes]) -> None:
+        """Evict the blocks of these hashes last, from the first of them on, held already or not.
+
+        The last of ``digests`` will be evicted first.
+        """
+        self._change_retention(digests, self._retained.add)
+
+    def end_retention(self, digests: Several[bytes]) -> None:
+        """Treat the blocks of these hashes as all others; those that are cached were just used."""
+        self._change_retention(digests, self._retained.discard)
+
+    def _change_retention(self, digests: Several[bytes], change: Callable[[bytes], None]) -> None:
+        for digest in reversed(digests):
+            block = self._block_of.get(digest)
+            if block is None or self._references[block] > 0:
+                change(digest)
+                continue
+            del self._queue_of(block)[block]
+            change(digest)
+            self._queue_of(block)[block] = None
+
+    def expires(self, block: int) -> bool:
+        """Whether a findable block has a time to live."""
+        return block in self._ttl_of
+
+    def expire(self, now: float) -> int:
+        """Forget the cached blocks that were last used longer ago than they may be cached.
+
+        Returns how many. The time counts from the first call after the last use; retention counts
+        as use. ``now`` is in seconds, on any clock that does not go back.
+        """
+        for block in self._newly_cached:
+            ttl_s = self._ttl_of[block]
+            self._expiring.setdefault(ttl_s, OrderedDict())[block] = now + ttl_s
+        self._newly_cached = {}
+        count = 0
+        for ttl_s, blocks in self._expiring.items():
+            while blocks and next(iter(blocks.values())) <= now:
+                block = next(iter(blocks))
+                if self._hash_of[block] in self._retained:
+                    blocks[block] = now + ttl_s
+                    blocks.move_to_end(block)
+                else:
+                    self._forget(block)
+                    count += 1
+        return count
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Take blocks with one user and no hash out of circulation."""
@@ -229,75 +323,30 @@ class BlockPool:
 
     def drop_cache(self) -> None:
         """Forget every block that nobody uses."""
-        while self._cached:
+        while self._cached_count:
             self._evict()
 
     def check(self) -> None:
         """Assert that each block is in exactly one state; cheap enough for idle moments."""
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self._free), {*self._cached, *self._retained_cached}
         used = {block for block, count in enumerate(self._references) if count > 0}
         states = [free, cached, used, self._quarantined]
         assert sum(map(len, states)) == self.total == len(set().union(*states)), "a block is lost"
         assert len(free) == len(self._free), "a block is free twice"
         assert all(count >= 0 for count in self._references), "a block has a negative count"
         assert cached <= self._hash_of.keys(), "a cached block has no hash"
+        retained = {block for block in cached if self._hash_of[block] in self._retained}
+        assert retained == self._retained_cached.keys(), "a retained block is in the wrong line"
+        assert self._ttl_of.keys() <= self._hash_of.keys(), "a block without a hash expires"
+        waits = Counter(self._newly_cached.keys())
+        for blocks in self._expiring.values():
+            waits.update(blocks.keys())
+        assert waits == Counter(cached & self._ttl_of.keys()), "a block expires twice or never"
         assert not (free | self._quarantined) & self._hash_of.keys(), "a free block has a hash"
         assert {d: b for b, d in self._hash_of.items()} == self._block_of, "hashes disagree"
         assert self._leading_of.keys() <= self._hash_of.keys(), "a block has leading hashes alone"
         shared = Counter(prefix for held in self._leading_of.values() for prefix in held)
         assert shared == self._leading, "leading hashes disagree"
-
-
-class PrefixCache:
-    """Finds, registers and exchanges blocks of a pool for a scheduler's sequences."""
-
-    __slots__ = ("_limits", "_pool")
-
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
-        self._pool = pool
-        self._limits = limits
-
-    def prefix_of(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest known prefix of a sequence that has none of its own.
-
-        The last token is computed in any case, since its logits are needed, and it is never
-        written into a shared block: at most the blocks before it are taken.
-        """
-        if sequence.scores_prompt:
-            # What is scored is computed: its logits are needed.
-            return []
-        most = (len(sequence.token_ids) - 1) // self._limits.block_size
-        hashes = sequence.full_hashes(self._limits.hash_block)
-        return self._pool.match(last_hashes(hashes, self._limits.hashes_per_block)[:most])
-
-    def deduplicate(self, sequence: Sequence) -> None:
-        """Exchange blocks whose contents were held already. Only for sequences not in flight."""
-        for index in range(sequence.registered):
-            own = sequence.block_table[index]
-            holder = self._make_findable(sequence, index)
-            if holder != own:
-                self._pool.pin([holder])
-                sequence.block_table[index] = holder
-                # The block stays the sequence's until it is released: that may raise.
-                sequence.spare.append(own)
-                self._pool.release([own])
-                sequence.spare.remove(own)
-
-    def register(self, sequence: Sequence) -> None:
-        """Make the blocks that have become full findable. Equal contents stay with their holder."""
-        full = sequence.computed // self._limits.block_size
-        if full <= sequence.registered:
-            return
-        sequence.full_hashes(self._limits.hash_block)
-        for index in range(sequence.registered, full):
-            self._make_findable(sequence, index)
-        sequence.registered = full
-
-    def _make_findable(self, sequence: Sequence, index: int) -> int:
-        """See ``BlockPool.register``."""
-        count = self._limits.hashes_per_block
-        *leading, last = sequence.hashes[index * count : (index + 1) * count]
-        return self._pool.register(sequence.block_table[index], last, leading)
 
 
 PATIENCE = 3

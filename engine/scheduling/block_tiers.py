@@ -75,8 +75,9 @@ class BlockTiers:
         digest, _ = self.pool.contents(block)
         for tier in self.tiers:
             tier.touch(digest)
-        # One that came from a lower tier goes to the first one too: it was wanted.
-        if not self.tiers[0].has(digest):
+        # One that came from a lower tier goes to the first one too: it was wanted. What expires in
+        # the pool would be held here for longer.
+        if not self.tiers[0].has(digest) and not self.pool.expires(block):
             self._bare[block] = None
 
     def busy(self, block: int) -> None:

@@ -26,8 +26,9 @@ from collections.abc import Callable, Iterable
 
 from baton.errors import InvalidRequest
 from baton.request import FinishReason
-from engine.scheduling.block_pool import BlockPool, OutOfBlocks, PrefixCache, victim_of
+from engine.scheduling.block_pool import BlockPool, OutOfBlocks, victim_of
 from engine.scheduling.plan import PlanRow, ScheduledStep, StepPlan, StepResult
+from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds, SequenceUpdate
 
 ReturnsHere = Callable[[Sequence], bool]

@@ -96,7 +96,8 @@ async def transfer_end(
     threads = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="transfer")
     advanced = config.advanced
     limits = PairLimits(window_bytes=advanced.transfer_window_mib * MIB, silence_s=advanced.lease_s)
-    ranks = RankLinks(rank_addresses, limits, advanced.lease_s) if rank_addresses else None
+    plane = WorkerPlane.of(tls.of("worker"), config.cluster_secret)
+    ranks = RankLinks(rank_addresses, limits, advanced.lease_s, plane) if rank_addresses else None
     try:
         if ranks is not None:
             await ranks.open(identity)
@@ -109,7 +110,6 @@ async def transfer_end(
             geometry=identity.geometry,
             ranks=ranks,
         )
-        plane = WorkerPlane.of(tls.of("worker"), config.cluster_secret)
         exchange = Exchange(
             identity,
             transports,

@@ -49,6 +49,7 @@ _INFERENCE = (
     "/static-offline-docs",
     "/tokenize",
     "/v1/batches",
+    "/v1/cache/prefixes",
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",

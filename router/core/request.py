@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from baton.logprobs import TokenLogprobs
-from baton.request import NO_TRACE, FinishReason, Principal, TraceContext
+from baton.request import NO_TRACE, FinishReason, Principal, Retention, TraceContext
 from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
 
@@ -44,6 +44,10 @@ class GenerationRequest:
     """Another salt, another prefix cache."""
     session: str = ""
     """What the client calls its conversation; empty: nothing was said."""
+    cache_key: str = ""
+    """Requests with the same key go to the same worker where possible; empty: no wish."""
+    retentions: tuple[Retention, ...] = ()
+    """Which of the prompt's blocks are to be kept for longer than others."""
     priority: int = 0
     """Lower comes earlier among those of one tenant that wait."""
     own_deadline: bool = False
@@ -60,6 +64,8 @@ class GenerationRequest:
     """Its text includes special tokens, except for the one that ended it."""
     embeds: bool = False
     """The prompt's embedding is wanted, and no answer."""
+    prompt_only: bool = False
+    """The prompt's KV is wanted in a cache, and no answer."""
     chat: bool = False
     """The prompt is a conversation."""
     begins_in: AnswerPart = "start"
@@ -110,6 +116,8 @@ class OutputDelta:
     """Set in the last delta of a choice alone."""
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV was found; set in one delta of a request."""
+    written_prompt_tokens: int = 0
+    """Prompt tokens whose KV was computed and is retained; set in one delta of a request."""
     choice: int = 0
     """Which of the request's answers it is about."""
     scored: tuple[ScoredToken, ...] = ()
@@ -135,6 +143,7 @@ def without_answer(delta: OutputDelta) -> OutputDelta:
         (),
         FinishReason.LENGTH,
         delta.cached_prompt_tokens,
+        delta.written_prompt_tokens,
         delta.choice,
         prompt_logprobs=delta.prompt_logprobs,
         embedding=delta.embedding,
@@ -148,6 +157,8 @@ class Choice:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    written_tokens: int = 0
+    """Prompt tokens that were computed and are retained."""
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_string: str = ""
@@ -162,6 +173,7 @@ class Choice:
         """Count a delta."""
         self.completion_tokens += len(delta.token_ids)
         self.cached_tokens += delta.cached_prompt_tokens
+        self.written_tokens += delta.written_prompt_tokens
         self.finish_reason = delta.finish_reason
         self.stop_string = delta.stop_string
         self.decode_worker = delta.decode_worker

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.config.choices import ReasoningParserName, ToolParserName
+from baton.errors import ConfigError
 from router.core.request import AnswerPart
-from router.dialects.formats import ToolFormat, format_for
-from router.dialects.reasoning import (
-    AnswerParser,
-    PlainParser,
-    ReasoningFormat,
-    ReasoningParser,
-)
+from router.dialects.families import KIMI_K2, format_for
+from router.dialects.formats import ToolFormat
+from router.dialects.harmony import CHANNEL, ENDS, MESSAGE, HarmonyParser
+from router.dialects.harmony import FORMAT as HARMONY
+from router.dialects.pieces import AnswerParser, PlainParser
+from router.dialects.reasoning import ReasoningFormat, ReasoningParser
 from router.dialects.tools import ToolUse
 from router.text.chat_template import ChatTemplate
 
@@ -29,7 +29,14 @@ class Dialect:
     @property
     def texts(self) -> tuple[str, ...]:
         """All markers. The parser needs their text even where they are special tokens."""
-        return (*self.tools.texts, *(self.reasoning.texts if self.reasoning else ()))
+        return (*self.tools.texts, *self.answer_texts)
+
+    @property
+    def answer_texts(self) -> tuple[str, ...]:
+        """The markers in answers to requests without tools."""
+        if self.tools is HARMONY:
+            return HARMONY.texts
+        return self.reasoning.texts if self.reasoning else ()
 
     @property
     def without_reasoning(self) -> Dialect:
@@ -42,17 +49,22 @@ class Dialect:
         ``use``: the tools that may be called; None leaves calls in the content. ``begins_in``:
         where the prompt ends.
         """
-        rest = PlainParser() if use is None else self.tools.parser(use.names)
+        tools = {} if use is None else {tool.name: tool for tool in use.callable_tools}
+        if self.tools is HARMONY:
+            return HarmonyParser(tools, begins_in, shows_reasoning=self.reasoning is None)
+        rest = PlainParser() if use is None else self.tools.parser(tools)
         if self.reasoning is None:
             return rest
         return ReasoningParser(self.reasoning, rest, begins_in)
 
 
-# Qwen 3, DeepSeek R1 and V3.1, GLM 4.5, MiniMax M2, SmolLM3, and most others.
+# Qwen 3, DeepSeek R1 and V3.1, GLM 4.5, Kimi K2, MiniMax M2, SmolLM3, and most others.
 THINK = ReasoningFormat("think", "<think>", "</think>")
 # Magistral.
 MISTRAL = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
-REASONING_FORMATS = {form.name: form for form in (THINK, MISTRAL)}
+# gpt-oss. HarmonyParser reads it.
+HARMONY_REASONING = ReasoningFormat("harmony", f"{CHANNEL}analysis{MESSAGE}", ENDS[0])
+REASONING_FORMATS = {form.name: form for form in (THINK, MISTRAL, HARMONY_REASONING)}
 
 
 def reasoning_for(
@@ -64,7 +76,7 @@ def reasoning_for(
     if template is None:
         return None
     sources = template.source + template.for_tools.source
-    forms = REASONING_FORMATS.values()
+    forms = (THINK, MISTRAL)
     return next((form for form in forms if form.start in sources or form.end in sources), None)
 
 
@@ -76,8 +88,23 @@ def dialect_for(
 ) -> Dialect:
     """The dialect that the configuration names; ``auto`` derives it from the model.
 
-    ``is_special``: whether a text is a special token of the vocabulary.
+    ``is_special``: whether a text is a special token of the vocabulary. Raises ConfigError if the
+    formats of calls and of reasoning do not fit together.
     """
-    return Dialect(
-        format_for(tool_parser, template, is_special), reasoning_for(reasoning_parser, template)
-    )
+    if reasoning_parser == "harmony" and tool_parser == "auto":
+        tool_parser = "harmony"
+    tools = format_for(tool_parser, template, is_special)
+    if (tools is HARMONY) != (reasoning_parser == "harmony") and (
+        reasoning_parser == "harmony" or reasoning_parser not in {"auto", "none"}
+    ):
+        raise ConfigError(
+            f"reasoning_parser {reasoning_parser} does not fit tool_parser {tools.name}:"
+            " harmony is the format of both"
+        )
+    if tools is HARMONY:
+        return Dialect(tools, None if reasoning_parser == "none" else HARMONY_REASONING)
+    reasoning = reasoning_for(reasoning_parser, template)
+    if reasoning is not None and tools is KIMI_K2:
+        # It calls tools within its reasoning at times, and does not end that first.
+        reasoning = replace(reasoning, calls_end_it=(tools.markers.opening,))
+    return Dialect(tools, reasoning)

@@ -1,23 +1,33 @@
-"""An incremental parser of tool calls, for all formats: JSON objects after a marker.
+"""An incremental parser of calls among text, for all formats.
 
-    OUTSIDE ── marker ──► ENTER ──{──► CALL ──► BETWEEN ──► (CALL …) ──► TAIL ── closing ──► OUTSIDE
-                                        └──► SPILL (arguments that are no JSON) ── closing ──┘
+    OUTSIDE ── marker ──► ENTER ──► CALL ──► BEHIND ──► BETWEEN ──► TAIL ── closing ──► OUTSIDE
+                            ▲        └► SPILL (broken arguments) ─────┘ │
+                            └──────────── the next call ────────────────┘
 
 Text that looks like a call and is none becomes content again, with its marker. A call that clients
-have seen cannot be taken back: if its arguments break, the text up to the closing marker belongs to
+have seen cannot be taken back: if its arguments break, the text up to the next marker belongs to
 them. So no text is lost, and no client takes the arguments for JSON.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from router.dialects.call_readers import CallReader, CallShape, NamedCallReader
+from router.dialects.calls import MAX_HEAD_CHARACTERS, CallForm, CallReader
+from router.dialects.json_calls import ObjectReader
 from router.dialects.json_scanner import WHITE
-from router.dialects.pieces import Arguments, CallEnd, Content, Piece, joined
-from router.dialects.reasoning import possible_start
+from router.dialects.pieces import (
+    Arguments,
+    CallEnd,
+    Content,
+    Piece,
+    first_marker,
+    joined,
+    possible_start,
+)
+from router.dialects.tools import Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +37,18 @@ class Markers:
     opening: str
     closing: str = ""
     """Empty: the block ends with its last call."""
+    also: tuple[str, ...] = ()
+    """Beginnings of a call that open a block where the model forgets ``opening``."""
+    behind_call: tuple[str, ...] = ()
+    """Markers behind each call's arguments; any of them may be missing."""
     separators: str = ""
     """Characters allowed between calls, besides white space."""
-    bare: bool = False
-    """Whether an answer may begin with a call without a marker."""
-    named: bool = False
-    """Whether a call may also be a name and an object of arguments."""
+    bare: str = ""
+    """Characters with which an answer may begin a call without a marker."""
+    lists_calls: bool = True
+    """Whether brackets may stand around calls."""
+    repeats: bool = False
+    """Whether calls may follow each other without a marker or separator."""
 
 
 class _State(enum.Enum):
@@ -40,22 +56,30 @@ class _State(enum.Enum):
     OUTSIDE = enum.auto()
     ENTER = enum.auto()
     CALL = enum.auto()
+    BEHIND = enum.auto()
     BETWEEN = enum.auto()
     TAIL = enum.auto()
     SPILL = enum.auto()
 
 
 class ToolParser:
-    """Parses one answer, whose text comes in parts.
+    """An ``AnswerParser`` that finds calls. Text that may still begin a call is held back."""
 
-    Adjacent pieces of a kind join to the same text however the answer is cut into parts. Text that
-    may still begin a call is held back.
-    """
+    def __init__(
+        self,
+        markers: Markers,
+        form: CallForm,
+        other: CallForm | None,
+        tools: Mapping[str, Tool],
+    ) -> None:
+        """``other``: the form of calls that are no objects, if not ``form``.
 
-    def __init__(self, markers: Markers, shape: CallShape, names: Collection[str]) -> None:
+        ``tools``: those that may be called, by name.
+        """
         self._markers = markers
-        self._shape = shape
-        self._names = names
+        self._other = other or form
+        self._form = form
+        self._tools = tools
         self._state = _State.START if markers.bare else _State.OUTSIDE
         self._text = ""
         self._raw = ""
@@ -66,40 +90,43 @@ class ToolParser:
         self._called = False
         self._calls_here = False
         """Whether a call has come since the marker."""
-        self._reader: CallReader | NamedCallReader = CallReader(names, shape)
+        self._reader: CallReader = form.reader(tools)
+        self._behind: tuple[str, ...] = ()
+        """Markers that may still follow the call's arguments."""
         self._pieces: list[Piece] = []
         self._steps: dict[_State, Callable[[], bool]] = {
             _State.START: self._start,
             _State.OUTSIDE: self._outside,
             _State.ENTER: self._enter,
             _State.CALL: self._call,
+            _State.BEHIND: self._skip_behind,
             _State.BETWEEN: self._between,
             _State.TAIL: self._tail,
             _State.SPILL: self._spill,
         }
 
     def feed(self, text: str) -> list[Piece]:
-        """Parse the next part. Returns the pieces that are certain now."""
+        """See ``AnswerParser``."""
         self._text += text
         while self._text and self._steps[self._state]():
             pass
         return self._given()
 
     def finish(self) -> list[Piece]:
-        """End the text. Returns what was held back."""
+        """See ``AnswerParser``."""
         rest, self._text = self._text, ""
         if self._state is _State.SPILL:
             self._pieces.append(Arguments(rest))
-        elif self._state is not _State.BETWEEN and not self._in_begun_call:
+        elif self._state is _State.CALL and self._reader.begun:
+            self._reader.finish()
+            self._pieces += self._reader.pieces()
+            self._content(self._reader.raw)
+        elif self._state is not _State.BETWEEN:
             held = self._reader.raw if self._state is _State.CALL else ""
             self._content(self._raw + held + rest)
             if not self._called:
                 self._pieces.append(Content(self._space))
         return self._given()
-
-    @property
-    def _in_begun_call(self) -> bool:
-        return self._state is _State.CALL and self._reader.begun
 
     def _given(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
@@ -132,56 +159,59 @@ class ToolParser:
         self._take_white()
         if not self._text:
             return False
-        if self._text[0] == "{":
-            self._enter_call()
+        if self._text[0] in self._markers.bare:
+            self._state = _State.ENTER
         else:
             self._give_up()
         return True
 
     def _outside(self) -> bool:
-        found = self._until((self._markers.opening,), self._content)
-        if found:
-            self._open()
-        return bool(found)
+        return self._to_marker((), self._content)
 
     def _tail(self) -> bool:
         """After the last call, up to the closing marker."""
-        found = self._until((self._markers.closing, self._markers.opening), self._content)
-        if found == self._markers.opening:
-            self._open()
-        elif found:
-            self._state = _State.OUTSIDE
-        return bool(found)
+        return self._to_marker((self._markers.closing,), self._content)
 
     def _spill(self) -> bool:
-        closing = (self._markers.closing,) if self._markers.closing else ()
-        found = self._until(closing, lambda text: self._pieces.append(Arguments(text)))
-        if found:
-            self._pieces.append(CallEnd())
-            self._state = _State.OUTSIDE
-        return bool(found)
+        """Within broken arguments, up to a marker."""
+        ends = (*self._form.ends, *self._other.ends)
+        if self._markers.closing:
+            ends = (*ends, self._markers.closing)
+        return self._to_marker(ends, lambda text: self._pieces.append(Arguments(text)))
 
-    def _until(self, markers: tuple[str, ...], give: Callable[[str], None]) -> str:
-        """Give the text before the first of ``markers``, and drop both. Returns the marker, or "".
+    def _to_marker(self, ends: tuple[str, ...], give: Callable[[str], None]) -> bool:
+        """Give the text before the first marker: one of ``ends``, or one that opens a block.
 
-        Text that may be the beginning of a marker stays.
+        Text that may be the beginning of a marker stays. Returns whether a marker was found.
         """
-        places = [(self._text.find(marker), marker) for marker in markers]
-        found = min((pair for pair in places if pair[0] >= 0), default=None)
-        if found is not None:
-            place, marker = found
-            give(self._text[:place])
-            self._text = self._text[place + len(marker) :]
-            return marker
-        keep = max((possible_start(self._text, marker) for marker in markers), default=0)
-        cut = len(self._text) - keep
-        give(self._text[:cut])
-        self._text = self._text[cut:]
-        return ""
-
-    def _open(self) -> None:
-        self._raw, self._state = self._markers.opening, _State.ENTER
-        self._in_list = self._calls_here = False
+        in_arguments = self._state is _State.SPILL
+        openings = self._markers.also
+        if not in_arguments or not self._markers.closing:
+            openings = (self._markers.opening, *openings)
+        place, marker = first_marker(self._text, (*ends, *openings))
+        if not marker:
+            cut = len(self._text) - possible_start(self._text, (*ends, *openings))
+            give(self._text[:cut])
+            self._text = self._text[cut:]
+            return False
+        give(self._text[:place])
+        self._text = self._text[place:]
+        if in_arguments:
+            self._pieces.append(CallEnd())
+        if marker in ends:
+            self._text = self._text[len(marker) :]
+            in_block = in_arguments and marker != self._markers.closing
+            self._state = self._after_calls if in_block else _State.OUTSIDE
+        elif marker == self._markers.opening:
+            self._text = self._text[len(marker) :]
+            self._raw, self._state = marker, _State.ENTER
+            self._in_list = self._calls_here = False
+        else:
+            # The marker is a part of the call. A reader that gives it up does not see it again.
+            self._raw, self._in_list = "", False
+            self._calls_here = self._state is not _State.OUTSIDE
+            self._enter_call(self._other.reader(self._tools))
+        return True
 
     def _enter(self) -> bool:
         """After a marker or a separator: the next call, or the list around it."""
@@ -190,25 +220,37 @@ class ToolParser:
             return False
         first = self._text[0]
         if first == "{":
-            self._enter_call()
-        elif first == "[" and not (self._in_list or self._calls_here):
+            self._enter_object()
+        elif first == "[" and self._may_list:
             self._in_list = True
             self._raw, self._text = self._raw + first, self._text[1:]
         elif first == "]" and self._in_list:
             self._end_list()
-        elif self._markers.named and not self._in_list:
-            self._reader, self._state = NamedCallReader(self._names), _State.CALL
         else:
-            self._give_up()
+            self._enter_call(self._other.reader(self._tools))
         return True
 
+    @property
+    def _may_list(self) -> bool:
+        return self._markers.lists_calls and not (self._in_list or self._calls_here)
+
     def _end_list(self) -> None:
+        if self._raw.strip(WHITE) == "[":
+            # No marker tells an empty list from text.
+            self._give_up()
+            return
         self._raw, self._text = "", self._text[1:]
         self._state = self._after_calls
 
-    def _enter_call(self) -> None:
-        self._reader = CallReader(self._names, self._shape)
-        self._state = _State.CALL
+    def _enter_object(self) -> None:
+        reader = self._form.reader(self._tools)
+        if not isinstance(reader, ObjectReader):
+            # Models of other formats write objects at times.
+            reader = ObjectReader(self._tools, needs_arguments=True)
+        self._enter_call(reader)
+
+    def _enter_call(self, reader: CallReader) -> None:
+        self._reader, self._state = reader, _State.CALL
 
     def _call(self) -> bool:
         reader = self._reader
@@ -220,16 +262,40 @@ class ToolParser:
             self._called = self._calls_here = True
         if reader.complete:
             self._pieces.append(CallEnd())
-            self._state = _State.BETWEEN
+            self._behind, self._state = self._markers.behind_call, _State.BEHIND
         elif reader.broken and not reader.begun:
-            self._raw += reader.raw
-            self._give_up()
+            self._give_back(reader.raw)
         elif reader.broken and reader.in_arguments:
             self._state = _State.SPILL
         elif reader.broken:
             self._pieces.append(CallEnd())
-            self._state = self._after_calls
+            self._give_back(reader.raw)
         return reader.complete or reader.broken
+
+    def _give_back(self, raw: str) -> None:
+        """Make content of a marker whose call is none, and search what follows it again."""
+        if len(raw) > MAX_HEAD_CHARACTERS:
+            # A long text is not searched twice, or else time would be quadratic.
+            self._raw += raw
+        elif self._raw:
+            self._text = raw + self._text
+        else:
+            # Its first character at least must go.
+            self._raw, self._text = raw[:1], raw[1:] + self._text
+        self._give_up()
+
+    def _skip_behind(self) -> bool:
+        """After a call's arguments: the markers that end it."""
+        self._take_white()
+        for place, marker in enumerate(self._behind):
+            if self._text.startswith(marker):
+                self._raw, self._text = "", self._text[len(marker) :]
+                self._behind = self._behind[place + 1 :]
+                return True
+            if marker.startswith(self._text):
+                return False
+        self._state = _State.BETWEEN
+        return True
 
     def _between(self) -> bool:
         """After a call: another one, or the end."""
@@ -238,12 +304,14 @@ class ToolParser:
             return False
         first = self._text[0]
         if first == "{":
-            self._enter_call()
+            self._enter_object()
         elif first in self._markers.separators or (first == "," and self._in_list):
             self._raw, self._text = self._raw + first, self._text[1:]
             self._state = _State.ENTER
         elif first == "]" and self._in_list:
             self._end_list()
+        elif self._markers.repeats and not self._markers.closing.startswith(first):
+            self._enter_call(self._other.reader(self._tools))
         else:
             self._give_up()
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,31 @@ class CallEnd:
 Piece = Content | Reasoning | CallStart | Arguments | CallEnd
 
 
+class AnswerParser(Protocol):
+    """Parses one answer, whose text comes in parts.
+
+    Adjacent pieces of a kind join to the same text however the answer is cut into parts.
+    """
+
+    def feed(self, text: str) -> list[Piece]:
+        """Parse the next part. Returns the pieces that are certain now."""
+
+    def finish(self) -> list[Piece]:
+        """End the text. Returns what was held back."""
+
+
+class PlainParser:
+    """For answers in which nothing is to be found: all text is content."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """See ``AnswerParser``."""
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        """See ``AnswerParser``."""
+        return []
+
+
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Join adjacent pieces of one kind, and drop empty ones."""
     whole: list[Piece] = []
@@ -56,3 +82,24 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
         elif piece.text:
             whole.append(piece)
     return whole
+
+
+def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str]:
+    """The place and the text of the first of ``markers`` in ``text``; -1 and "" if there is none.
+
+    Of markers at one place, the longest counts.
+    """
+    found = [(place, -len(one), one) for one in markers if (place := text.find(one)) >= 0]
+    place, _, marker = min(found, default=(-1, 0, ""))
+    return place, marker
+
+
+def possible_start(text: str, markers: Iterable[str]) -> int:
+    """Length of the longest end of ``text`` that begins one of ``markers``."""
+    longest = 0
+    for marker in markers:
+        for length in range(min(len(text), len(marker) - 1), longest, -1):
+            if marker.startswith(text[-length:]):
+                longest = length
+                break
+    return longest

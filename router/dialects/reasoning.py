@@ -12,36 +12,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from router.core.request import AnswerPart
 from router.dialects.json_scanner import WHITE
-from router.dialects.pieces import Content, Piece, Reasoning, joined
-
-
-class AnswerParser(Protocol):
-    """Parses one answer, whose text comes in parts.
-
-    Adjacent pieces of a kind join to the same text however the answer is cut into parts.
-    """
-
-    def feed(self, text: str) -> list[Piece]:
-        """Parse the next part. Returns the pieces that are certain now."""
-
-    def finish(self) -> list[Piece]:
-        """End the text. Returns what was held back."""
-
-
-class PlainParser:
-    """For answers in which nothing is to be found: all text is content."""
-
-    def feed(self, text: str) -> list[Piece]:
-        """See ``AnswerParser``."""
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[Piece]:
-        """See ``AnswerParser``."""
-        return []
+from router.dialects.pieces import (
+    AnswerParser,
+    Piece,
+    Reasoning,
+    first_marker,
+    joined,
+    possible_start,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +117,14 @@ class ReasoningParser:
         if not self._has_begun:
             self._text = self._text.lstrip(WHITE)
         ends = (self._form.end, *self._form.calls_end_it)
-        found = [(place, end) for end in ends if (place := self._text.find(end)) >= 0]
-        if found:
-            place, end = min(found)
+        place, end = first_marker(self._text, ends)
+        if end:
             self._reason(self._text[:place].rstrip(WHITE))
             dropped = len(end) if end == self._form.end else 0
             self._text = self._text[place + dropped :]
             self._state = _State.AFTER
             return True
-        keep = max(possible_start(self._text, end) for end in ends)
+        keep = possible_start(self._text, ends)
         shown = self._text[: len(self._text) - keep].rstrip(WHITE)
         self._reason(shown)
         self._text = self._text[len(shown) :]
@@ -164,11 +144,3 @@ class ReasoningParser:
         self._pieces += self._rest.feed(self._text)
         self._text = ""
         return False
-
-
-def possible_start(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that begins ``marker``."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0

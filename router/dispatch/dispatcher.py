@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from baton.autoscaling.traffic import TrafficCounts
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.errors import WorkerFailed
+from baton.hashing import HashChain
 from baton.host.background import end_tasks, spawn, watch_loop
 from baton.rpc.worker_plane import WorkerPlane
+from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry, WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
@@ -30,6 +32,7 @@ from router.dispatch.retry_limits import Quarantine, RetryBudget
 from router.dispatch.running_request import RunningRequest
 from router.dispatch.traffic_report import TrafficReport
 from router.routing.ledger import Ledger
+from router.routing.pinned_prefixes import PinnedPrefixes
 from router.routing.policies import make_policy
 from router.routing.policy import route_settings
 from router.routing.route_finder import PrefixLookup, RouteFinder
@@ -56,8 +59,12 @@ class ClusterDispatcher:
         registry: Registry,
         index: PrefixIndex,
         board: TrafficStore | None = None,
+        pins: PinStore | None = None,
     ) -> None:
-        """``board`` reports ``traffic`` to an autoscaler; None without one."""
+        """``board`` reports ``traffic`` to an autoscaler; None without one.
+
+        ``pins`` are the prefixes that clients have pinned; None: there are none.
+        """
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -71,10 +78,13 @@ class ClusterDispatcher:
         policy = make_policy(config.policy, route_settings(config))
         self._ledger = Ledger(policy, config.block_size, traffic)
         self._prefixes = PrefixLookup(index, metrics)
-        routes = RouteFinder(config, self._links, self._ledger, self._prefixes, metrics)
+        self.pins = PinnedPrefixes(pins, config.block_size)
+        self._routes = routes = RouteFinder(
+            config, self._links, self._ledger, self._prefixes, metrics
+        )
         self._queue = AdmissionQueue(config, metrics, self._capacity)
         self._placement = Placement(
-            self.router_id, config, self._links, self._ledger, routes, metrics
+            self.router_id, config, self._links, self._ledger, routes, self.pins, metrics
         )
         self._budget = RetryBudget.of(config)
         self._quarantine = Quarantine()
@@ -161,6 +171,7 @@ class ClusterDispatcher:
         self._tasks = [
             spawn(self._discovery.run(), "registry"),
             spawn(self._hang_detector.run(), "silence"),
+            spawn(self.pins.run(), "pins"),
             spawn(
                 watch_loop(self._metrics.event_loop_lag_seconds.labels("router").observe),
                 "loop-lag",
@@ -225,6 +236,13 @@ class ClusterDispatcher:
     def metrics_addresses(self) -> list[str]:
         """host:port of every worker's /metrics page."""
         return [link.record.metrics_address for link in self._links.all()]
+
+    def block_hashes(self, request: GenerationRequest) -> Sequence[bytes]:
+        """The hashes of the prompt's full blocks; none without workers.
+
+        Raises ContextLengthExceeded.
+        """
+        return self._routes.hashes(request.prompt_ids, request.cache_salt, HashChain())
 
     def worker_records(self) -> list[WorkerRecord]:
         """What is known of every worker, whether requests may go there or not."""

@@ -30,6 +30,7 @@ from baton.telemetry.tracing import begin_span, context_of
 from baton.v1 import prefill_pb2
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.ledger import Ledger
+from router.routing.pinned_prefixes import PinnedPrefixes
 from router.routing.policy import Decision, RouteRequest
 from router.routing.route_finder import RouteFinder
 from router.workers.worker_link import error_from_gone
@@ -76,13 +77,17 @@ class Placement:
         links: WorkerLinks,
         ledger: Ledger,
         routes: RouteFinder,
+        pins: PinnedPrefixes,
         metrics: RouterMetrics,
     ) -> None:
+        """``pins`` are kept where a prompt that begins with them is computed."""
         self._router_id = router_id
         self._class_of = config.class_of
         self._links = links
         self._ledger = ledger
         self._routes = routes
+        self._pins = pins
+        self._cache_ttls = {tenant.name: tenant.cache_ttl_s for tenant in config.tenants}
         self._moved = metrics.moved_requests
         self._listeners: list[_Listener] = []
         self._attempts: dict[Attempt, Unsubscribe] = {}
@@ -158,10 +163,11 @@ class Placement:
         request = RouteRequest(
             len(token_ids),
             self._class_of(len(asked.prompt_ids)),
-            asked.session,
+            asked.session or asked.cache_key,
             # The operator's bound is no reason to refuse: what is predicted may be wrong.
             left_s * 1e3 if asked.own_deadline else math.inf,
             len(group),
+            cache_key=f"{asked.principal.tenant}:{asked.cache_key}" if asked.cache_key else "",
         )
         decision = await self._routes.find(
             request,
@@ -199,6 +205,8 @@ class Placement:
             left_s,
             context_of(span, running.request.trace),
             scored=route.scored,
+            retentions=self._pins.retentions_of(route.hashes),
+            cache_ttl_s=self._cache_ttls.get(running.request.principal.tenant, 0.0),
         )
         attempt = Attempt(
             running,
@@ -300,9 +308,12 @@ class Placement:
             has_moved = len(attempt.spec.token_ids) > attempt.spec.prompt_length
             is_counted = running.is_cache_counted or has_moved
             running.is_cache_counted = True
+            cached = response.cached_prompt_tokens
+            written = max(0, response.retained_prompt_tokens - cached)
             running.accept(
                 convert.output_from_proto(response.first_token),
-                cached_prompt_tokens=0 if is_counted else response.cached_prompt_tokens,
+                cached_prompt_tokens=0 if is_counted else cached,
+                written_prompt_tokens=0 if is_counted else written,
             )
         if response.HasField("handoff"):
             promise.committed(
@@ -312,8 +323,10 @@ class Placement:
 
     def _on_output(self, attempt: Attempt, output: TokenOutput) -> None:
         """Take in an output of the decode worker."""
-        attempt.decode_began.set()
         running = attempt.owner
+        if _is_told_by_prefill(attempt, output):
+            return
+        attempt.decode_began.set()
         if output.error:
             attempt.failed = True
             failure = error_from_code(output.error_code or "worker_failed", output.error)
@@ -403,3 +416,15 @@ class Placement:
         """Those whose prompts a worker computes, or hands over."""
         every = self._attempts
         return [a for a in every if a.computes and a.source.record.incarnation == source]
+
+
+def _is_told_by_prefill(attempt: Attempt, output: TokenOutput) -> bool:
+    """Whether an answer ends with its first token where its prompt was computed.
+
+    The stream of prefills brings that token, too, with what of the prompt was found and is kept:
+    the answer must not end before that is known.
+    """
+    running = attempt.owner
+    is_all = output.finish_reason is not None and output.index + len(output.token_ids) == 1
+    is_known = running.is_cache_counted or running.several
+    return is_all and attempt.source is attempt.target and not is_known

@@ -28,7 +28,7 @@ from baton.errors import BatonError, DeadlineExceeded
 from baton.hashing import HashChain
 from baton.host.background import spawn
 from baton.logprobs import TokenLogprobs
-from baton.request import LOWEST_PRIORITY, SequenceSpec, TokenOutput, TraceContext
+from baton.request import LOWEST_PRIORITY, Retention, SequenceSpec, TokenOutput, TraceContext
 from baton.rpc.grpc_errors import error_from_code
 from router.core.request import GenerationRequest, OutputDelta, without_answer
 from router.dispatch.retry_limits import FailedWorkers
@@ -74,6 +74,7 @@ class RunningRequest:
         """Choices that are being placed again."""
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._embedding: tuple[float, ...] = ()
+        self._written_tokens = 0
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
 
@@ -116,10 +117,13 @@ class RunningRequest:
         trace: TraceContext,
         *,
         scored: bool,
+        retentions: tuple[Retention, ...] = (),
+        cache_ttl_s: float = 0.0,
     ) -> SequenceSpec:
         """The sequence of some choices that are placed together, as the next attempt.
 
-        ``scored``: its worker finds the prompt's log probabilities, where they are wanted.
+        ``scored``: its worker finds the prompt's log probabilities, where they are wanted. Its
+        worker keeps what ``retentions`` ask besides those of the request.
         """
         request, sampling = self.request, self.request.sampling
         return SequenceSpec(
@@ -139,6 +143,8 @@ class RunningRequest:
             preemptions=max(self.choices[n].preemptions for n in choices),
             hand_back=True,
             embeds=request.embeds,
+            retentions=(*request.retentions, *retentions),
+            cache_ttl_s=cache_ttl_s,
             trace=trace,
             without_speculation=request.without_speculation,
         )
@@ -175,13 +181,16 @@ class RunningRequest:
         """Whether every choice's last delta was given."""
         return all(choice.is_over for choice in self.choices)
 
-    def accept(self, output: TokenOutput, *, cached_prompt_tokens: int = 0) -> None:
+    def accept(
+        self, output: TokenOutput, *, cached_prompt_tokens: int = 0, written_prompt_tokens: int = 0
+    ) -> None:
         """Take in a worker's output."""
         if output.choice >= len(self.choices):
             return
         choice = self.choices[output.choice]
         if output.attempt != choice.attempt:
             return
+        self._written_tokens += written_prompt_tokens
         if output.error:
             self.fail(error_from_code(output.error_code or "worker_failed", output.error))
             return
@@ -223,9 +232,13 @@ class RunningRequest:
         if self._embedding:
             delta = replace(delta, embedding=self._embedding)
             self._embedding = ()
+        if self._written_tokens:
+            delta = replace(delta, written_prompt_tokens=self._written_tokens)
+            self._written_tokens = 0
         if self._error is None and not (self.several and self._waiting()):
             self._changed.clear()
-        return without_answer(delta) if self.request.embeds else delta
+        no_answer = self.request.embeds or self.request.prompt_only
+        return without_answer(delta) if no_answer else delta
 
     def _waiting(self) -> RunningChoice | None:
         """The first choice with something to read."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
@@ -27,22 +30,31 @@ class ErrorResponse(BaseModel):
 JSON = "application/json"
 _SCHEMA = "#/components/schemas/{model}"
 _ERROR = {"$ref": _SCHEMA.format(model=ErrorResponse.__name__)}
+
+
+def _refused(why: str) -> dict[str, Any]:
+    return {"description": why, "content": {JSON: {"schema": _ERROR}}}
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse, "description": "The request cannot be served as it is."},
-    401: {"model": ErrorResponse, "description": "A known API key is required."},
-    404: {"model": ErrorResponse, "description": "No such model."},
-    413: {"model": ErrorResponse, "description": "The body is too large."},
-    429: {
-        "model": ErrorResponse,
-        "description": "No room, no time or no allowance; see Retry-After.",
-    },
-    503: {"model": ErrorResponse, "description": "Nothing can serve the request at present."},
+    400: _refused("The request cannot be served as it is."),
+    401: _refused("A known API key is required."),
+    404: _refused("No such model."),
+    413: _refused("The body is too large."),
+    429: _refused("No room, no time or no allowance; see Retry-After."),
+    503: _refused("Nothing can serve the request at present."),
 }
+
+
+@functools.cache
+def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The schema of ``model``. It takes milliseconds to make: callers share one, and copy it."""
+    return model.model_json_schema(ref_template=_SCHEMA)
 
 
 def json_body(model: type[BaseModel], example: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """``openapi_extra`` of an operation with a body of ``model``."""
-    shape = {"schema": model.model_json_schema(ref_template=_SCHEMA)}
+    shape = {"schema": _schema_of(model)}
     return body({JSON: shape | ({"example": example} if example else {})})
 
 
@@ -71,26 +83,41 @@ def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, An
 
 
 def describe(app: FastAPI) -> None:
-    """Add bodies, keys and error responses to the description of ``app``."""
+    """Serve the description of ``app`` with bodies, keys and error responses added.
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
-            )
-            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            for path, operations in schema["paths"].items():
-                for operation in operations.values():
-                    _name_body(operation, schema["components"]["schemas"])
-                    _describe_refusals(path, operation)
-            app.openapi_schema = schema
-        return app.openapi_schema
+    It is built when it is first asked for, in a thread: that takes a tenth of a second.
+    """
+    lock = asyncio.Lock()
+    built = b""
 
-    # FastAPI documents this assignment as the way to extend its description.
-    app.openapi = openapi  # type: ignore[method-assign]
+    async def description(_: Request) -> Response:
+        nonlocal built
+        async with lock:
+            built = built or await asyncio.to_thread(_description, app)
+        return Response(built, media_type=JSON)
+
+    path = app.openapi_url
+    assert path is not None
+    app.router.routes[:] = [
+        route for route in app.router.routes if getattr(route, "path", "") != path
+    ]
+    app.add_route(path, description, include_in_schema=False)
+
+
+def _description(app: FastAPI) -> bytes:
+    schema = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+    )
+    _add_model(_schema_of(ErrorResponse), schema["components"]["schemas"])
+    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            _name_body(operation, schema["components"]["schemas"])
+            _describe_refusals(path, operation)
+    return json.dumps(schema).encode()
 
 
 def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
@@ -99,10 +126,17 @@ def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     # FastAPI's own schemas refer to a model, or are one of several.
     if content is None or content["schema"].get("type") != "object":
         return
-    shape = dict(content["schema"])
+    name = _add_model(content["schema"], schemas)
+    content["schema"] = {"$ref": _SCHEMA.format(model=name)}
+
+
+def _add_model(schema: Mapping[str, Any], schemas: dict[str, Any]) -> str:
+    """Add a model's schema and its definitions to the named schemas; returns its name."""
+    shape = dict(schema)
     schemas.update(shape.pop("$defs", {}))
-    schemas[shape["title"]] = shape
-    content["schema"] = {"$ref": _SCHEMA.format(model=shape["title"])}
+    name = str(shape["title"])
+    schemas[name] = shape
+    return name
 
 
 def _describe_refusals(path: str, operation: dict[str, Any]) -> None:

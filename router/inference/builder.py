@@ -25,7 +25,6 @@ from router.access.api_keys import Caller
 from router.core.request import AnswerPart, Dispatcher, GenerationRequest
 from router.core.served_model import ServedModel
 from router.dialects.dialect import dialect_for
-from router.dialects.grammar import calls_grammar, free_grammar
 from router.dialects.tools import ToolUse
 from router.inference.labels import NO_LABELS, Labels
 from router.inference.prompt import Ending, Prompt, PromptEncoder, Turn
@@ -180,9 +179,7 @@ class RequestBuilder:
         ids = await self.encoder.chat_ids(
             arrival.tenant, turns, tools, sampling, ending=ending, variables=variables
         )
-        texts = self.dialect.reasoning.texts if self.dialect.reasoning else ()
-        if tools is not None:
-            texts = self.dialect.texts
+        texts = self.dialect.answer_texts if tools is None else self.dialect.texts
         shown = tuple(self._tokenizer.special_ids(texts).values())
         request = self._request(
             arrival,
@@ -222,9 +219,9 @@ class RequestBuilder:
             )
         grammar = None
         if tools.required:
-            grammar = calls_grammar(self.dialect.tools, tools, special)
+            grammar = self.dialect.tools.calls_grammar(tools, special)
         elif any(tool.strict for tool in tools.callable_tools):
-            grammar = free_grammar(self.dialect.tools, tools, special)
+            grammar = self.dialect.tools.free_grammar(tools, special)
         return dataclasses.replace(sampling, grammar=grammar, grammar_param="tools")
 
     async def prompts(

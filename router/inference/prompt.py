@@ -106,7 +106,10 @@ class PromptEncoder:
         limit = 4 * self._max_characters if tools else self._max_characters
         limit += 4096 + 256 * len(turns)
         async with self._turn(tenant, size + _PROMPT_CHARACTERS * len(turns)):
-            text = await self._chat_text(await parsed(turns), tools, size, limit, ending, variables)
+            if any("tool_calls" in turn for turn in turns):
+                template = self._tokenizer.chat_template.for_tools
+                turns = turns if template.joins_arguments else await parsed(turns)
+            text = await self._chat_text(turns, tools, size, limit, ending, variables)
             return await off_loop(
                 len(text), lambda: self._encoded(text, sampling, "messages", special=special)
             )

@@ -12,6 +12,7 @@ from router.dialects.tools import ToolUse
 from router.http.errors import anthropic_error
 from router.http.sse import encode_named
 from router.inference.endpoint import ApiAnswer
+from router.messages.cache_control import written_by_ttl
 from router.messages.output import MessageOutput
 
 
@@ -39,7 +40,7 @@ class MessagesAnswer(ApiAnswer):
         choice.add(delta, keep_text=False)
         events: list[dict[str, Any]] = []
         if is_first:
-            message = {**self._message(), "content": [], "usage": _usage(choice)}
+            message = {**self._message(), "content": [], "usage": self._usage(choice)}
             events = [{"type": "message_start", "message": message}]
         events += self._output.feed(delta.text, last=delta.finish_reason is not None)
         return encode_named(events)
@@ -53,7 +54,7 @@ class MessagesAnswer(ApiAnswer):
         }
         return encode_named(
             [
-                {"type": "message_delta", "delta": delta, "usage": _usage(choice)},
+                {"type": "message_delta", "delta": delta, "usage": self._usage(choice)},
                 {"type": "message_stop"},
             ]
         )
@@ -75,7 +76,7 @@ class MessagesAnswer(ApiAnswer):
             "content": self._output.content,
             "stop_reason": self._stop_reason(choice),
             "stop_sequence": choice.stop_string or None,
-            "usage": _usage(choice),
+            "usage": self._usage(choice),
         }
 
     def _message(self) -> dict[str, Any]:
@@ -95,12 +96,14 @@ class MessagesAnswer(ApiAnswer):
             return "stop_sequence"
         return "tool_use" if self._output.has_calls else "end_turn"
 
-
-def _usage(choice: Choice) -> dict[str, int]:
-    """Tokens that were found in a cache are counted apart from the others."""
-    return {
-        "input_tokens": choice.prompt_tokens - choice.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": choice.cached_tokens,
-        "output_tokens": choice.completion_tokens,
-    }
+    def _usage(self, choice: Choice) -> dict[str, Any]:
+        """Tokens that were read from a cache, and written to it, are counted apart from others."""
+        cached, written = choice.cached_tokens, choice.written_tokens
+        (request,) = self.requests
+        return {
+            "input_tokens": choice.prompt_tokens - cached - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": cached,
+            "cache_creation": written_by_ttl(request.retentions, cached, written),
+            "output_tokens": choice.completion_tokens,
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -14,6 +15,7 @@ from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.messages.answer import MessagesAnswer
 from router.messages.blocks import message_tools, message_turns
+from router.messages.cache_control import retentions_of
 from router.messages.protocol import CountTokensRequest, MessagesRequest
 
 
@@ -47,6 +49,10 @@ class MessagesApi:
         built = await self._builder.chat(
             arrival, message_turns(body), _sampling(body), body.priority, use
         )
+        kept = await retentions_of(
+            body, built.prompt_ids, self._builder.encoder, arrival.tenant, use
+        )
+        built = replace(built, retentions=kept)
         dialect = self._builder.dialect.without_reasoning
         return MessagesAnswer(built, body.model, dialect, use, stream=bool(body.stream))
 

@@ -17,19 +17,32 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 
 def message_turns(body: CountTokensRequest) -> list[Turn]:
     """Raises InvalidRequest and UnsupportedParameter."""
-    turns: list[Turn] = []
-    system = _system(body.system)
-    if system:
-        turns.append({"role": "system", "content": system})
     if not body.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
-    for place, message in enumerate(body.messages):
-        turns += _turns(message, f"messages[{place}]")
+    turns = prefix_turns(body, len(body.messages))
     if body.messages[-1].role == "assistant":
         raise UnsupportedParameter(
             "the last message must be the user's: an answer cannot be begun by the client",
             param="messages",
         )
+    return turns
+
+
+def prefix_turns(body: CountTokensRequest, message: int, block: int = 0) -> list[Turn]:
+    """The turns of a body up to a block of one of its messages, which has those before it too.
+
+    ``message`` is the message's number: -1 takes the system message alone, a number behind the last
+    one takes all. Raises as ``message_turns`` does.
+    """
+    turns: list[Turn] = []
+    system = _system(body.system)
+    if system:
+        turns.append({"role": "system", "content": system})
+    for place, whole in enumerate(body.messages[: message + 1]):
+        kept = whole
+        if place == message and not isinstance(whole.content, str):
+            kept = whole.model_copy(update={"content": whole.content[: block + 1]})
+        turns += _turns(kept, f"messages[{place}]")
     return turns
 
 

@@ -14,7 +14,10 @@ _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_
 
 _IGNORED = frozenset({"betas", "inference_geo", "metadata", "service_tier"})
 _OF_ANSWERS = frozenset(
-    {"max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"},
+    {
+        *("cache_control", "max_tokens", "stop_sequences", "stream"),
+        *("temperature", "top_k", "top_p"),
+    }
 )
 """Fields of `/v1/messages` that change no count of a prompt's tokens."""
 
@@ -58,6 +61,9 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Int
     """Most tokens to generate."""
+    cache_control: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
+    """`{"type": "ephemeral"}`, with a `ttl` of `5m` (the default) or `1h`: keeps the whole prompt
+    for so long. Blocks and tools may have the same field, at most four in all."""
     stop_sequences: Strings | None = None
     """Up to 16 strings that end the answer and are not part of it."""
     stream: bool | None = None

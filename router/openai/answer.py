@@ -27,12 +27,15 @@ def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
     """The sum over all prompts of a request."""
     prompt = sum(choice.prompt_tokens for choice in choices)
     completion = sum(choice.completion_tokens for choice in choices)
-    cached = sum(choice.cached_tokens for choice in choices)
+    details = openai_protocol.PromptTokensDetails(
+        cached_tokens=sum(choice.cached_tokens for choice in choices),
+        cache_write_tokens=sum(choice.written_tokens for choice in choices),
+    )
     return openai_protocol.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=openai_protocol.PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=details,
     )
 
 

@@ -15,6 +15,7 @@ from baton.sampling_params import SCALAR_FIELDS
 from router.dialects.tools import check_name, tool_use
 from router.http.client import validate
 from router.inference.builder import Arrival
+from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.prompt import Prompt, Turn, calls_turn, result_turn
 from router.inference.sampling_input import SamplingInput
@@ -79,6 +80,7 @@ class OpenAiApi:
             ending=ending,
             variables=variables,
         )
+        (request,) = with_cache_fields([request], body)
         details = None
         if not options.plain:
             details = AnswerDetails(options, self._tokenizer, [request], [None], is_chat=True)
@@ -100,6 +102,7 @@ class OpenAiApi:
             priority=body.priority,
             choices=options.best_of,
         )
+        requests = with_cache_fields(requests, body)
         details = None
         if not options.plain or options.best_of > options.n:
             texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]

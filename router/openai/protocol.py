@@ -21,8 +21,6 @@ MAX_PARTS = 2048
 IGNORED = frozenset(
     {
         "include_reasoning",
-        "prompt_cache_key",
-        "prompt_cache_retention",
         "reasoning_effort",
         "safety_identifier",
         "service_tier",
@@ -128,6 +126,11 @@ class SamplingFields(RequestBody):
     priority: Int | None = None
     """A 32-bit integer: lower ones come earlier when requests wait (extension). Default: that of
     the API key, or 0."""
+    prompt_cache_key: str | None = None
+    """Requests with the same key go to the same worker where possible: up to 256 characters."""
+    prompt_cache_retention: str | None = None
+    """`24h` keeps the cached prompt for a day, within the tenant's share of the cache; `in_memory`,
+    the default, until others need the room."""
     n: Int | None = None
     """How many answers are drawn from each prompt: 1 … 128. Default 1."""
     prompt_logprobs: Int | None = None
@@ -247,7 +250,12 @@ class CompletionRequest(SamplingFields):
 
 
 class PromptTokensDetails(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     cached_tokens: int
+    """Prompt tokens whose KV was found in a cache."""
+    cache_write_tokens: int
+    """Prompt tokens whose KV was computed and is retained."""
 
 
 class Usage(BaseModel):

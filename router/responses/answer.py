@@ -56,6 +56,7 @@ class ResponsesAnswer(ApiAnswer):
             "top_p": request.sampling.top_p,
             "max_output_tokens": repeated.max_output_tokens,
         }
+        self._cache_key = request.cache_key or None
         self._numbers = itertools.count()
         self._output = ResponseOutput(dialect, use)
 
@@ -130,7 +131,7 @@ class ResponsesAnswer(ApiAnswer):
             "output": [],
             "parallel_tool_calls": repeated.parallel_tool_calls,
             "previous_response_id": None,
-            "prompt_cache_key": None,
+            "prompt_cache_key": self._cache_key,
             "reasoning": {"effort": None, "summary": None},
             "safety_identifier": None,
             "service_tier": "default",
@@ -163,7 +164,10 @@ def _tool(tool: Tool) -> Fields:
 def _usage(choice: Choice) -> dict[str, Any]:
     return {
         "input_tokens": choice.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": choice.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": choice.cached_tokens,
+            "cache_write_tokens": choice.written_tokens,
+        },
         "output_tokens": choice.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": choice.prompt_tokens + choice.completion_tokens,

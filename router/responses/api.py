@@ -15,6 +15,7 @@ from baton.errors import InvalidRequest, UnsupportedParameter
 from router.dialects.tools import ToolUse, use_of
 from router.http.client import validate
 from router.inference.builder import Arrival
+from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.prompt import Turn
 from router.inference.sampling_input import SamplingInput
@@ -51,6 +52,7 @@ class ResponsesApi:
         built = await self._builder.chat(
             arrival, asked.turns, asked.sampling, body.priority, asked.use
         )
+        (built,) = with_cache_fields([built], body)
         dialect = self._builder.dialect.without_reasoning
         return ResponsesAnswer(built, asked.repeated, dialect, asked.use, stream=bool(body.stream))
 

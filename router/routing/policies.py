@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.config.choices import PolicyName
 from router.routing.cost_model import TransferCosts
@@ -26,9 +25,7 @@ from router.routing.policy import (
     remote,
 )
 from router.routing.predictive_policy import PredictivePolicy
-from router.routing.worker_table import Floats, Rows, WorkerTable, hash_of
-
-Hashes = npt.NDArray[np.uint64]
+from router.routing.worker_table import Floats, Rows, WorkerTable, preferred_row
 
 
 class SimplePolicy(ABC):
@@ -137,22 +134,7 @@ class Session(SimplePolicy):
     def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
         if not seen.request.session:
             return _least(rows, seen, load)
-        found = scores(seen.table.slot_hash[rows], hash_of(seen.request.session))
-        return int(rows[found.argmax()])
-
-
-def scores(workers: Hashes, key: int) -> Hashes:
-    """Rendezvous hashing: each worker's score for a key. The highest score takes the key.
-
-    A worker that leaves moves its own keys only; a new one takes an equal share from each (Thaler
-    and Ravishankar, Using Name-Based Mappings to Increase Hit Rates, IEEE/ACM Transactions on
-    Networking 6(1), 1998). Both hashes are mixed by SplitMix64's finalizer: Steele, Lea and
-    Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
-    """
-    mixed = workers ^ np.uint64(key)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+        return preferred_row(seen.table, rows, seen.request.session)
 
 
 def make_policy(name: PolicyName, settings: RouteSettings, seed: int | None = None) -> Policy:

@@ -39,6 +39,8 @@ class RouteRequest:
     """Sequences that it becomes, once its prompt is computed."""
     excluded: frozenset[str] = frozenset()
     """Incarnations that it may not go to."""
+    cache_key: str = ""
+    """Requests with the same key go to the same worker where possible; empty: no wish."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ used up. A candidate is judged by its predicted TTFT and by what it does to othe
 - ``compute``, the milliseconds of computing that it costs: the next request waits for them too.
   Of two workers that would answer at the same time the one with the prefix is the better one,
   though its queue is longer.
+- A request with a cache key has a worker of its own among those that compute prompts, by rendezvous
+  hashing. Of the best candidates it takes those with that worker, unless another one holds more of
+  the prompt: so requests that begin alike meet before any of them is cached.
 - ``work``, what the worker was given in the last minutes (``HALF_LIFE_MS``), against the mean of
   its role, in units of this prompt without any cache (``full``). Where no request waits, TTFT alone
   would send everything that begins alike to one worker, and fill one cache while the others stay
@@ -41,12 +44,13 @@ from router.routing.policy import (
     predict,
     remote,
 )
-from router.routing.worker_table import Floats, Group, Rows, WorkerTable
+from router.routing.worker_table import Floats, Group, Rows, WorkerTable, preferred_row
 
 MIN_TTFT = "least_ttft"
 PREFIX = "prefix"
 PULL = "pull"
 NO_ROOM = "no_room"
+CACHE_KEY = "cache_key"
 MIN_HARM = "least_harm"
 DEADLINE = "deadline"
 
@@ -104,7 +108,7 @@ class PredictivePolicy:
         if seen.route.local_prefill != "never":
             found.append(_alone(seen, work, full))
         every = found[0] if len(found) == 1 else _joined(*found)
-        place, reason = _choose(every, seen, work, full)
+        place, reason = _choose(every, seen, work, full, sources.own)
         source, target = int(every.source[place]), int(every.target[place])
         if reason == MIN_TTFT and seen.held[source] > 0:
             rows = decode.rows if source == target else prefill.rows
@@ -138,6 +142,9 @@ class _Sources:
         self.ttft = seen.queue_ms + self.compute
         if self.fetch is not None:
             self.ttft = self.ttft + self.fetch
+        self.own = _own_row(seen)
+        """The row that the request's cache key takes; -1: it has no key, or other rows hold more.
+        """
         self.score = self.ttft + OTHERS_WEIGHT * self.compute + _spread(work, full, seen.prefill)
 
     def _price_fetches(self, transfers: TransferCosts) -> None:
@@ -160,6 +167,8 @@ class _Sources:
         if len(rows) <= SHORTLIST:
             return rows
         best = _least(rows, self.score, SHORTLIST)
+        if self.own >= 0:
+            best = np.union1d(best, [self.own])
         if (self.ttft[best] <= limit_ms).any():
             return best
         return np.concatenate((best, _least(rows, self.ttft, _SHORTLIST_BY_TTFT)))
@@ -177,6 +186,14 @@ class _Sources:
             ttft_ms=decision.ttft_ms - decision.prefill_ms + spent,
             reason=PULL if decision.reason == MIN_TTFT else decision.reason,
         )
+
+
+def _own_row(seen: Predictions) -> int:
+    key, rows = seen.request.cache_key, (seen.prefill if seen.remote else seen.decode).rows
+    if not key:
+        return -1
+    row = preferred_row(seen.table, rows, key)
+    return row if seen.held[row] >= seen.held[rows].max() else -1
 
 
 def _spread(work: Floats, full: Floats, group: Group) -> Floats:
@@ -247,8 +264,10 @@ def _joined(one: _Candidates, other: _Candidates) -> _Candidates:
     )
 
 
-def _choose(found: _Candidates, seen: Predictions, work: Floats, full: Floats) -> tuple[int, str]:
-    """The place of the best one, and the reason."""
+def _choose(
+    found: _Candidates, seen: Predictions, work: Floats, full: Floats, own: int
+) -> tuple[int, str]:
+    """The place of the best one, and the reason. ``own``: see ``_Sources``."""
     route = seen.route
     late = found.ttft > seen.request.deadline_ms
     if late.all():
@@ -263,6 +282,9 @@ def _choose(found: _Candidates, seen: Predictions, work: Floats, full: Floats) -
     else:
         margin = TIE * float(full[found.source].min())
         reason, value = MIN_TTFT, found.score
+        mine = (tier == best) & (found.source == own)
+        if mine.any():
+            tier, reason = np.where(mine, best, best + 1), CACHE_KEY
     value = np.where(tier == best, value, np.inf)
     equal = np.flatnonzero(value <= value.min() + margin)
     if len(equal) > 1:

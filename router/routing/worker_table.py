@@ -430,3 +430,22 @@ class WorkerTable:
         shapes = self.shape.astype(np.intp)
         np.maximum.at(best, shapes, column)
         return best[shapes]
+
+
+def scores(workers: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
+    """Rendezvous hashing: each worker's score for a key. The highest score takes the key.
+
+    A worker that leaves moves its own keys only; a new one takes an equal share from each (Thaler
+    and Ravishankar, Using Name-Based Mappings to Increase Hit Rates, IEEE/ACM Transactions on
+    Networking 6(1), 1998). Both hashes are mixed by SplitMix64's finalizer: Steele, Lea and
+    Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
+    """
+    mixed = workers ^ np.uint64(key)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def preferred_row(table: WorkerTable, rows: Rows, key: str) -> int:
+    """The one of ``rows``, at least one, that takes a key: see ``scores``."""
+    return int(rows[scores(table.slot_hash[rows], hash_of(key)).argmax()])

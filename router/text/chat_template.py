@@ -39,6 +39,7 @@ class ChatTemplate:
 
     ``knows_tools``: it writes tools into the prompt. ``knows_calls``: it writes the calls of
     earlier answers. ``knows_results``: it handles messages of the role ``tool``.
+    ``joins_arguments``: it adds the arguments of calls to text, as they must be text then.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class ChatTemplate:
             )
         try:
             # It is not compiled here: jinja2 would compute its constants without bounds.
-            names, texts = _mentioned(chat_environment().parse(source))
+            parsed = chat_environment().parse(source)
+            names, texts = _mentioned(parsed)
         except Exception as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
         self._process = TemplateProcess(source)
@@ -66,6 +68,7 @@ class ChatTemplate:
         self.knows_tools = self._tools_name is not None
         self.knows_calls = "tool_calls" in texts
         self.knows_results = "tool" in texts
+        self.joins_arguments = _joins(parsed, "arguments")
 
     @property
     def for_tools(self) -> ChatTemplate:
@@ -116,6 +119,16 @@ def _mentioned(template: jinja2.nodes.Template) -> tuple[set[str], set[str]]:
     texts = {node.attr for node in template.find_all(jinja2.nodes.Getattr)}
     constants = (node.value for node in template.find_all(jinja2.nodes.Const))
     return names, texts | {value for value in constants if isinstance(value, str)}
+
+
+def _joins(template: jinja2.nodes.Template, key: str) -> bool:
+    """Whether a template adds a value called ``key`` to text, as it is."""
+    nodes = (jinja2.nodes.Add, jinja2.nodes.Concat)
+    parts = [part for node in template.find_all(nodes) for part in node.iter_child_nodes()]
+    items = [part.arg for part in parts if isinstance(part, jinja2.nodes.Getitem)]
+    names = [part.attr for part in parts if isinstance(part, jinja2.nodes.Getattr)]
+    constants = [item.value for item in items if isinstance(item, jinja2.nodes.Const)]
+    return key in names or key in constants
 
 
 def load_chat_template(

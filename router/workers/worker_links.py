@@ -21,7 +21,7 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, Unauthenticated
 from baton.host.background import spawn
 from baton.liveness.silence import SilenceWatch
 from baton.request import TokenOutput
@@ -279,9 +279,17 @@ class WorkerLinks:
 
     async def _read_tokens(self, link: WorkerLink) -> None:
         incarnation = link.record.incarnation
+        is_refused = False
         try:
             while True:
                 error = await self._read_stream(link)
+                if isinstance(error, Unauthenticated) and not is_refused:
+                    is_refused = True
+                    log.error(
+                        "worker %s refuses this router, which has another secret: set"
+                        " BATON_CLUSTER_SECRET to that of the cluster's launcher",
+                        incarnation,
+                    )
                 was_up, link.connected = link.connected, False
                 if was_up:
                     link.broken_at = time.monotonic()

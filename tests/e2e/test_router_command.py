@@ -15,7 +15,6 @@ SAME = Sampling(max_tokens=TOKENS, temperature=0.0)
 ASKED = [Message("user", "Name a river.")]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_one_more_router_serves_the_same_cluster(cluster: UpProcess) -> None:
     told = {

@@ -95,16 +95,38 @@ def test_some_function_is_called(cluster: UpProcess, client: openai.OpenAI) -> N
 
 @pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_function_may_be_called(cluster: UpProcess, client: openai.OpenAI, strict: bool) -> None:
-    tools: Any = [{"type": "function", "function": {**WEATHER, "strict": strict}}]
-    for seed in range(3):
-        answer = client.chat.completions.create(
-            model=cluster.model, messages=MESSAGES, tools=tools, seed=seed, max_tokens=60
-        ).choices[0]
-        calls: Any = answer.message.tool_calls or []
-        assert answer.message.content or calls
-        if strict and answer.finish_reason == "tool_calls":
-            for call in calls:
-                check_call(call.function.name, call.function.arguments)
+    """The model does as before, and calls; what it gave before lacks what strict tools require."""
+    before = [one for city in ("Rome", "Oslo", "Madrid") for one in earlier_call(city)]
+    asked: Any = {
+        "model": cluster.model,
+        "messages": [*before, {"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [{"type": "function", "function": {**WEATHER, "strict": strict}}],
+        "temperature": 0,
+        "max_tokens": 60,
+    }
+    answer = client.chat.completions.create(**asked).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls or []
+    if strict:
+        check_call(call.function.name, call.function.arguments)
+    else:
+        assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+def earlier_call(city: str) -> list[dict[str, Any]]:
+    """A turn in which the assistant asked for a city's weather, without the number of days."""
+    function = {"name": "weather", "arguments": json.dumps({"city": city})}
+    call_id = f"call_{city}"
+    return [
+        {"role": "user", "content": f"What is the weather in {city}?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call_id, "content": "Sunny."},
+        {"role": "assistant", "content": f"It is sunny in {city}."},
+    ]
 
 
 def test_a_result_is_read(cluster: UpProcess, client: openai.OpenAI) -> None:

@@ -30,6 +30,7 @@ from baton.config.pools import PoolConfig
 from baton.request import FinishReason, Principal
 from baton.rpc.worker_plane import WorkerPlane
 from baton.sampling_params import SamplingParams
+from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
@@ -152,6 +153,7 @@ class MiniCluster:
             self.stats.traffic.counts,
             self.registry,
             self.index,
+            pins=PinStore(self.redis, self.cluster_id),
         )
         self.workers: dict[str, WorkerProcess] = {}
         self._ranks: list[threading.Thread] = []

@@ -27,6 +27,12 @@ from baton.host.cache import cache_dir
 
 INSTALL_S = 180.0
 _CHROMIUM = "@sparticuz/chromium@153.0.0"
+_FONTS = """<?xml version="1.0"?>
+<!DOCTYPE fontconfig SYSTEM "fonts.dtd">
+<fontconfig>
+  <dir prefix="relative">fonts</dir>
+</fontconfig>
+"""
 _CHROMIUM_SHA512 = (
     "8e2196a92bcf31dbb8f8ff538a562a011ef21063c41c8371fa50af13f36a34ef"
     "c41d8cc5ff1d615222394fa8a8548b7b744cbb9fcf1bcb24f4be4f9d9ec810c0"
@@ -93,7 +99,7 @@ def install() -> list[str]:
 
 
 def _chromium_home() -> Path:
-    return cache_dir() / "programs" / f"chromium-{_CHROMIUM.rpartition('@')[2]}"
+    return cache_dir() / "programs" / f"chromium-{_CHROMIUM.rpartition('@')[2]}-with-fonts"
 
 
 def _promtool_home() -> Path:
@@ -142,6 +148,8 @@ def _fetch_chromium(folder: Path) -> None:
                 archive.extractall(made, filter="data")
             unpacked.unlink()
     (made / "chromium").chmod(0o755)
+    # The package's own file names folders of another system: without a font the browser ends.
+    (made / "fonts.conf").write_text(_FONTS)
 
 
 def _fetch_promtool(folder: Path) -> None:

@@ -35,6 +35,7 @@ from baton.request import LoadSnapshot
 from baton.telemetry.logs import ErrorRow
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.retention import RetentionBook
 from engine.scheduling.sequence import Sequence, SequenceUpdate
 from worker.core.engine_thread import EngineThread
 from worker.core.failed_steps import FailedSteps
@@ -115,6 +116,7 @@ class EngineCore:
         self.engine = engine
         self.scheduler = engine.scheduler
         self.pool = engine.pool
+        self.retention = RetentionBook(engine.pool)
         self.incarnation = incarnation
         self.steps = 0
         """Steps that have ended well."""
@@ -296,13 +298,16 @@ class EngineCore:
         self._loop.call_soon(self.schedule_steps)
 
     def beat(self, now: float) -> None:
-        """Schedule again, since blocks come back without a step, and check that steps end.
+        """Schedule again, since blocks come back without a step, check that steps end, and end what
+        is cached and retained no longer.
 
         To be called every ``heartbeat_s``. Raises WorkerFailed where the engine hangs.
         """
         computes = {"engine": self.steps} if self.scheduler.plans_in_flight else {}
         if self._hang_watch.tick(computes, now):
             raise WorkerFailed("the engine has not ended its step for a minute")
+        self.retention.expire(now)
+        self.pool.expire(now)
         self.schedule_steps()
 
     # What is measured and reported

@@ -94,6 +94,7 @@ class WorkerGauges:
         self._running = metrics.sequences.labels(**labels, state="running")
         self._waiting = metrics.sequences.labels(**labels, state="waiting")
         self._blocks = [metrics.kv_blocks.labels(**labels, state=state) for state in _BLOCK_STATES]
+        self._retained = metrics.retained_kv_blocks.labels(**labels)
         self._fill = metrics.batch_fill_ratio.labels(**labels)
         self._computed = metrics.computed_prompt_tokens.labels(**labels)
         self._preemptions = metrics.preemptions.labels(**labels)
@@ -128,6 +129,7 @@ class WorkerGauges:
             metrics.batch_fill_ratio,
             metrics.device_memory_used_bytes,
             metrics.device_memory_total_bytes,
+            metrics.retained_kv_blocks,
             metrics.index_pending_blocks,
             metrics.index_lag_seconds,
             metrics.model_flops_utilization,
@@ -145,6 +147,7 @@ class WorkerGauges:
         counts = pool.counts()
         for state, gauge in zip(_BLOCK_STATES, self._blocks, strict=True):
             gauge.set(getattr(counts, state))
+        self._retained.set(len(pool.retained))
         if self._preempted is not None:
             self._preemptions.inc(scheduler.preemptions - self._preempted)
         self._preempted = scheduler.preemptions

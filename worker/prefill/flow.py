@@ -28,6 +28,7 @@ from baton.v1 import prefill_pb2
 from engine.scheduling.sequence import Sequence, SequenceUpdate
 from worker.prefill.fetch import Fetcher, PrefixSource, source_of
 from worker.prefill.fetch_estimates import FetchEstimates
+from worker.prefill.prompt_retention import claim_retention, held_tokens
 from worker.prefill.service import Send
 from worker.role import WorkerContext
 
@@ -141,6 +142,7 @@ class PrefillFlow:
                     spec, arrived=arrived, deadline=deadline, prefill_only=self._prefill_only
                 )
                 sequence.follow(matcher)
+                retained = claim_retention(self._context, sequence, arrived)
                 await sink.reserve(sequence)
                 updates.check()
                 source = source_of(request.source) if request.HasField("source") else None
@@ -149,13 +151,15 @@ class PrefillFlow:
                 choices = (sequence, *sequence.siblings)
                 firsts = await sink.compute(sequence, blocks)
                 _note(span, sequence)
+                kept = held_tokens(self._context, retained)
                 self._context.core.count_prompt(sequence)
                 for choice, first in zip(choices, firsts, strict=False):
-                    send(first_token_response(choice, first, self._context.core.load()))
+                    load = self._context.core.load()
+                    send(first_token_response(choice, first, load, retained_tokens=kept))
                 handoff = await sink.commit(firsts)
                 if handoff is not None:
-                    load = convert.load_to_proto(self._context.core.load())
-                    send(prefill_pb2.PrefillResponse(handoff=handoff, load=load))
+                    told = convert.load_to_proto(self._context.core.load())
+                    send(prefill_pb2.PrefillResponse(handoff=handoff, load=told))
             finally:
                 del self._updates[attempt]
                 # A cancelled prompt, too, gives back its blocks and its room.
@@ -223,11 +227,12 @@ def first_of(update: SequenceUpdate) -> FirstToken:
 
 
 def first_token_response(
-    sequence: Sequence, first: FirstToken, load: LoadSnapshot
+    sequence: Sequence, first: FirstToken, load: LoadSnapshot, *, retained_tokens: int = 0
 ) -> prefill_pb2.PrefillResponse:
     """The message for a choice whose prompt is computed and whose first token is ``first``.
 
-    The cost of the prompt, its logprobs and its embedding go with the first choice alone.
+    The cost of the prompt, its logprobs, its embedding, and how many of its tokens are retained go
+    with the first choice alone.
     """
     spec = sequence.spec
     output = TokenOutput(
@@ -246,6 +251,7 @@ def first_token_response(
     )
     if sequence.choice == spec.choice:
         response.cached_prompt_tokens = min(sequence.cached_tokens, spec.prompt_length)
+        response.retained_prompt_tokens = retained_tokens
         response.queue_ms = sequence.queue_s * 1e3
         response.compute_ms = sequence.compute_s * 1e3
         response.computed_tokens = sequence.computed_here

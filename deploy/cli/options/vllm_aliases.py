@@ -16,7 +16,7 @@ _THINK = (
     *("deepseek_r1", "deepseek_v3", "deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax_m2"),
     *("qwen3", "qwen3-thinking"),
 )
-"""Parsers of reasoning by vLLM and SGLang; all read what stands between ``<think>`` markers."""
+"""Reasoning parsers of vLLM and SGLang; all read what stands between ``<think>`` markers."""
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "dtype": {"auto": "bfloat16", "half": "float16", "float": "float32"},
@@ -29,11 +29,27 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "gguf": "auto",
         },
         "kv_dtype": {"fp8_e4m3": "fp8"},
-        "tool_parser": {"llama3_json": "llama3"},
-        "reasoning_parser": dict.fromkeys(_THINK, "think"),
+        "tool_parser": {
+            "llama3_json": "llama3",
+            "llama4_pythonic": "llama4",
+            "pythonic": "llama4",
+            "qwen3_xml": "qwen3_coder",
+            "openai": "harmony",
+            "gpt-oss": "harmony",
+            "qwen": "hermes",
+            "qwen25": "hermes",
+            "deepseekv3": "deepseek_v3",
+            "deepseekv31": "deepseek_v31",
+            "glm": "glm45",
+            "minimax-m2": "minimax_m2",
+        },
+        "reasoning_parser": {
+            **dict.fromkeys(_THINK, "think"),
+            **dict.fromkeys(("openai_gptoss", "gpt-oss"), "harmony"),
+        },
     }
 )
-"""By field: vLLM's word, and Baton's."""
+"""By field: the word of vLLM or SGLang, and Baton's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from baton.config.cluster import Config
 from baton.request import Geometry
+from baton.rpc.worker_plane import WorkerPlane
 from kvtransfer.layout.layout import KvLayout
 from loadtest.common.child_processes import LOOPBACK
 from loadtest.common.json_worker import Asker, Fields, run_helper
@@ -31,6 +32,7 @@ async def _work(asker: Asker, start: Fields) -> None:
             ),
             threads,
             LOOPBACK,
+            WorkerPlane.of(None, config.cluster_secret),
         )
         await server.start()
         try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from baton.request import Geometry
-from baton.rpc.grpc_channel import make_server
+from baton.rpc.worker_plane import WorkerPlane
 from baton.v1 import transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.pairs.pair import Identity
@@ -30,7 +30,8 @@ async def _work(asker: Asker, start: Fields) -> None:
     layout = KvLayout.of(geometry).of_rank(0)
     with contextlib.ExitStack() as held:
         pool = held.enter_context(bench_pool(start["blocks"], layout.block_bytes))
-        server = make_server()
+        # Without a secret, as the other end.
+        server = WorkerPlane.of(None, "").server()
         address = f"{LOOPBACK}:{server.add_insecure_port(f'{LOOPBACK}:0')}"
         end = transfer_end(
             identity, pool.memory, start["transport"], start["ranks"], address=address

@@ -5,6 +5,7 @@ Against a real Valkey, and against Debian's Redis with TLS where that is install
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from baton.config.access import KeyConfig
 from baton.config.cluster import Config
 from baton.config.tls import TlsConfig
 from baton.security.tls import TlsFiles
+from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
@@ -35,6 +37,7 @@ from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 from router.access.rate_limits import RateLimits
 from tests.support.certificates import Authority
 from tests.support.integration.redis import record_of
+from tests.support.router.pins import pin
 from tests.support.tls_redis import PASSWORDS, tls_redis, urls_of
 
 ID = "c1"
@@ -104,6 +107,11 @@ async def _route(client: redis.asyncio.Redis) -> None:
     await registry.forget("w:2")
     await TrafficStore(client, ID).write("router-1", RouterTraffic(1, TrafficCounts()))
     await PoolSizes(client, ID).write("decode", 3)
+    pins = PinStore(client, ID)
+    await pins.write(pin(HASHES[:2], expires_at=1.0))
+    await pins.write(pin(HASHES[:3], expires_at=time.time() + 600))
+    await pins.remove("prefix_unknown")
+    assert len(await pins.read()) == 1
     limits = RateLimits(client, ID, RouterMetrics(CollectorRegistry()))
     key = KeyConfig(
         name="k", tenant="default", requests_per_minute=9, tokens_per_minute=999, concurrency=3
@@ -136,6 +144,7 @@ async def test_every_role_can_do_all_that_it_does(store: redis.asyncio.Redis) ->
         "index",
         "limit",
         "traffic",
+        "pins",
         "pool-sizes",
         "supervision",
         "secret",
@@ -194,7 +203,10 @@ COMMANDS = (
 )
 """Nobody's who serves requests."""
 OWNERS_KEYS: dict[StoreUser, tuple[str, ...]] = {
-    "worker": ("limit:k:requests", "limit:new", "traffic", "pool-sizes", "supervision", "new"),
+    "worker": (
+        *("limit:k:requests", "limit:new", "traffic", "pins", "pool-sizes", "supervision"),
+        "new",
+    ),
     "router": ("new", "keys"),
 }
 """Keys of a cluster that a role has no business with, whether they are there or not."""

@@ -22,6 +22,7 @@ from tests.support.router.front_fakes import (
     add_grpc,
     create_app,
     make_front,
+    plain_client,
     serve,
 )
 
@@ -96,7 +97,7 @@ async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     try:
         async with (
             serve(create_app(*parts, more=(api, view))) as address,
-            httpx.AsyncClient(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
+            plain_client(base_url=f"http://{address}", timeout=DEADLINE_S) as client,
             open_channel(f"127.0.0.1:{port}") as channel,
         ):
             stub: Any = control_pb2_grpc.WorkerOperatorServiceStub(channel)

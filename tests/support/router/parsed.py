@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.dialects.pieces import Arguments, CallStart, Content, Piece, Reasoning
-from router.dialects.reasoning import AnswerParser
+from router.dialects.pieces import (
+    AnswerParser,
+    Arguments,
+    CallStart,
+    Content,
+    Piece,
+    Reasoning,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from baton.errors import ConfigError
 from engine.checkpoint.model_config import load_model_config
 from engine.model.model import DecoderModel
 from engine.model.named_tensors import TIED_HEAD
-from engine.model.weights import iterate_weights, load_weights
-from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize
+from engine.model.weights import iterate_weights, kind_of_most, load_weights
+from engine.quantization.weight import KINDS, QuantizedWeight, QuantKind, dequantize, quantize
 from tests.support.engine import checkpoints
 from tests.support.engine.weights import name_of
 from tests.support.models import make_tiny_model
@@ -33,6 +33,7 @@ def test_matrices_are_quantised(model: Path, kind: QuantKind) -> None:
     plain = load_weights(model, CPU, torch.float32)
     found = load_weights(model, CPU, torch.bfloat16, kind)
     assert found.keys() == plain.keys()
+    assert kind_of_most(found.items()) == kind
     for name, weight in found.items():
         source = plain[name]
         assert isinstance(source, torch.Tensor)
@@ -50,6 +51,20 @@ def test_matrices_are_quantised(model: Path, kind: QuantKind) -> None:
 def test_a_plain_checkpoint_stays_plain(model: Path, quantization: str) -> None:
     found = load_weights(model, CPU, torch.float32, quantization)
     assert all(isinstance(weight, torch.Tensor) for weight in found.values())
+    assert kind_of_most(found.items()) is None
+
+
+def test_the_kind_of_most_values_counts() -> None:
+    """That of a mixed file, as GGUF's are; embeddings, heads and norms do not count."""
+    small, large = torch.randn(32, 32), torch.randn(32, 96)
+    weights = {
+        "model.embed_tokens.weight": torch.randn(500, 32),
+        "model.layers.0.self_attn.q_proj.weight": quantize(small, "int8"),
+        "model.layers.0.mlp.up_proj.weight": quantize(large, "int4"),
+        "model.layers.0.input_layernorm.weight": torch.randn(32),
+    }
+    assert kind_of_most(weights.items()) == "int4"
+    assert kind_of_most([]) is None
 
 
 def test_routers_and_experts(tmp_path: Path) -> None:

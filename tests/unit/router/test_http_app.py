@@ -45,7 +45,7 @@ async def test_chat() -> None:
     assert usage["prompt_tokens"] == len(request.prompt_ids)
     assert usage["completion_tokens"] == len(front.tokenizer.encode(front.dispatcher.text)) + 1
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 1, "cache_write_tokens": 0}
     assert front.requests() == {("short", "ok", ""): 1}
     assert front.count("goodput_requests_total", **{"class": "short"}) == 1
     assert body["id"].startswith("chatcmpl-")

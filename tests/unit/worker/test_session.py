@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
 from baton.config.cluster import Config
 from baton.request import Geometry
+from engine.roofline import Storage
 from engine.scheduling.block_pool import BlockPool
 from worker.role import WorkerContext
 from worker.runtime import WorkerRuntime
@@ -17,8 +19,9 @@ from worker.session import WorkerSession, _record
 from worker.settings import WorkerSettings
 
 
-def test_a_worker_publishes_the_commit_of_its_model() -> None:
-    config = Config(revision="a" * 40)
+@pytest.mark.parametrize("storage", [None, Storage(1.0, 1.0, 300.5)])
+def test_a_worker_publishes_its_model_and_what_computes_it(storage: Storage | None) -> None:
+    config = Config(revision="a" * 40, dtype="float16")
     settings = WorkerSettings(
         config=config,
         pool=config.pools[0],
@@ -31,18 +34,25 @@ def test_a_worker_publishes_the_commit_of_its_model() -> None:
     )
     engine = SimpleNamespace(
         fingerprint="f",
-        cache=SimpleNamespace(geometry=Geometry(16, 2, 3, 64, "bfloat16")),
+        cache=SimpleNamespace(
+            geometry=Geometry(16, 2, 3, 64, "bfloat16"), block_size=16, block_bytes=4096
+        ),
         context_length=512,
         pool=SimpleNamespace(total=10),
+        storage=storage,
+        quantization="int4",
+        runner=SimpleNamespace(device=torch.device("cpu"), drafter="none" if storage else "ngram"),
     )
     costs = SimpleNamespace(prefill=(0.0, 0.0, 0.0), step=(0.0, 0.0, 0.0))
     runtime = SimpleNamespace(
         core=SimpleNamespace(engine=engine), costs=costs, metrics_server=SimpleNamespace(port=2)
     )
-    assert (
-        _record(settings, cast(WorkerRuntime, runtime), "prefill-0:1", "127.0.0.1:1").revision
-        == "a" * 40
-    )
+    record = _record(settings, cast(WorkerRuntime, runtime), "prefill-0:1", "127.0.0.1:1")
+    assert record.revision == "a" * 40
+    assert (record.quantization, record.dtype, record.device) == ("int4", "float16", "cpu")
+    assert record.drafter == ("" if storage else "ngram")
+    # Several ranks have a part of each block; the worker knows the size of the whole.
+    assert record.block_bytes == (4808 if storage else 4096)
 
 
 def session_of(pool: BlockPool, **busy: bool) -> WorkerSession:

@@ -57,7 +57,9 @@ def test_equals_plain_torch(
             for other in range(choices)
         )
         assert isinstance(alone, torch.Tensor)
-        torch.testing.assert_close(total[token], alone, atol=0.3, rtol=1e-2)
+        # In 16 bits what lies between may round the other way.
+        atol = 1e-3 if dtype is torch.float32 else 0.3
+        torch.testing.assert_close(total[token], alone, atol=atol, rtol=1e-3)
 
 
 def test_one_expert_may_have_everything() -> None:

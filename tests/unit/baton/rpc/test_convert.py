@@ -18,6 +18,7 @@ from baton.request import (
     GroupShape,
     LoadSnapshot,
     Principal,
+    Retention,
     SequenceSpec,
     TokenOutput,
     TraceContext,
@@ -67,6 +68,7 @@ SAMPLING = st.builds(
     logprobs=st.none() | U32,
     prompt_logprobs=st.none() | U32,
 )
+MILLISECONDS = st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000)
 SPECS = st.builds(
     SequenceSpec,
     request_id=TEXT,
@@ -78,13 +80,17 @@ SPECS = st.builds(
     cache_salt=st.binary(max_size=9),
     context_class=TEXT,
     principal=st.builds(Principal, TEXT, TEXT),
-    deadline_s=st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000),
+    deadline_s=MILLISECONDS,
     choices=st.integers(1, 2**32 - 1),
     choice=U32,
     priority=st.integers(-(2**31), 2**31 - 1),
     preemptions=U32,
     hand_back=st.booleans(),
     embeds=st.booleans(),
+    retentions=st.lists(
+        st.builds(Retention, U32, MILLISECONDS, TEXT, st.booleans()), max_size=3
+    ).map(tuple),
+    cache_ttl_s=MILLISECONDS,
     trace=st.builds(TraceContext, TEXT, TEXT),
     without_speculation=st.booleans(),
 )
@@ -183,12 +189,13 @@ def test_no_field_is_forgotten() -> None:
         (Geometry, transfer_pb2.Geometry),
         (GroupShape, transfer_pb2.GroupShape),
         (Principal, worker_pb2.Principal),
+        (Retention, worker_pb2.Retention),
         (TraceContext, worker_pb2.TraceContext),
     ]
     for dataclass, message in twins:
         ours = {field.name for field in dataclasses.fields(dataclass)}
         theirs = set(message.DESCRIPTOR.fields_by_name)
-        renamed = {"deadline_s": "deadline_ms"}
+        renamed = {"deadline_s": "deadline_ms", "cache_ttl_s": "cache_ttl_ms", "ttl_s": "ttl_ms"}
         assert {renamed.get(name, name) for name in ours} == theirs
 
 

@@ -68,7 +68,7 @@ def test_redis_on_another_machine_needs_tls(field: str, tls: dict[str, Any]) -> 
         assert "planted" not in told.value.message
         assert "rediss://" in told.value.message
         check_exposure(Config(**clear, **others, insecure_redis=True))
-    encrypted = {field: "rediss://:planted@store.example.com:6379/0"}
+    encrypted: dict[str, Any] = {field: "rediss://:planted@store.example.com:6379/0"}
     check_exposure(Config(**encrypted, **tls))
     for host in ("127.0.0.1:6379", "localhost", "[::1]:6379"):
         here: dict[str, Any] = {field: f"redis://:p@{host}/0"}

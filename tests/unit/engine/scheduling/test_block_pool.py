@@ -18,6 +18,8 @@ from hypothesis.stateful import (
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 
 CHAINS = ("a", "b")
+TTL_S = {"a": 0.0, "b": 5.0}
+"""Of the blocks of each chain; 0: they do not expire."""
 
 
 def chain(name: str, length: int) -> list[bytes]:
@@ -41,6 +43,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.quarantined: list[list[int]] = []
         self.named: dict[bytes, int] = {}
         self.index: set[bytes] = set()
+        self.retained: set[bytes] = set()
+        self.now = 0.0
+        self.expires_at: dict[bytes, float] = {}
+        """Of cached blocks with a time to live, since the first look after their last use."""
 
     def pins(self) -> Counter[int]:
         return Counter(block for blocks in self.owners for block in blocks)
@@ -50,6 +56,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     def forget_evicted(self, blocks: list[int]) -> None:
         self.named = {d: b for d, b in self.named.items() if b not in blocks}
+        self.expires_at = {d: at for d, at in self.expires_at.items() if d in self.named}
+
+    def use(self, blocks: list[int]) -> None:
+        self.owners.append(blocks)
+        used = {digest for digest, block in self.named.items() if block in blocks}
+        self.expires_at = {d: at for d, at in self.expires_at.items() if d not in used}
 
     @rule(count=st.integers(0, 10))
     def allocate(self, count: int) -> None:
@@ -68,6 +80,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert not (set(blocks) & (set(pinned) | outside)), "a block in use was handed out"
         evicted = [block for block in blocks if block in self.named.values()]
         assert len(evicted) == max(0, count - free), "evicted although blocks were free"
+        cached = {digest for digest, block in self.named.items() if not pinned[block]}
+        gone = {digest for digest in cached if self.named[digest] in evicted}
+        if gone & self.retained:
+            assert cached - gone <= self.retained, "a retained block was not the last to be evicted"
         self.forget_evicted(evicted)
         self.owners.append(blocks)
 
@@ -82,7 +98,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert evictable == sum(1 for block in blocks if not pinned[block])
         self.pool.pin(blocks)
         assert self.pool.available == before - evictable
-        self.owners.append(blocks)
+        self.use(blocks)
 
     @rule(name=st.sampled_from(CHAINS), length=st.integers(1, 5))
     def prefill(self, name: str, length: int) -> None:
@@ -94,10 +110,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool.pin(found)
         made = self.pool.allocate(length - len(found))
         self.forget_evicted(made)
-        self.owners.append([*found, *made])
+        self.use([*found, *made])
         for digest, block in zip(hashes[len(found) :], made, strict=True):
             if digest not in self.named:
-                assert self.pool.register(block, digest, leading(digest)) == block
+                self.pool.register(block, digest, leading(digest), TTL_S[name])
                 self.named[digest] = block
 
     @precondition(lambda self: self.owners)
@@ -114,8 +130,35 @@ class BlockPoolMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="another hash"):
                 self.pool.register(block, digest, leading(digest))
         else:
-            assert self.pool.register(block, digest, leading(digest)) == block
+            assert self.pool.register(block, digest, leading(digest), TTL_S[name]) == block
             self.named[digest] = block
+
+    @rule(name=st.sampled_from(CHAINS), length=st.integers(1, 5), is_over=st.booleans())
+    def retain(self, name: str, length: int, is_over: bool) -> None:
+        hashes = chain(name, length)
+        if is_over:
+            self.pool.end_retention(hashes)
+            self.retained -= set(hashes)
+        else:
+            self.pool.retain(hashes)
+            self.retained |= set(hashes)
+        assert self.pool.retained == self.retained
+
+    @rule(seconds=st.integers(0, 7))
+    def expire(self, seconds: int) -> None:
+        self.now += seconds
+        pinned, gone = self.pins(), []
+        for digest, block in self.named.items():
+            ttl_s = TTL_S[digest.decode()[0]]
+            if not ttl_s or pinned[block]:
+                continue
+            expires_at = self.expires_at.setdefault(digest, self.now + ttl_s)
+            if expires_at <= self.now and digest in self.retained:
+                self.expires_at[digest] = self.now + ttl_s
+            elif expires_at <= self.now:
+                gone.append(block)
+        assert self.pool.expire(self.now) == len(gone)
+        self.forget_evicted(gone)
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -156,7 +199,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def drop_cache(self) -> None:
         self.pool.drop_cache()
         pinned = self.pins()
-        self.named = {d: b for d, b in self.named.items() if pinned[b]}
+        self.forget_evicted([block for block in self.named.values() if not pinned[block]])
 
     @rule()
     def drain(self) -> None:
@@ -221,6 +264,34 @@ def test_a_pinned_block_is_never_evicted() -> None:
     with pytest.raises(OutOfBlocks):
         pool.allocate(1)
     assert pool.match([b"x"]) == [block]
+
+
+def test_a_retained_block_is_evicted_after_younger_ones_and_still_makes_room() -> None:
+    """So pins never keep a pool from serving."""
+    pool = BlockPool(4)
+    kept, other = pool.allocate(2), pool.allocate(2)
+    for block, digest in zip(kept + other, chain("a", 2) + chain("b", 2), strict=True):
+        pool.register(block, digest)
+    pool.retain(chain("a", 2))
+    pool.release(kept)
+    pool.release(other)
+    assert pool.available == 4
+    assert sorted(pool.allocate(2)) == sorted(other)
+    assert pool.match(chain("a", 2)) == kept
+    assert pool.allocate(1) == [kept[1]], "its last block goes first"
+    assert pool.match(chain("a", 2)) == [kept[0]]
+    assert pool.allocate(1) == [kept[0]]
+
+
+def test_a_block_that_was_evicted_is_retained_again_once_it_is_back() -> None:
+    pool = BlockPool(2)
+    pool.retain([b"x"])
+    for digest in (b"x", b"y"):
+        (block,) = pool.allocate(1)
+        pool.register(block, digest)
+        pool.release([block])
+    pool.allocate(1)
+    assert pool.match([b"x"]), "the younger one went first"
 
 
 def test_an_unused_block_cannot_be_registered() -> None:

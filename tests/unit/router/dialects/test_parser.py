@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.dialects.formats import FORMATS
+from router.dialects.families import FORMATS
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, joined
+from router.dialects.tools import Tool
 from tests.support.router.parsed import Call, Parsed, parse
 
-NAMES = frozenset({"look_up", "add-2"})
+SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "x": {}}}
+TOOLS = {name: Tool(name, None, SCHEMA) for name in ("look_up", "add-2")}
 CASES: list[tuple[str, str, Parsed]] = [
     # Plain text stays as it is.
     *((name, " plain text \n", Parsed(" plain text \n", ())) for name in FORMATS),
@@ -109,6 +111,17 @@ CASES: list[tuple[str, str, Parsed]] = [
         '<tool_call>{"name":"add-2","arguments":{"x": 1,}}</tool_call>then',
         Parsed("then", (Call("add-2", '{"x": 1,}}'),)),
     ),
+    # A key that says more than clients are told makes it content.
+    (
+        "hermes",
+        '<tool_call>{"name":"add-2","why":"so","arguments":{}}</tool_call>',
+        Parsed('<tool_call>{"name":"add-2","why":"so","arguments":{}}</tool_call>'),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name":"add-2","arguments":{},"why":"so"}</tool_call>',
+        Parsed(',"why":"so"}', (Call("add-2", "{}"),)),
+    ),
     (
         "smollm",
         '<tool_call>[{"name": "add-2", "arguments": {"x": 1}}, {"name": "look_up"}]</tool_call>',
@@ -197,18 +210,18 @@ CASES: list[tuple[str, str, Parsed]] = [
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_answers_are_parsed(name: str, text: str, expected: Parsed) -> None:
-    assert parse(FORMATS[name].parser(NAMES), text) == expected
+    assert parse(FORMATS[name].parser(TOOLS), text) == expected
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_answers_are_parsed_character_by_character(name: str, text: str, expected: Parsed) -> None:
     del expected
-    whole = FORMATS[name].parser(NAMES)
+    whole = FORMATS[name].parser(TOOLS)
     assert in_parts(name, list(text)) == joined([*whole.feed(text), *whole.finish()])
 
 
 def in_parts(name: str, parts: Sequence[str]) -> list[object]:
-    parser = FORMATS[name].parser(NAMES)
+    parser = FORMATS[name].parser(TOOLS)
     pieces = [piece for part in parts for piece in parser.feed(part)]
     return list(joined([*pieces, *parser.finish()]))
 
@@ -267,7 +280,7 @@ def test_cuts_make_no_difference(name: str, fragments: list[str], cuts: list[int
 def test_no_text_is_lost(name: str, fragments: list[str]) -> None:
     """Text without calls comes back whole; with calls every letter that is no frame does."""
     text = "".join(fragments)
-    parsed = parse(FORMATS[name].parser(NAMES), text)
+    parsed = parse(FORMATS[name].parser(TOOLS), text)
     if not parsed.calls and "[]" not in "".join(text.split()):
         assert parsed.content == text
     kept = parsed.content + "".join(call.arguments for call in parsed.calls)
@@ -288,7 +301,12 @@ JSON = st.recursive(
 @given(
     name=st.sampled_from(sorted(FORMATS)),
     calls=st.lists(
-        st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(), JSON, max_size=3)),
+        st.tuples(
+            st.sampled_from(sorted(TOOLS)),
+            st.fixed_dictionaries(
+                {"word": st.text(), "x": JSON.filter(lambda value: not isinstance(value, str))}
+            ),
+        ),
         min_size=1,
         max_size=3,
     ),
@@ -296,13 +314,13 @@ JSON = st.recursive(
 @settings(max_examples=200, deadline=None)
 def test_what_a_format_writes_it_reads(name: str, calls: list[tuple[str, object]]) -> None:
     form = FORMATS[name]
-    parsed = parse(form.parser(NAMES), form.written(calls))
+    parsed = parse(form.parser(TOOLS), form.written(calls))
     assert parsed.content == ""
     assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == calls
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    parser = FORMATS["hermes"].parser(NAMES)
+    parser = FORMATS["hermes"].parser(TOOLS)
     assert parser.feed("Hm.\n<tool") == [Content("Hm.")]
     assert parser.feed('_call>\n{"name": "look_up", "arguments": ') == []
     assert parser.feed('{"word": "Pa') == [CallStart("look_up"), Arguments('{"word": "Pa')]
@@ -314,7 +332,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 def test_half_a_surrogate_is_no_argument() -> None:
     text = '<tool_call>{"name": "add-2", "arguments": "{\\"x\\": \\"\\ud800\\"}"}</tool_call>'
-    parsed = parse(FORMATS["hermes"].parser(NAMES), text)
+    parsed = parse(FORMATS["hermes"].parser(TOOLS), text)
     assert not parsed.calls
     assert parsed.content == text
 
@@ -322,5 +340,5 @@ def test_half_a_surrogate_is_no_argument() -> None:
 @pytest.mark.parametrize("opening", ['{"a":', "["])
 def test_depth_is_bounded(opening: str) -> None:
     text = '<tool_call>{"name": "add-2", "arguments": {"x": ' + opening * 5000
-    (call,) = parse(FORMATS["hermes"].parser(NAMES), text).calls
+    (call,) = parse(FORMATS["hermes"].parser(TOOLS), text).calls
     assert call.arguments.endswith(opening * 1000)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.core.request import AnswerPart
 from router.dialects.dialect import REASONING_FORMATS, Dialect, dialect_for, reasoning_for
-from router.dialects.formats import FORMATS
+from router.dialects.families import FORMATS
 from router.dialects.pieces import Content, Piece, Reasoning, joined
 from router.dialects.reasoning import ReasoningFormat
 from router.dialects.tools import Tool, ToolUse

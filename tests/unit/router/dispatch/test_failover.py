@@ -45,6 +45,7 @@ from router.dispatch.placement import Placement
 from router.dispatch.retry_limits import PROGRESS_TOKENS, QUARANTINE_S, Quarantine, RetryBudget
 from router.dispatch.running_request import RunningRequest
 from router.routing.ledger import Ledger
+from router.routing.pinned_prefixes import PinnedPrefixes
 from router.routing.policy import Decision, RouteRequest
 from router.routing.route_finder import RouteFinder
 from router.text.output_processor import ByteDetokenizer, OutputProcessor
@@ -150,7 +151,13 @@ class World:
         ledger = SimpleNamespace(promise=lambda *_: Promised())
         config, links = Config(**changes), cast(WorkerLinks, self)
         self.placement = Placement(
-            "router", config, links, cast(Ledger, ledger), cast(RouteFinder, self), self.metrics
+            "router",
+            config,
+            links,
+            cast(Ledger, ledger),
+            cast(RouteFinder, self),
+            PinnedPrefixes(None, config.block_size),
+            self.metrics,
         )
         self.budget = RetryBudget.of(config) if max_moves is None else RetryBudget(0, max_moves, 0)
         self.quarantine = Quarantine(quarantine_s)

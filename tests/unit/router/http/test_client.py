@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from baton.errors import InvalidRequest, Overloaded, RequestTooLarge
+from router.core.turns import FairTurns
 from router.http import client
 from router.http.client import (
     LARGE_AT_ONCE,
@@ -188,10 +190,10 @@ async def test_a_tenant_with_too_many_large_bodies_is_told_to_come_back(
     monkeypatch: pytest.MonkeyPatch, held: AsyncExitStack
 ) -> None:
     monkeypatch.setattr(client, "LARGE_AT_ONCE", 2)
-    monkeypatch.setattr("router.core.turns.MAX_WAITING", 0)
+    monkeypatch.setattr(client, "FairTurns", partial(FairTurns, max_waiting=0))
     bodies = BodyReader(LIMIT, 60.0, 512)
     await held.enter_async_context(bodies.object(Client(parts_of(LARGE)).request(), "a"))
-    with pytest.raises(Overloaded) as found:
+    with pytest.raises(Overloaded, match="of this tenant wait already") as found:
         async with bodies.object(Client(parts_of(LARGE)).request(), "a"):
             pass
     assert found.value.retry_after == 1.0

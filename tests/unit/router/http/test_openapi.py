@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import pytest
+from fastapi.openapi.utils import get_openapi
 
 from router.access.access import OPEN, Access
 from router.admin.worker_api import ClusterApi, WorkerApi
@@ -16,6 +20,7 @@ from router.batches.batch_planner import BatchPlanner
 from router.batches.desk import BatchDesk
 from router.console.api import ConsoleApi
 from router.dispatch.dispatcher import ClusterDispatcher
+from router.http import openapi
 from tests.support.router.front_fakes import MODEL, create_app, make_front
 
 
@@ -62,6 +67,22 @@ async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
     assert "Body" not in schema["components"]["schemas"]
     for path in ("/v1/batches", "/v1/files", "/console/what-if"):
         assert schema["paths"][path]["post"]["requestBody"]["required"], path
+
+
+async def test_it_is_built_once_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def recorded(**about: Any) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return get_openapi(**about)
+
+    monkeypatch.setattr(openapi, "get_openapi", recorded)
+    transport = httpx.ASGITransport(make_front().app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        answers = await asyncio.gather(*(client.get("/openapi.json") for _ in range(3)))
+    assert len({answer.content for answer in answers}) == 1
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
 
 
 async def test_refusals_and_keys_are_described() -> None:

@@ -13,7 +13,7 @@ import pytest
 from baton.config.cluster import Config
 from baton.errors import InvalidRequest
 from baton.host.background import INLINE
-from router.dialects.formats import FORMATS, format_for
+from router.dialects.families import FORMATS, format_for
 from router.dialects.tools import Tool, ToolUse
 from router.inference.prompt import (
     TEXTS_AT_ONCE,
@@ -65,7 +65,8 @@ def test_a_template_that_knows_nothing(name: str) -> None:
     assert json.dumps(TOOL.as_template_value()) in system["content"].splitlines()
     assert user == TALK[0]
     assert assistant == {"role": "assistant", "content": form.written([("look_up", {"word": "é"})])}
-    assert result == {"role": "user", "content": "<tool_response>\nfound\n</tool_response>"}
+    assert result == {"role": "user", "content": form.result("found")}
+    assert "\nfound\n" in result["content"]
     assert "look_up" in template.render([system, user, assistant, result], 10_000).result()
 
 
@@ -114,6 +115,17 @@ def test_messages_about_tools_are_recognized() -> None:
         (KNOWS + "[TOOL_CALLS]", {"[TOOL_CALLS]"}, "mistral"),
         (KNOWS + "[TOOL_CALLS][ARGS]", {"[TOOL_CALLS]"}, "mistral_args"),
         (TEMPLATE + "SmolLM", set(), "smollm"),
+        (TEMPLATE.replace("<|im_start|>", "<start_of_turn>"), set(), "gemma"),
+        (KNOWS, {"<|python_start|>", "<|python_tag|>"}, "llama4"),
+        (KNOWS + '{"name": n, "parameters": {}}', {"<|python_start|>"}, "llama4_json"),
+        (KNOWS + "<tool_call>\\n<function=", set(), "qwen3_coder"),
+        (KNOWS + "<tool_call>{{ x }}<arg_key>", set(), "glm45"),
+        (KNOWS + "<minimax:tool_call>", set(), "minimax_m2"),
+        (KNOWS + "{{ '<' ~ 'minimax:tool_call' ~ '>' }}", set(), "minimax_m2"),
+        (KNOWS + "<|tool_calls_section_begin|><|tool_call_begin|>", set(), "kimi_k2"),
+        (KNOWS + "<｜tool▁calls▁begin｜>```json", set(), "deepseek_v3"),
+        (KNOWS + "<｜tool▁calls▁begin｜>", set(), "deepseek_v31"),
+        (KNOWS + "<|start|>assistant<|channel|>final<|message|>", set(), "harmony"),
     ],
 )
 def test_the_format_is_found(source: str, special: set[str], name: str) -> None:
@@ -138,7 +150,7 @@ def test_tools_select_the_template_for_tools(tmp_path: Path) -> None:
     assert template is not None
     assert not template.knows_tools
     assert template.for_tools.knows_tools
-    assert format_for("auto", template, lambda _: True).name == "llama3"
+    assert format_for("auto", template, {"<|python_tag|>"}.__contains__).name == "llama3"
 
 
 async def test_long_texts_of_a_tenant_leave_others_a_turn() -> None:
@@ -170,3 +182,22 @@ async def test_long_texts_of_a_tenant_leave_others_a_turn() -> None:
     finally:
         release.set()
         await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        # DeepSeek's templates join the arguments, which must be text.
+        ("{{ '<' + c['function']['arguments'] + '>' }}", '<{"word": "é"}>'),
+        ("{{ '<' ~ c.function.arguments ~ '>' }}", '<{"word": "é"}>'),
+        # Those of others take them for values.
+        ("{{ '<' + c.function.arguments | tojson + '>' }}", '<{"word": "é"}>'),
+        ("{% for k, v in c.function.arguments.items() %}<{{ k ~ v }}>{% endfor %}", "<wordé>"),
+    ],
+)
+async def test_arguments_as_a_template_takes_them(written: str, expected: str) -> None:
+    source = f"{{% for m in messages %}}{{% for c in m.tool_calls %}}{written}{{% endfor %}}"
+    tokenizer = tiny_tokenizer(template=source + "{% endfor %}tool")
+    encoder = PromptEncoder(tokenizer, FORMATS["hermes"], Config(), lambda: 4096)
+    turn = calls_turn("", [("1", "look_up", '{"word": "é"}')])
+    assert tokenizer.decode(await encoder.chat_ids("t", [turn])) == f"{expected}tool"

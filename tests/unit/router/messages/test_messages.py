@@ -170,7 +170,7 @@ async def test_stop_sequences() -> None:
 async def test_blocks() -> None:
     front = front_saying("x")
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "Rain?", "cache_control": {}}]},
+        {"role": "user", "content": [{"type": "text", "text": "Rain?", "cache_control": None}]},
         {
             "role": "assistant",
             "content": [

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from baton.config.choices import PolicyName
 from baton.request import LoadSnapshot
 from router.routing.ledger import Ledger
-from router.routing.policies import make_policy, scores
+from router.routing.policies import make_policy
 from router.routing.policy import Decision, RouteRequest, RouteSettings
-from router.routing.worker_table import hash_of
+from router.routing.worker_table import hash_of, scores
 from tests.support.router.workers import BLOCK, list_worker, record
 
 SLOTS = ("p-0", "p-1", "p-2", "d-0", "d-1")

@@ -18,6 +18,7 @@ from router.routing.ledger import Ledger
 from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings
 from router.routing.predictive_policy import (
     ANSWER_TOKENS,
+    CACHE_KEY,
     DEADLINE,
     MIN_HARM,
     MIN_TTFT,
@@ -30,7 +31,7 @@ from router.routing.predictive_policy import (
     TIE,
     PredictivePolicy,
 )
-from router.routing.worker_table import WorkerTable
+from router.routing.worker_table import WorkerTable, preferred_row
 from tests.support.router.workers import BLOCK, PREFILL_COST, list_worker, record, table_of
 
 ROOT = Path(__file__).parents[4]
@@ -61,6 +62,41 @@ def cost(tokens: float, cached: float = 0.0) -> float:
     a, b, c = PREFILL_COST
     n = tokens - cached
     return a + b * n + c * n * (cached + n / 2)
+
+
+def own_worker(table: WorkerTable, cache_key: str) -> str:
+    rows = table.group("prefill").rows
+    return table.names[preferred_row(table, rows, cache_key)]
+
+
+def test_requests_with_a_cache_key_meet_at_one_worker_before_anything_is_cached() -> None:
+    table = table_of("p0", "p1", "p2", "p3", "d0")
+    for cache_key in ("a", "b", "c", "d"):
+        for prompt in (500, 900):
+            decision = decide(table, RouteRequest(prompt, cache_key=cache_key))
+            assert decision.prefill == own_worker(table, cache_key)
+            assert decision.reason == CACHE_KEY
+    assert len({own_worker(table, str(number)) for number in range(32)}) == 4
+
+
+def test_beyond_the_shortlist_the_worker_of_the_cache_key_is_a_candidate() -> None:
+    table = table_of(*(f"p{number}" for number in range(40)), "d0")
+    for cache_key in map(str, range(10)):
+        decision = decide(table, RouteRequest(500, cache_key=cache_key))
+        assert decision.prefill == own_worker(table, cache_key)
+
+
+def test_a_cache_key_gives_way_to_a_longer_prefix_and_to_the_slo() -> None:
+    table = table_of("p0", "p1", "d0")
+    own = own_worker(table, "a")
+    (other,) = {"p0", "p1"} - {own}
+    request = RouteRequest(1600, cache_key="a")
+    assert decide(table, request).prefill == own
+    assert decide(table, request, {other: 90}).prefill == other
+    assert decide(table, request, {own: 90, other: 90}).prefill == own
+    busy = LoadSnapshot(free_blocks=4000, waiting=9, waiting_tokens=40_000)
+    table.set_load(own, busy, 0.0)
+    assert decide(table, request).prefill == other
 
 
 # A plain second opinion, pair by pair

@@ -162,6 +162,29 @@ async def test_a_link_is_up_once_its_stream_has_spoken() -> None:
         assert world.heard == OUTPUTS[:1]
 
 
+async def test_a_worker_of_another_secret_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A router of another launch would say only that no worker is ready."""
+    server, decode = WorkerPlane.of(None, 32 * "a").server(), Decode()  # type: ignore[abstract]
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+    port = listen(server, "127.0.0.1:0", None)
+    await server.start()
+    world = World(decode, f"127.0.0.1:{port}")
+    plane = WorkerPlane.of(None, 32 * "b")
+    world.links = world.subscribed(WorkerLinks("router", heartbeat_s=0.01, plane=plane))
+    try:
+        world.links.update({"d": world.record})
+        await world.until(lambda: len(world.broken) > 2)
+        assert not world.is_up()
+        assert decode.streams == 0
+        told = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+        assert len(told) == 1
+        assert "worker d refuses this router" in told[0]
+        assert "BATON_CLUSTER_SECRET" in told[0]
+    finally:
+        await world.links.close()
+        await server.stop(None)
+
+
 async def test_outputs_and_loads_are_passed_on() -> None:
     async with open_world() as world:
         world.links.update({"d": world.record})

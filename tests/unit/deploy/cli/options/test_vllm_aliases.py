@@ -31,6 +31,9 @@ def said(*words: str, code: int) -> str:
         (["--kv-cache-dtype", "fp8_e4m3"], "kv_dtype", "fp8"),
         (["--tool-call-parser", "hermes"], "tool_parser", "hermes"),
         (["--tool-call-parser", "llama3_json"], "tool_parser", "llama3"),
+        (["--tool-call-parser", "openai"], "tool_parser", "harmony"),
+        (["--tool-call-parser", "qwen3_coder"], "tool_parser", "qwen3_coder"),
+        (["--reasoning-parser", "openai_gptoss"], "reasoning_parser", "harmony"),
         (["--reasoning-parser", "deepseek_r1"], "reasoning_parser", "think"),
         (["--reasoning-parser", "qwen3"], "reasoning_parser", "think"),
         (["--quantization", "awq"], "quantization", "auto"),
@@ -78,7 +81,7 @@ def test_the_certificate_has_vllm_s_names() -> None:
     ("words", "says"),
     [
         (["--kv-cache-dtype", "fp8_e5m2"], "must be auto, int8 or fp8, not `fp8_e5m2`"),
-        (["--tool-call-parser", "pythonic"], "must be auto, hermes, llama3, smollm, mistral or"),
+        (["--tool-call-parser", "jamba"], "must be auto, deepseek_v3, deepseek_v31, gemma, glm45"),
         (["--quantization", "bitsandbytes"], "must be auto, none, int8, int4 or fp8"),
     ],
 )

@@ -1,0 +1,90 @@
+"""The prefixes that clients have pinned, in one Redis hash that all routers share.
+
+A field is a pin, as JSON. Times are those of routers' clocks, which differ by less than a pin's
+seconds matter. The hash expires with the last of its pins.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import redis.asyncio
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+log = logging.getLogger(__name__)
+
+
+class Pin(BaseModel):
+    """A pinned prefix."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    """Of its tenant and content: another pin of the same prefix has the same."""
+    tenant: str
+    name: str
+    """What its client calls it; may be empty."""
+    tokens: int
+    """Of the prompt; its full blocks are pinned."""
+    blocks: int
+    """Hash blocks."""
+    last_hash: str
+    """Of the last of them, in hexadecimal digits: chained, it stands for the whole prefix."""
+    created_at: float
+    """Unix seconds."""
+    expires_at: float
+    """Unix seconds."""
+
+
+class PinStore:
+    """The pins of one cluster. Methods raise ``redis.RedisError``. Owned by one event loop."""
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        cluster_id: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``clock`` is in Unix seconds."""
+        self._client = client
+        self._key = f"baton:{{{cluster_id}}}:pins"
+        self._clock = clock
+
+    async def read(self) -> list[Pin]:
+        """The pins that have not expired, of all tenants."""
+        told = await cast(Any, self._client.hgetall(self._key))
+        now = self._clock()
+        return [pin for pin in map(_parsed, told.values()) if pin and pin.expires_at > now]
+
+    async def write(self, pin: Pin) -> None:
+        """Add a pin, or replace the one of its id; forget those that have expired."""
+        told = await cast(Any, self._client.hgetall(self._key))
+        now = self._clock()
+        pins = {field: _parsed(value) for field, value in told.items()}
+        gone = [field for field, one in pins.items() if one is None or one.expires_at <= now]
+        last = max([pin.expires_at, *(one.expires_at for one in pins.values() if one)])
+        async with self._client.pipeline(transaction=True) as calls:
+            if gone:
+                calls.hdel(self._key, *gone)
+            calls.hset(self._key, pin.id, pin.model_dump_json())
+            calls.expire(self._key, max(1, int(last - now) + 1))
+            await calls.execute()
+
+    async def remove(self, pin_id: str) -> None:
+        """Forget a pin, if it is there."""
+        await cast(Any, self._client.hdel(self._key, pin_id))
+
+    async def clear(self) -> None:
+        """The cluster ends."""
+        await cast(Any, self._client.delete(self._key))
+
+
+def _parsed(value: bytes) -> Pin | None:
+    try:
+        return Pin.model_validate_json(value)
+    except ValidationError:
+        log.warning("a pinned prefix in Redis cannot be read")
+        return None

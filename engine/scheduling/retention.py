@@ -1,0 +1,152 @@
+"""Retention: which cached blocks are evicted last, for which tenant, and until when.
+
+    (none) ─claim→ held ─claimed again→ held, until the later of both times
+    held ─its time is over, end, another claim of the tenant takes its place→ (none)
+
+A claim covers the leading blocks of a prompt. One with a name is a *pin*: it covers all of them or
+none, and only ``end`` and its time end it. One without a name makes room for newer claims of its
+tenant, and covers as many leading blocks as there is room for. No claim takes room from another
+tenant. A claim outlives its blocks: one that was evicted is retained again once it is computed
+again. Plain Python, owned by the engine core.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.scheduling.block_pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionShare:
+    """The maximum numbers of blocks of one pool that claims cover."""
+
+    of_tenant: int
+    total: int
+    """Of all tenants together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    tenant: str
+    digests: Sequence[bytes]
+    until: float
+    is_pin: bool
+
+
+class RetentionBook:
+    """The claims on the blocks of one pool."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._claims: OrderedDict[tuple[str, bytes | str], _Claim] = OrderedDict()
+        """By the tenant and the name, or the last hash without one; the latest is the last."""
+        self._blocks: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
+        """By tenant: how many claims cover each hash."""
+
+    @property
+    def total(self) -> int:
+        """Blocks that claims cover, held in the pool or not."""
+        return sum(map(len, self._blocks.values()))
+
+    def pinned(self, tenant: str) -> int:
+        """Blocks that the pins of a tenant cover."""
+        return len(self._pinned(tenant))
+
+    def claim(
+        self,
+        tenant: str,
+        digests: Sequence[bytes],
+        until: float,
+        share: RetentionShare,
+        name: str = "",
+    ) -> int:
+        """Retain the blocks of a prompt's leading hashes, on the clock of ``expire``.
+
+        Returns how many are retained: of a pin all or none. Where none is, nothing changes.
+        """
+        room = min(share.of_tenant, share.total - self.total + self._covered(tenant))
+        kept = tuple(digests[: self._fitting(tenant, digests, room)])
+        if not kept or (name and len(kept) < len(digests)):
+            return 0
+        key = (tenant, name or kept[-1])
+        known = self._claims.get(key)
+        if known is not None:
+            until = max(until, known.until)
+            self._drop(key)
+        while self._covered(tenant, kept) > room:
+            self._drop(next(self._unnamed(tenant)))
+        self._claims[key] = _Claim(tenant, kept, until, bool(name))
+        self._blocks[tenant].update(kept)
+        self._pool.retain(kept)
+        self._drop_covered(key)
+        return len(kept)
+
+    def end(self, tenant: str, name: str) -> bool:
+        """End a pin. Returns whether there was one."""
+        if (tenant, name) not in self._claims:
+            return False
+        self._drop((tenant, name))
+        return True
+
+    def expire(self, now: float) -> None:
+        """End the claims whose time is over. ``now`` is in seconds."""
+        for key in [key for key, claim in self._claims.items() if claim.until <= now]:
+            self._drop(key)
+
+    def _covered(self, tenant: str, more: Sequence[bytes] = ()) -> int:
+        """Blocks that the tenant's claims cover, and ``more``."""
+        return len(self._blocks.get(tenant, Counter[bytes]()).keys() | set(more))
+
+    def _pinned(self, tenant: str) -> set[bytes]:
+        claims = (one for one in self._claims.values() if one.is_pin and one.tenant == tenant)
+        return {digest for claim in claims for digest in claim.digests}
+
+    def _fitting(self, tenant: str, digests: Sequence[bytes], room: int) -> int:
+        """How many of the leading hashes have room beside the tenant's pins."""
+        covered = self._pinned(tenant)
+        for count, digest in enumerate(digests):
+            covered.add(digest)
+            if len(covered) > room:
+                return count
+        return len(digests)
+
+    def _unnamed(self, tenant: str) -> Iterator[tuple[str, bytes | str]]:
+        """Claims of a tenant that are no pins, the oldest first."""
+        for key, claim in self._claims.items():
+            if claim.tenant == tenant and not claim.is_pin:
+                yield key
+
+    def _drop_covered(self, key: tuple[str, bytes | str]) -> None:
+        """Of a conversation that grows, the latest claim alone is needed."""
+        claim = self._claims[key]
+        covered = set(claim.digests)
+        for other in [one for one in self._unnamed(claim.tenant) if one != key]:
+            shorter = self._claims[other]
+            if shorter.until <= claim.until and shorter.digests[-1] in covered:
+                self._drop(other)
+
+    def _drop(self, key: tuple[str, bytes | str]) -> None:
+        claim = self._claims.pop(key)
+        own = self._blocks[claim.tenant]
+        own.subtract(claim.digests)
+        ended = [digest for digest in claim.digests if not own[digest]]
+        for digest in ended:
+            del own[digest]
+        if not own:
+            del self._blocks[claim.tenant]
+        others = self._blocks.values()
+        self._pool.end_retention(
+            [digest for digest in ended if not any(digest in blocks for blocks in others)]
+        )
+
+    def check(self) -> None:
+        """Assert that the books agree."""
+        counted: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
+        for claim in self._claims.values():
+            counted[claim.tenant].update(claim.digests)
+        assert counted == self._blocks, "the claims and their counts disagree"
+        retained = {digest for own in counted.values() for digest in own}
+        assert retained == self._pool.retained, "the pool retains other blocks"

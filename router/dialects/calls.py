@@ -1,0 +1,149 @@
+"""One call: how a format writes it, and what reads it while it is generated."""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from router.dialects.pieces import Arguments, CallStart, Piece
+from router.dialects.tools import Tool
+
+NAME = r"(?P<name>[A-Za-z0-9_-]{1,64})"
+"""A regular expression of a tool's name."""
+MAX_HEAD_CHARACTERS = 512
+"""Maximum characters of a call before its arguments; a longer head is no call."""
+
+
+class CallReader(Protocol):
+    """Reads one call, whose text comes in parts, up to the end of its arguments.
+
+    A call has begun once it is certain that it is one: from then on it has pieces. A reader that
+    finds no call of an offered tool is ``broken``.
+    """
+
+    begun: bool
+    complete: bool
+    broken: bool
+
+    @property
+    def raw(self) -> str:
+        """The text that was read before the call began, or behind its arguments."""
+
+    @property
+    def in_arguments(self) -> bool:
+        """Whether arguments have begun and not ended."""
+
+    def take(self, text: str) -> int:
+        """Read ``text``. Returns how many of its characters belong to the call."""
+
+    def pieces(self) -> list[Piece]:
+        """Take the pieces found since the last call."""
+
+    def finish(self) -> None:
+        """End the text within a call that has begun; ``pieces`` then has what was held back."""
+
+
+class CallWriter(Protocol):
+    """How a format writes one call, and constrains a model to write it so."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Its markers, some of which may be special tokens."""
+
+    def write(self, name: str, arguments: Any) -> str:
+        """A call, as the model writes it."""
+
+    def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
+        """Rules of a grammar; the first, called ``rule``, matches what ``write`` does.
+
+        ``special``: ids of the markers that are special tokens. Raises InvalidRequest for a
+        strict tool whose schema cannot be kept in full.
+        """
+
+
+class CallForm(CallWriter, Protocol):
+    """How a format writes one call. The same declaration reads, writes and constrains it."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Markers that end a call whose arguments have broken."""
+
+    def reader(self, tools: Mapping[str, Tool]) -> CallReader:
+        """A reader of one call of ``tools``, by their names."""
+
+
+class HeadReader(abc.ABC):
+    """A reader of calls that begin with a name between markers. It finds them by an expression."""
+
+    def __init__(self, head: re.Pattern[str], tools: Mapping[str, Tool]) -> None:
+        """``head`` has a group ``name``, and perhaps a group ``id``."""
+        self._head = head
+        self._tools = tools
+        self._pieces: list[Piece] = []
+        self.raw = ""
+        self.begun = False
+        self.complete = False
+        self.broken = False
+
+    @property
+    def in_arguments(self) -> bool:
+        """See ``CallReader``."""
+        return self.begun and not self.complete
+
+    def pieces(self) -> list[Piece]:
+        """See ``CallReader``."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def take(self, text: str) -> int:
+        """See ``CallReader``."""
+        if self.begun:
+            return self._take_arguments(text)
+        known = len(self.raw)
+        end = self._take_head(text)
+        if not self.begun:
+            return end
+        # The head may have ended before ``text`` did begin: it ends where a tag is complete.
+        earlier, self.raw = self.raw[end:known], ""
+        taken = max(0, end - known)
+        return taken + self._take_arguments(earlier + text[taken:]) - len(earlier)
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """See ``CallReader``."""
+
+    @abc.abstractmethod
+    def _begin(self, tool: Tool) -> None:
+        """Make ready for the arguments of a call of ``tool``."""
+
+    @abc.abstractmethod
+    def _take_arguments(self, text: str) -> int:
+        """Read ``text`` within arguments. Returns how many of its characters belong to them."""
+
+    def _take_head(self, text: str) -> int:
+        """Read a head. Returns where it ends in ``raw``, or how much of ``text`` was taken."""
+        room = MAX_HEAD_CHARACTERS - len(self.raw)
+        self.raw += text[:room]
+        found = self._head.match(self.raw)
+        if found is None:
+            self.broken = len(self.raw) == MAX_HEAD_CHARACTERS
+            return min(room, len(text))
+        tool = self._tools.get(found["name"])
+        if tool is None:
+            self.broken = True
+            return min(room, len(text))
+        self.begun = True
+        self._pieces.append(CallStart(tool.name, found.groupdict().get("id") or ""))
+        self._begin(tool)
+        return found.end()
+
+    def _give(self, text: str) -> None:
+        self._pieces.append(Arguments(text))
+
+
+def words(texts: tuple[str, ...], *, optional: bool = False) -> str:
+    """A regular expression of markers with any white space around each."""
+    mark = "?" if optional else ""
+    return r"\s*+" + "".join(rf"(?:{re.escape(text.strip())}){mark}\s*+" for text in texts)

@@ -1,0 +1,212 @@
+"""The dialect of gpt-oss: messages with channels, some to a recipient.
+
+    <|channel|>analysis<|message|>I must look.<|end|><|start|>assistant
+    <|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"word": "x"}<|call|>
+
+    <|channel|>final<|message|>It is here.<|return|>
+
+Messages of the channel ``analysis`` are reasoning, those to ``functions`` are calls, and all others
+are content. The tokens that end an answer have no text, so that its last message may lack an end.
+The library ``openai-harmony`` parses token ids and downloads the vocabulary when it is first used.
+Text needs neither.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from router.core.request import AnswerPart
+from router.dialects.calls import NAME
+from router.dialects.formats import ToolFormat
+from router.dialects.json_calls import arguments_rule, dump
+from router.dialects.json_scanner import WHITE
+from router.dialects.pieces import (
+    AnswerParser,
+    Arguments,
+    CallEnd,
+    CallStart,
+    Content,
+    Piece,
+    Reasoning,
+    first_marker,
+    joined,
+    possible_start,
+)
+from router.dialects.rules import literal
+from router.dialects.tools import Tool
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_MAX_HEADER_CHARACTERS = 256
+_HEADER = re.compile(
+    r"\s*(?:<\|start\|>assistant)?(?P<first>\s+to=\S+?)?\s*<\|channel\|>(?P<channel>analysis|commentary|final)"
+    r"(?P<second>\s+to=[^\s<]+)?(?:\s*(?:<\|constrain\|>)?\s*json)?\s*<\|message\|>"
+)
+_BEGINNINGS = (START, CHANNEL, "to=")
+_FUNCTION = re.compile(rf"to=functions\.{NAME}")
+_BETWEEN = "\n\n"
+"""Text between two messages of one kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyCalls:
+    """Calls that are messages to a function. The token behind a call ends the answer."""
+
+    texts: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+
+    def write(self, name: str, arguments: Any) -> str:
+        """See ``CallWriter``."""
+        return f"{_opened(name)}{dump(arguments)}{ENDS[1]}"
+
+    def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
+        """See ``CallWriter``."""
+        start, opened = literal(f"{START}assistant", special), literal(_opened(tool.name), special)
+        return [f"{rule}: ({start})? {opened} {rule}_arguments", *arguments_rule(rule, tool)]
+
+
+def _opened(name: str) -> str:
+    return f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}"
+
+
+class HarmonyParser:
+    """An ``AnswerParser`` of the messages of one answer."""
+
+    def __init__(
+        self, tools: Mapping[str, Tool], begins_in: AnswerPart, *, shows_reasoning: bool
+    ) -> None:
+        """``tools``: those that may be called, by name. ``begins_in``: where the prompt ends.
+
+        ``shows_reasoning``: whether reasoning is part of the content.
+        """
+        self._tools = tools
+        self._reasoning = Content if shows_reasoning else Reasoning
+        self._text = ""
+        self._header = ""
+        """The header of a call whose body has not begun; it is content if there is no call."""
+        self._kind: type[Content | Reasoning | Arguments] | None = None
+        """What the current message's text is; None: its header has not ended."""
+        if begins_in != "start":
+            self._kind = Content if begins_in == "content" else self._reasoning
+        self._name = ""
+        """The tool that a message calls whose body has not begun."""
+        self._given: set[type[Content | Reasoning | Arguments]] = set()
+        """The kinds of earlier messages."""
+        self._is_new = False
+        """Whether the current message has no text yet."""
+        self._pieces: list[Piece] = []
+
+    def feed(self, text: str) -> list[Piece]:
+        """See ``AnswerParser``."""
+        self._text += text
+        while self._text and (self._read_header() if self._kind is None else self._read_body()):
+            pass
+        pieces, self._pieces = self._pieces, []
+        return joined(pieces)
+
+    def finish(self) -> list[Piece]:
+        """See ``AnswerParser``."""
+        rest, self._text = self._text, ""
+        if self._name:
+            self._kind, rest = Content, self._header + rest
+        if self._kind is not None:
+            self._give(self._kind, rest)
+        elif rest.strip(WHITE) or not self._given:
+            self._give(Content, rest)
+        pieces, self._pieces = self._pieces, []
+        return joined(pieces)
+
+    def _read_header(self) -> bool:
+        found = _HEADER.match(self._text[:_MAX_HEADER_CHARACTERS])
+        if found is not None:
+            self._header, self._text = found[0], self._text[found.end() :]
+            self._open(found)
+            return True
+        bare = self._text.lstrip(WHITE)
+        may_begin = any(bare.startswith(one) or one.startswith(bare) for one in _BEGINNINGS)
+        if may_begin and len(self._text) < _MAX_HEADER_CHARACTERS:
+            return False
+        self._kind, self._is_new = Content, True
+        if bare.startswith(START):
+            # It begins no message. The body's reader must not see it again.
+            shown = len(self._text) - len(bare) + len(START)
+            self._give(Content, self._text[:shown])
+            self._text = self._text[shown:]
+        return True
+
+    def _open(self, header: re.Match[str]) -> None:
+        self._is_new = True
+        recipient = (header["first"] or header["second"] or "").strip()
+        call = _FUNCTION.fullmatch(recipient)
+        if call is not None and call["name"] in self._tools:
+            self._kind, self._name = Arguments, call["name"]
+        elif recipient:
+            # To a tool that was not offered.
+            self._kind = Content
+            self._give(Content, self._header)
+        else:
+            self._kind = self._reasoning if header["channel"] == "analysis" else Content
+
+    def _read_body(self) -> bool:
+        if self._name and not self._begin_call():
+            return False
+        assert self._kind is not None
+        markers = (*ENDS, START)
+        place, marker = first_marker(self._text, markers)
+        if not marker:
+            cut = len(self._text) - possible_start(self._text, markers)
+            self._give(self._kind, self._text[:cut])
+            self._text = self._text[cut:]
+            return False
+        self._give(self._kind, self._text[:place])
+        self._text = self._text[place + (len(marker) if marker in ENDS else 0) :]
+        if self._kind is Arguments:
+            self._pieces.append(CallEnd())
+        self._given.add(self._kind)
+        self._kind = None
+        return True
+
+    def _begin_call(self) -> bool:
+        """At the start of a call's body: begin the call if this is an object."""
+        body = self._text.lstrip(WHITE)
+        if not body:
+            return False
+        if body.startswith("{"):
+            self._pieces.append(CallStart(self._name))
+        else:
+            self._kind = Content
+            self._give(Content, self._header)
+        self._name = ""
+        return True
+
+    def _give(self, kind: type[Content | Reasoning | Arguments], text: str) -> None:
+        if not text:
+            return
+        if self._is_new and kind in self._given and kind is not Arguments:
+            self._pieces.append(kind(_BETWEEN))
+        self._is_new = False
+        self._pieces.append(kind(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarmonyFormat(ToolFormat):
+    """Calls among the messages of an answer."""
+
+    def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
+        """See ``ToolFormat``."""
+        return HarmonyParser(tools, "start", shows_reasoning=False)
+
+
+FORMAT = HarmonyFormat(
+    name="harmony",
+    form=HarmonyCalls(),
+    before="",
+    between=None,
+    behind="",
+    how_to_call=(
+        "To call one, write a message of the channel commentary to it:\n"
+        f"{HarmonyCalls().write('<name>', {})}\nWhen no function helps, answer in plain words."
+    ),
+)

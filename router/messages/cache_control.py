@@ -1,0 +1,145 @@
+"""``cache_control`` of ``/v1/messages``: up to where a prompt is to be kept, and for how long.
+
+A *breakpoint* is a block with that field: the prompt up to its end is kept. Its place among the
+prompt's tokens is where the prompt parts from one that ends there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import InvalidRequest
+from baton.request import Retention
+from router.dialects.tools import ToolUse
+from router.inference.prompt import PromptEncoder, Turn
+from router.messages.blocks import message_turns, prefix_turns
+from router.messages.protocol import MessagesRequest
+
+MAX_BREAKPOINTS = 4
+"""In one request, as at Anthropic."""
+_TTLS = {"5m": 300.0, "1h": 3600.0}
+_DEFAULT_TTL = "5m"
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """Where a client wants its prompt kept up to."""
+
+    where: str
+    """The field, for errors."""
+    ttl_s: float
+    message: int
+    """The number of its message; -1: it is before the first one."""
+    block: int
+    """The number of its block in the message, or of the system message; -1: it is before it."""
+
+
+def breakpoints_of(body: MessagesRequest) -> list[Breakpoint]:
+    """The breakpoints of a body, in the order of the prompt. Raises InvalidRequest."""
+    found = list(_found(body))
+    if len(found) > MAX_BREAKPOINTS:
+        where = found[MAX_BREAKPOINTS].where
+        raise InvalidRequest(
+            f"{where}: at most {MAX_BREAKPOINTS} blocks may have cache_control", param=where
+        )
+    for earlier, later in itertools.pairwise(found):
+        if later.ttl_s > earlier.ttl_s:
+            raise InvalidRequest(
+                f"{later.where}: a longer ttl must not come after a shorter one", param=later.where
+            )
+    return found
+
+
+def _found(body: MessagesRequest) -> Iterator[Breakpoint]:
+    for place, tool in enumerate(body.tools or ()):
+        yield from _marked(tool, f"tools[{place}]", -1, -1)
+    if not isinstance(body.system, str):
+        for place, block in enumerate(body.system or ()):
+            yield from _marked(block, f"system[{place}]", -1, place)
+    for number, message in enumerate(body.messages):
+        if not isinstance(message.content, str):
+            for place, block in enumerate(message.content):
+                where = f"messages[{number}].content[{place}]"
+                yield from _marked(block, where, number, place)
+    content = body.messages[-1].content if body.messages else ""
+    last = 0 if isinstance(content, str) else len(content) - 1
+    whole = {"cache_control": body.cache_control}
+    yield from _marked(whole, "the request", len(body.messages) - 1, last)
+
+
+def _marked(block: Mapping[str, Any], where: str, message: int, place: int) -> Iterator[Breakpoint]:
+    control, param = block.get("cache_control"), f"{where}.cache_control"
+    if control is None:
+        return
+    if not isinstance(control, Mapping) or control.get("type") != "ephemeral":
+        raise InvalidRequest(f'{param} must be an object with "type": "ephemeral"', param=param)
+    ttl = control.get("ttl") or _DEFAULT_TTL
+    if not isinstance(ttl, str) or ttl not in _TTLS:
+        raise InvalidRequest(f"{param}.ttl must be {' or '.join(_TTLS)}", param=f"{param}.ttl")
+    yield Breakpoint(where, _TTLS[ttl], message, place)
+
+
+async def retentions_of(
+    body: MessagesRequest,
+    prompt_ids: Sequence[int],
+    encoder: PromptEncoder,
+    tenant: str,
+    tools: ToolUse | None,
+) -> tuple[Retention, ...]:
+    """What a body asks to be kept of its prompt, whose tokens are ``prompt_ids``.
+
+    Raises InvalidRequest, Overloaded.
+    """
+    # Everything before a breakpoint is kept, too: of those with one time to live the last counts.
+    last = {one.ttl_s: one for one in breakpoints_of(body)}
+    found = []
+    for one in last.values():
+        tokens = len(prompt_ids)
+        if not _is_end(body, one):
+            turns = _turns_before(body, one)
+            prefix = await encoder.chat_ids(tenant, turns, tools, ending="closed")
+            tokens = _common(prompt_ids, prefix)
+        found.append(Retention(tokens, one.ttl_s))
+    return tuple(found)
+
+
+def _is_end(body: MessagesRequest, one: Breakpoint) -> bool:
+    content = body.messages[-1].content
+    last = 0 if isinstance(content, str) else len(content) - 1
+    return one.message == len(body.messages) - 1 and one.block == last
+
+
+def _turns_before(body: MessagesRequest, one: Breakpoint) -> list[Turn]:
+    """A conversation that ends at a breakpoint, or parts from the body's there."""
+    if one.message >= 0:
+        return prefix_turns(body, one.message, one.block)
+    # Many templates want a message of the user's.
+    begin: list[Turn] = [{"role": "user", "content": ""}]
+    if one.block >= 0:
+        system = body.model_copy(update={"system": (body.system or [])[: one.block + 1]})
+        return [*prefix_turns(system, -1), *begin]
+    first = message_turns(body)[0]
+    return [first, *begin] if first["role"] == "system" else begin
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def written_by_ttl(
+    retentions: Sequence[Retention], cached_tokens: int, written_tokens: int
+) -> dict[str, int]:
+    """Tokens that were written to the cache, behind those that were read from it, by their ttl."""
+    end = cached_tokens + written_tokens
+    long_s = _TTLS["1h"]
+    longest = max((one.tokens for one in retentions if one.ttl_s >= long_s), default=0)
+    long = max(0, min(end, longest) - cached_tokens)
+    return {
+        "ephemeral_5m_input_tokens": written_tokens - long,
+        "ephemeral_1h_input_tokens": long,
+    }

@@ -1,0 +1,170 @@
+"""Pinning of prefixes: computed by one request, kept at its worker, known to all routers.
+
+    (none) ─pin→ pinned ─pinned again→ pinned, until the later of both times
+    pinned ─its time is over, unpin→ (none)
+
+The prefix is computed as any prompt is: limits, admission, placement. Its blocks are pinned by the
+worker that computes them. A worker that dies takes its pins along: the next request that begins
+with the prefix computes it and pins it again (``router.routing.pinned_prefixes``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import redis
+
+from baton.errors import BatonError, CacheShareExceeded, InvalidRequest, NotFound, Unavailable
+from baton.request import Retention
+from baton.rpc.grpc_errors import call_errors
+from baton.store.pin_store import Pin, PinStore
+from baton.v1 import cache_pb2, cache_pb2_grpc
+from router.core.request import GenerationRequest, OutputDelta, choices_for
+from router.dispatch.dispatcher import ClusterDispatcher
+from router.inference.builder import Arrival
+from router.inference.service import InferenceService
+from router.workers.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
+
+MAX_PREFIXES = 128
+"""Pinned prefixes of a tenant."""
+UNPIN_DEADLINE_S = 2.0
+"""A worker that does not answer by then keeps the pin until its time is over."""
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A pin, and what making it took."""
+
+    pin: Pin
+    cached_tokens: int
+    written_tokens: int
+
+
+class PrefixPinning:
+    """Pins, lists and unpins the prefixes of tenants. Owned by the router's event loop."""
+
+    def __init__(
+        self,
+        service: InferenceService,
+        dispatcher: ClusterDispatcher,
+        store: PinStore,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``clock`` is in Unix seconds."""
+        self._service = service
+        self._dispatcher = dispatcher
+        self._store = store
+        self._clock = clock
+
+    async def pin(
+        self, arrival: Arrival, request: GenerationRequest, ttl_s: float, name: str
+    ) -> Pinned:
+        """Compute a prompt and pin its full blocks for ``ttl_s`` seconds.
+
+        ``request`` is one whose answer nobody wants. Raises InvalidRequest for a prompt without a
+        full block, CacheShareExceeded, and what running a request raises.
+        """
+        hashes = self._dispatcher.block_hashes(request)
+        if not hashes:
+            self._refuse_unpinnable()
+        tenant = arrival.tenant
+        pin_id = f"prefix_{hashes[-1].hex()}"
+        known = {pin.id: pin for pin in await self.pins(tenant)}
+        if pin_id not in known and len(known) >= MAX_PREFIXES:
+            raise CacheShareExceeded(
+                f"the tenant has {len(known)} pinned prefixes, and {MAX_PREFIXES} are possible;"
+                " unpin one, or let one expire"
+            )
+        block = self._service.config.block_size
+        kept = Retention(len(hashes) * block, ttl_s, pin_id, required=True)
+        try:
+            cached, written = await self._compute(arrival, replace(request, retentions=(kept,)))
+            now = self._clock()
+            before = known.get(pin_id)
+            pin = Pin(
+                id=pin_id,
+                tenant=tenant,
+                name=name or ("" if before is None else before.name),
+                tokens=len(request.prompt_ids),
+                blocks=len(hashes),
+                last_hash=hashes[-1].hex(),
+                created_at=now if before is None else before.created_at,
+                expires_at=max(now + ttl_s, 0.0 if before is None else before.expires_at),
+            )
+            await self._write(pin)
+        except BaseException:
+            if pin_id not in known:
+                await asyncio.shield(self._unpin_at_workers(tenant, pin_id))
+            raise
+        return Pinned(pin, cached, written)
+
+    async def pins(self, tenant: str) -> list[Pin]:
+        """The pins of a tenant, the oldest first. Raises Unavailable without Redis."""
+        try:
+            every = await self._store.read()
+        except redis.RedisError:
+            raise _away() from None
+        self._dispatcher.pins.show(every)
+        return sorted((pin for pin in every if pin.tenant == tenant), key=lambda p: p.created_at)
+
+    async def unpin(self, tenant: str, pin_id: str) -> None:
+        """End a pin. Raises NotFound where the tenant has none of that id, and Unavailable."""
+        if pin_id not in {pin.id for pin in await self.pins(tenant)}:
+            raise NotFound("no such prefix is pinned", param="id")
+        try:
+            await self._store.remove(pin_id)
+        except redis.RedisError:
+            raise _away() from None
+        await self.pins(tenant)
+        await self._unpin_at_workers(tenant, pin_id)
+
+    def _refuse_unpinnable(self) -> NoReturn:
+        if not self._dispatcher.context_length:
+            raise Unavailable("no worker is ready", retry_after=_RETRY_AFTER_S)
+        raise InvalidRequest(
+            f"a prefix has at least {self._service.config.block_size} tokens: blocks of so many are"
+            " pinned"
+        )
+
+    async def _compute(self, arrival: Arrival, request: GenerationRequest) -> tuple[int, int]:
+        """Tokens of the prompt that were found, and that were computed and are kept."""
+        choices = choices_for([request])
+
+        async def count(_: int, delta: OutputDelta) -> None:
+            choices[0].add(delta, keep_text=False)
+
+        await self._service.run(arrival, [request], choices, count)
+        return choices[0].cached_tokens, choices[0].written_tokens
+
+    async def _write(self, pin: Pin) -> None:
+        try:
+            await self._store.write(pin)
+        except redis.RedisError:
+            raise _away() from None
+        await self.pins(pin.tenant)
+
+    async def _unpin_at_workers(self, tenant: str, pin_id: str) -> None:
+        links = self._dispatcher.workers.all()
+        await asyncio.gather(*(self._unpin_at(link, tenant, pin_id) for link in links))
+
+    async def _unpin_at(self, link: WorkerLink, tenant: str, pin_id: str) -> None:
+        stub = cache_pb2_grpc.CacheServiceStub(link.channel)
+        slot = link.record.slot
+        request = cache_pb2.UnpinRequest(tenant=tenant, name=pin_id)
+        try:
+            with call_errors(slot):
+                await stub.Unpin(request, timeout=UNPIN_DEADLINE_S)
+        except BatonError as error:
+            log.warning("%s keeps a pin until it expires: %s", slot, error.message)
+
+
+def _away() -> Unavailable:
+    return Unavailable("the store of pinned prefixes cannot be reached", retry_after=_RETRY_AFTER_S)

@@ -1,0 +1,75 @@
+"""The pinned prefixes as a router process knows them, so that requests keep them alive.
+
+A pin is of the prefix and not of a worker: whoever computes a prompt that begins with it pins its
+blocks for the time that is left. So a pin that was lost with its worker comes back with the next
+request that uses it. Owned by the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import redis
+
+from baton.request import Retention
+from baton.store.pin_store import Pin, PinStore
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 1.0
+"""How old the view of other routers' pins may be."""
+
+
+class PinnedPrefixes:
+    """The pins of all tenants, by the hash of their last block."""
+
+    def __init__(
+        self,
+        store: PinStore | None,
+        block_size: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``store`` None: nothing is ever pinned. ``block_size``: tokens of a hash block."""
+        self._store = store
+        self._block_size = block_size
+        self._clock = clock
+        self._by_hash: dict[bytes, Pin] = {}
+        self._depths: list[int] = []
+        """Numbers of blocks that pins have."""
+
+    async def run(self) -> None:
+        """Follow the store until it is cancelled. While it is away the last view holds."""
+        if self._store is None:
+            return
+        is_away = False
+        while True:
+            try:
+                self.show(await self._store.read())
+                is_away = False
+            except redis.RedisError as error:
+                if not is_away:
+                    log.warning("pinned prefixes cannot be read: %s", error)
+                is_away = True
+            await asyncio.sleep(REFRESH_S)
+
+    def show(self, pins: Iterable[Pin]) -> None:
+        """``pins`` are all that there are."""
+        self._by_hash = {bytes.fromhex(pin.last_hash): pin for pin in pins}
+        self._depths = sorted({pin.blocks for pin in self._by_hash.values()})
+
+    def retentions_of(self, hashes: Sequence[bytes]) -> tuple[Retention, ...]:
+        """What a prompt with these block hashes is to keep, of the pins that it begins with."""
+        if not self._by_hash:
+            return ()
+        now = self._clock()
+        found = (
+            self._by_hash.get(hashes[depth - 1]) for depth in self._depths if depth <= len(hashes)
+        )
+        return tuple(
+            Retention(pin.blocks * self._block_size, pin.expires_at - now, pin.id)
+            for pin in found
+            if pin is not None and pin.expires_at > now
+        )
