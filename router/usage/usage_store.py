@@ -120,7 +120,7 @@ class UsageStore:
                 "comment": feedback.comment,
             }
             keys = [key, usage_key(self._prefix, record["day"])]
-            args = [answer_id, json.dumps(fresh), json.dumps(changes), raw]
+            args: list[str | bytes] = [answer_id, json.dumps(fresh), json.dumps(changes), raw]
             async with _answered():
                 if await self._feedback(keys=keys, args=args):
                     return
