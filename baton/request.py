@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.sampling_params import SamplingParams
 
 AttemptName = tuple[str, int]
@@ -104,6 +105,9 @@ class SequenceSpec:
     """Its blocks are forgotten when nobody has used them for so many seconds; 0 sets no bound."""
     trace: TraceContext = NO_TRACE
     """Of what is above the spans of the worker."""
+    reasoning: ReasoningSpan | None = None
+    """Where the answer's reasoning lies; None: its grammar applies to all of it, and nothing bounds
+    the reasoning."""
     without_speculation: bool = False
     """No tokens are drafted for it."""
 

@@ -78,9 +78,12 @@ def piece(response: pb.GenerateResponse) -> Piece:
             response.usage.prompt_tokens,
             response.usage.completion_tokens,
             response.usage.cached_prompt_tokens,
+            response.usage.reasoning_tokens,
         )
     scores = tuple(map(_score, response.logprobs)) if response.logprobs else ()
-    return Piece(response.text, _FINISH.get(response.finish_reason), usage, scores)
+    return Piece(
+        response.text, _FINISH.get(response.finish_reason), usage, scores, response.reasoning
+    )
 
 
 def _score(token: pb.TokenLogprob) -> TokenScore:

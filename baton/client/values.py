@@ -57,6 +57,8 @@ class Usage:
     completion_tokens: int
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV was found in a cache."""
+    reasoning_tokens: int = 0
+    """Those of ``completion_tokens`` that are reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class Piece:
     """In the last piece."""
     logprobs: tuple[TokenScore, ...] = ()
     """Where they are asked for."""
+    reasoning: str = ""
+    """The reasoning of a chat's answer, which comes before its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +96,23 @@ class Answer:
     usage: Usage
     logprobs: tuple[TokenScore, ...] = ()
     """Where they are asked for."""
+    reasoning: str = ""
+    """What the model thought before it answered, in a chat."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Answer:
         """Join the pieces of a stream."""
         texts: list[str] = []
+        reasoning: list[str] = []
         scores: list[TokenScore] = []
         finish_reason, usage = None, Usage(0, 0)
         for piece in pieces:
             texts.append(piece.text)
+            reasoning.append(piece.reasoning)
             scores += piece.logprobs
             finish_reason = piece.finish_reason or finish_reason
             usage = piece.usage or usage
-        return cls("".join(texts), finish_reason, usage, tuple(scores))
+        return cls("".join(texts), finish_reason, usage, tuple(scores), "".join(reasoning))
 
 
 @dataclass(frozen=True, slots=True)

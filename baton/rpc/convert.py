@@ -9,6 +9,7 @@ from typing import Any, overload
 from baton.errors import HandoffError
 from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import PackedTop, TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.request import (
     NO_TRACE,
     FinishReason,
@@ -74,23 +75,31 @@ def write_grammar(message: sampling_pb2.Grammar, grammar: Grammar) -> None:
             message.choice.texts.extend(json.loads(grammar.text))
         case GrammarKind.LARK:
             message.lark = grammar.text
+        case GrammarKind.STRUCTURAL_TAG:
+            message.structural_tag = grammar.text
+
+
+_GRAMMAR_TEXTS = {
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "lark": GrammarKind.LARK,
+    "structural_tag": GrammarKind.STRUCTURAL_TAG,
+}
+"""Kinds whose message is their text."""
 
 
 def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar | None:
     """None for a message in which nothing is set."""
-    match message.WhichOneof("kind"):
+    kind = message.WhichOneof("kind")
+    match kind:
+        case None:
+            return None
         case "json_object":
             return Grammar(GrammarKind.JSON_OBJECT, "")
-        case "json_schema":
-            return Grammar(GrammarKind.JSON_SCHEMA, message.json_schema)
-        case "regex":
-            return Grammar(GrammarKind.REGEX, message.regex)
         case "choice":
             return Grammar(GrammarKind.CHOICE, json.dumps(list(message.choice.texts)))
-        case "lark":
-            return Grammar(GrammarKind.LARK, message.lark)
         case _:
-            return None
+            return Grammar(_GRAMMAR_TEXTS[kind], getattr(message, kind))
 
 
 _OF_MANY: dict[str, Callable[[Any], Any]] = {
@@ -150,6 +159,26 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
     if spec.trace != NO_TRACE:
         message.trace.traceparent = spec.trace.traceparent
         message.trace.tracestate = spec.trace.tracestate
+    if spec.reasoning is not None:
+        _write_reasoning(message.reasoning, spec.reasoning)
+
+
+def _write_reasoning(message: worker_pb2.ReasoningSpan, span: ReasoningSpan) -> None:
+    for end in span.ends:
+        message.ends.add(ids=end)
+    message.start.extend(span.start)
+    message.forced.extend(span.forced)
+    if span.budget is not None:
+        message.budget = span.budget
+
+
+def _reasoning_from_proto(message: worker_pb2.ReasoningSpan) -> ReasoningSpan:
+    return ReasoningSpan(
+        ends=tuple(tuple(run.ids) for run in message.ends),
+        start=tuple(message.start),
+        budget=message.budget if message.HasField("budget") else None,
+        forced=tuple(message.forced),
+    )
 
 
 def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
@@ -178,6 +207,9 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         trace=TraceContext(message.trace.traceparent, message.trace.tracestate)
         if message.HasField("trace")
         else NO_TRACE,
+        reasoning=_reasoning_from_proto(message.reasoning)
+        if message.HasField("reasoning")
+        else None,
         without_speculation=message.without_speculation,
     )
 

@@ -22,6 +22,29 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ReasoningEffort:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReasoningEffortEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReasoningEffort.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REASONING_EFFORT_UNSPECIFIED: _ReasoningEffort.ValueType  # 0
+    REASONING_EFFORT_NONE: _ReasoningEffort.ValueType  # 1
+    REASONING_EFFORT_MINIMAL: _ReasoningEffort.ValueType  # 2
+    REASONING_EFFORT_LOW: _ReasoningEffort.ValueType  # 3
+    REASONING_EFFORT_MEDIUM: _ReasoningEffort.ValueType  # 4
+    REASONING_EFFORT_HIGH: _ReasoningEffort.ValueType  # 5
+
+class ReasoningEffort(_ReasoningEffort, metaclass=_ReasoningEffortEnumTypeWrapper): ...
+
+REASONING_EFFORT_UNSPECIFIED: ReasoningEffort.ValueType  # 0
+REASONING_EFFORT_NONE: ReasoningEffort.ValueType  # 1
+REASONING_EFFORT_MINIMAL: ReasoningEffort.ValueType  # 2
+REASONING_EFFORT_LOW: ReasoningEffort.ValueType  # 3
+REASONING_EFFORT_MEDIUM: ReasoningEffort.ValueType  # 4
+REASONING_EFFORT_HIGH: ReasoningEffort.ValueType  # 5
+Global___ReasoningEffort: _TypeAlias = ReasoningEffort  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -51,11 +74,14 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, user, assistant or tool."""
     content: _builtins.str
     tool_call_id: _builtins.str
     """The call whose result a tool's message is."""
+    reasoning: _builtins.str
+    """The reasoning of an assistant's answer."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tools_pb2.ToolCall]:
         """The calls of an assistant's answer."""
@@ -67,10 +93,11 @@ class ChatMessage(_message.Message):
         content: _builtins.str = ...,
         tool_calls: _abc.Iterable[_tools_pb2.ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,6 +161,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
     TEMPLATE_OPTIONS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A served model's id; empty takes the only one."""
     prompt: _builtins.str
@@ -173,6 +201,10 @@ class GenerateRequest(_message.Message):
     def template_options(self) -> Global___TemplateOptions:
         """With messages alone."""
 
+    @_builtins.property
+    def reasoning(self) -> Global___ReasoningOptions:
+        """With messages alone."""
+
     def __init__(
         self,
         *,
@@ -190,10 +222,11 @@ class GenerateRequest(_message.Message):
         truncate_prompt_tokens: _builtins.int | None = ...,
         continuous_usage: _builtins.bool = ...,
         template_options: Global___TemplateOptions | None = ...,
+        reasoning: Global___ReasoningOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "input", b"input", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "template_options", b"template_options", "token_ids", b"token_ids", "tools", b"tools", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "input", b"input", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "reasoning", b"reasoning", "sampling", b"sampling", "template_options", b"template_options", "token_ids", b"token_ids", "tools", b"tools", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "continuous_usage", b"continuous_usage", "include_stop_string", b"include_stop_string", "input", b"input", "messages", b"messages", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "template_options", b"template_options", "token_ids", b"token_ids", "tools", b"tools", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "continuous_usage", b"continuous_usage", "include_stop_string", b"include_stop_string", "input", b"input", "messages", b"messages", "model", b"model", "n", b"n", "priority", b"priority", "prompt", b"prompt", "reasoning", b"reasoning", "request_id", b"request_id", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "template_options", b"template_options", "token_ids", b"token_ids", "tools", b"tools", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
@@ -209,6 +242,47 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ReasoningOptions(_message.Message):
+    """How much the model reasons before it answers. Absent fields leave that to the model's template."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    BUDGET_TOKENS_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
+    enabled: _builtins.bool
+    """Whether it reasons."""
+    effort: Global___ReasoningEffort.ValueType
+    """How hard."""
+    budget_tokens: _builtins.int
+    """Maximum tokens of its reasoning, whose end is then forced."""
+    hidden: _builtins.bool
+    """Its reasoning is counted, and not sent."""
+    def __init__(
+        self,
+        *,
+        enabled: _builtins.bool | None = ...,
+        effort: Global___ReasoningEffort.ValueType = ...,
+        budget_tokens: _builtins.int | None = ...,
+        hidden: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget_tokens", b"_budget_tokens", "_enabled", b"_enabled", "budget_tokens", b"budget_tokens", "enabled", b"enabled"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget_tokens", b"_budget_tokens", "_enabled", b"_enabled", "budget_tokens", b"budget_tokens", "effort", b"effort", "enabled", b"enabled", "hidden", b"hidden"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__budget_tokens: _TypeAlias = _typing.Literal["budget_tokens"]  # noqa: Y015
+    _WhichOneofArgType__budget_tokens: _TypeAlias = _typing.Literal["_budget_tokens", b"_budget_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
+    _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__budget_tokens) -> _WhichOneofReturnType__budget_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+
+Global___ReasoningOptions: _TypeAlias = ReasoningOptions  # noqa: Y015
 
 @_typing.final
 class TemplateOptions(_message.Message):
@@ -249,20 +323,24 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
     """Prompt tokens whose KV was found in a cache."""
+    reasoning_tokens: _builtins.int
+    """Those of completion_tokens that are reasoning, without its markers."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -307,7 +385,7 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     text: _builtins.bytes
     """The token's bytes: those of all tokens of a message join to its text, but for the token that
-    ends an answer.
+    ends an answer, and for calls of tools and reasoning.
     """
     logprob: _builtins.float
     @_builtins.property
@@ -348,9 +426,12 @@ class GenerateResponse(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
-    """The text since the last message; never half a character. With tools: without their calls."""
+    """The text since the last message; never half a character. Without calls of tools, and without
+    reasoning.
+    """
     finish_reason: Global___FinishReason.ValueType
     """Set in the last message of a choice alone."""
     choice: _builtins.int
@@ -363,6 +444,8 @@ class GenerateResponse(_message.Message):
     the last part. Empty for a caller that may not read the cluster's metrics.
     """
     decode_worker: _builtins.str
+    reasoning: _builtins.str
+    """The reasoning since the last message. It comes before the text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -400,10 +483,11 @@ class GenerateResponse(_message.Message):
         stop_string: _builtins.str = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decode_worker", b"decode_worker", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decode_worker", b"decode_worker", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

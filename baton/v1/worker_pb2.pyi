@@ -128,6 +128,7 @@ class SequenceSpec(_message.Message):
     WITHOUT_SPECULATION_FIELD_NUMBER: _builtins.int
     RETENTIONS_FIELD_NUMBER: _builtins.int
     CACHE_TTL_MS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Which try at placing the request this is, from 0."""
@@ -175,6 +176,10 @@ class SequenceSpec(_message.Message):
 
     @_builtins.property
     def retentions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]: ...
+    @_builtins.property
+    def reasoning(self) -> Global___ReasoningSpan:
+        """Absent: the grammar applies to the whole answer, and nothing bounds its reasoning."""
+
     def __init__(
         self,
         *,
@@ -198,14 +203,57 @@ class SequenceSpec(_message.Message):
         without_speculation: _builtins.bool = ...,
         retentions: _abc.Iterable[Global___Retention] | None = ...,
         cache_ttl_ms: _builtins.int = ...,
+        reasoning: Global___ReasoningSpan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "reasoning", b"reasoning", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "cache_ttl_ms", b"cache_ttl_ms", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "request_id", b"request_id", "retentions", b"retentions", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace", "without_speculation", b"without_speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "cache_ttl_ms", b"cache_ttl_ms", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "reasoning", b"reasoning", "request_id", b"request_id", "retentions", b"retentions", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace", "without_speculation", b"without_speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class ReasoningSpan(_message.Message):
+    """Where an answer's reasoning lies, in tokens. The grammar applies behind it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    BUDGET_FIELD_NUMBER: _builtins.int
+    FORCED_FIELD_NUMBER: _builtins.int
+    budget: _builtins.int
+    """Maximum tokens of the reasoning; absent: any."""
+    @_builtins.property
+    def ends(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenRun]:
+        """Each of these ends the reasoning; at least one."""
+
+    @_builtins.property
+    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the answer begins with to reason; empty: the prompt has begun the reasoning."""
+
+    @_builtins.property
+    def forced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What comes when the budget is used up. It ends with one of ends."""
+
+    def __init__(
+        self,
+        *,
+        ends: _abc.Iterable[_sampling_pb2.TokenRun] | None = ...,
+        start: _abc.Iterable[_builtins.int] | None = ...,
+        budget: _builtins.int | None = ...,
+        forced: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget", b"_budget", "budget", b"budget"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget", b"_budget", "budget", b"budget", "ends", b"ends", "forced", b"forced", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__budget: _TypeAlias = _typing.Literal["budget"]  # noqa: Y015
+    _WhichOneofArgType__budget: _TypeAlias = _typing.Literal["_budget", b"_budget"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__budget) -> _WhichOneofReturnType__budget | None: ...
+
+Global___ReasoningSpan: _TypeAlias = ReasoningSpan  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):

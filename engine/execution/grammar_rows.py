@@ -1,6 +1,9 @@
-"""The grammars of the sequences that an engine knows, and the masks of a step's draws.
+"""The grammars and bounded reasoning of an engine's sequences, and the masks of a step's draws.
 
 Masks are made from the newest tokens, which the engine thread alone has while plans are in flight.
+A sequence without a grammar draws without a mask until the budget of its reasoning is nearly used
+up: a GPU need not wait for its tokens before that.
+
 A sequence whose grammar breaks draws without one until the engine core has heard of it: the step
 that is planned behind needs some token, and the sequence ends with this step's result.
 """
@@ -12,9 +15,13 @@ from dataclasses import replace
 from itertools import groupby
 
 from baton.errors import GrammarFailed
-from engine.sampling.grammar_state import GrammarState, Mask
+from engine.sampling.grammar_state import AnswerState, GrammarState, Mask, masks_of
+from engine.sampling.reasoning_state import ReasoningState
 from engine.sampling.sampling import SampleRow
 from engine.scheduling.plan import NewSequence
+
+_AHEAD = 32
+"""Tokens before the end of a budget from which on masks are made: more than one step brings."""
 
 
 class GrammarRows:
@@ -22,35 +29,49 @@ class GrammarRows:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._states: dict[int, GrammarState | str] = {}
+        self._states: dict[int, AnswerState | str] = {}
         """By sequence; of one that is broken, why."""
+        self._begins: dict[int, int] = {}
+        """By sequence without a grammar: the output tokens from which on it needs masks."""
 
     def learn(self, new: NewSequence) -> None:
-        """Follow a sequence from its output's start, if it has a grammar: tokens come later."""
+        """Follow a sequence from its output's start, if something binds it: tokens come later."""
         self.forget(new.sequence_id)
+        reasoning = new.reasoning
         if new.sampling.grammar is not None:
             self._states[new.sequence_id] = self._begin(new)
+        elif reasoning is not None and reasoning.budget is not None:
+            self._states[new.sequence_id] = ReasoningState(reasoning, self._vocab_size)
+            self._begins[new.sequence_id] = max(0, reasoning.budget - _AHEAD)
 
-    def _begin(self, new: NewSequence) -> GrammarState | str:
+    def _begin(self, new: NewSequence) -> AnswerState | str:
         sampling = new.sampling
         if new.matcher is None:
             return "its grammar was not compiled before it was queued"
         eos = set(new.stop_ids).difference(sampling.stop_token_ids)
-        return GrammarState(
+        grammar = GrammarState(
             new.matcher.deep_copy(),
             self._vocab_size,
             stop_ids=new.stop_ids,
             min_tokens=sampling.min_tokens,
             never=eos if sampling.ignore_eos else (),
         )
+        if new.reasoning is None:
+            return grammar
+        return ReasoningState(
+            new.reasoning, self._vocab_size, stop_ids=new.stop_ids, grammar=grammar
+        )
 
     def forget(self, sequence_id: int) -> None:
         """A sequence was dropped."""
         self._states.pop(sequence_id, None)
+        self._begins.pop(sequence_id, None)
 
-    def has(self, sequence_id: int) -> bool:
-        """Whether a sequence follows a grammar."""
-        return sequence_id in self._states
+    def binds(self, sequence_id: int, output_length: int) -> bool:
+        """Whether a sequence's next draws have masks, ``output_length`` tokens into its answer."""
+        if sequence_id not in self._states:
+            return False
+        return output_length >= self._begins.get(sequence_id, 0)
 
     def failure(self, sequence_id: int) -> str:
         """Why a sequence cannot go on; empty: it can."""
@@ -70,10 +91,13 @@ class GrammarRows:
         step's draw, or all of them where the sequence has moved.
         """
         state = self._states.get(sequence_id)
-        if isinstance(state, GrammarState):
+        if state is not None and not isinstance(state, str):
             try:
                 state.advance(token_ids[prompt_length + state.length :])
-                return list(state.masks(draft_tokens))
+                if isinstance(state, ReasoningState) and state.is_free:
+                    self.forget(sequence_id)
+                else:
+                    return list(masks_of(state, draft_tokens))
             except GrammarFailed as error:
                 self._states[sequence_id] = error.message
         return [None] * (1 + len(draft_tokens))
@@ -90,7 +114,8 @@ class GrammarRows:
         pairs = zip(sequence_ids, draws, strict=True)
         for sequence_id, group in groupby(pairs, key=lambda pair: pair[0]):
             rows = [draw for _, draw in group]
-            found += self._with_masks(sequence_id, rows) if self.has(sequence_id) else rows
+            bound = self.binds(sequence_id, len(rows[0].token_ids) - rows[0].prompt_length)
+            found += self._with_masks(sequence_id, rows) if bound else rows
         return found
 
     def _with_masks(self, sequence_id: int, rows: list[SampleRow]) -> list[SampleRow]:

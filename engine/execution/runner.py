@@ -254,11 +254,17 @@ class ModelRunner:
                 work.score(row, known.token_ids, known.sampling.prompt_logprobs or 0)
             if known.embeds and row.sample:
                 work.embedded[place] = len(work.token_ids) - len(draft) - 1
+            bound = row.sample and self._is_bound(row.sequence_id)
             if row.choices > 1:
-                work.draw_choices(_choices(known, row.choices))
+                work.draw_choices(_choices(known, row.choices, bound=bound))
             elif row.sample:
-                work.draw(_draws(known, draft))
+                work.draw(_draws(known, draft, bound=bound))
         return work
+
+    def _is_bound(self, sequence_id: int) -> bool:
+        """Whether a sequence's next draws have masks."""
+        known = self._known[sequence_id]
+        return self._grammars.binds(sequence_id, len(known.token_ids) - known.prompt_length)
 
     def _kept(self, rows: Sequence[PlanRow], drawn: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each row: of those drawn the ones whose draft was right before them, or the
@@ -308,17 +314,18 @@ def accepted_of(rows: Sequence[PlanRow], found: StepResult) -> int:
     return sum(len(tokens) - 1 for row, tokens in kept if row.draft)
 
 
-def _draws(known: KnownSequence, draft: tuple[int, ...]) -> list[SampleRow]:
+def _draws(known: KnownSequence, draft: tuple[int, ...], *, bound: bool) -> list[SampleRow]:
     """Of a sequence's next token, and of each behind a token of the draft as if it were right."""
+    tokens = known.token_ids
     return [
-        draw_of(known, [*known.token_ids, *draft[:place]] if place else known.token_ids)
+        draw_of(known, [*tokens, *draft[:place]] if place else tokens, bound=bound)
         for place in range(len(draft) + 1)
     ]
 
 
-def _choices(known: KnownSequence, count: int) -> list[SampleRow]:
+def _choices(known: KnownSequence, count: int, *, bound: bool) -> list[SampleRow]:
     """Of the first tokens of a sequence's choices, its own first."""
-    return [draw_of(known, known.token_ids, known.choice + n) for n in range(count)]
+    return [draw_of(known, known.token_ids, known.choice + n, bound=bound) for n in range(count)]
 
 
 def step_of(

@@ -139,8 +139,8 @@ class GpuRunner(ModelRunner):
         """See ``start``; all rows can be computed."""
         rows = self._undrafted(plan.rows)
         work = self._gather(rows)
-        # A grammar goes by the tokens themselves.
-        follows = any(self._grammars.has(row.sequence_id) for row in plan.rows)
+        # A mask goes by the tokens themselves.
+        follows = any(draw.bound for draw in work.draws)
         waits = follows or not work.on_device
         if waits:
             self._settle(running=0)

@@ -1,8 +1,9 @@
-"""Where a sequence stands in its grammar: which tokens may follow, draft tokens included."""
+"""Which tokens may follow in an answer, draft tokens included; where it stands in its grammar."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,49 @@ Mask = npt.NDArray[np.uint32]
 drawn. Bits behind the vocabulary mean nothing."""
 
 
+class AnswerState(Protocol):
+    """Follows the output tokens of one sequence. Owned by the engine thread."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def length(self) -> int:
+        """Output tokens so far."""
+
+    def advance(self, token_ids: Iterable[int]) -> None:
+        """Go on by tokens that were drawn. Raises GrammarFailed for one that may not come."""
+
+    def rollback(self, count: int) -> None:
+        """Take the latest ``count`` tokens back. Raises GrammarFailed."""
+
+    def fill(self, mask: Mask) -> None:
+        """Write which tokens may come next into a mask of ones. Raises GrammarFailed."""
+
+
+def masks_of(state: AnswerState, draft_tokens: Sequence[int] = ()) -> npt.NDArray[np.uint32]:
+    """Which tokens may come next, and which behind each of ``draft_tokens``.
+
+    uint32 [1 + drafts, words]. Behind a draft token that may not come itself everything may:
+    nothing that is drawn there counts. The state stays where it is. Raises GrammarFailed.
+    """
+    words = -(-state.vocab_size // 32)
+    rows = np.full((1 + len(draft_tokens), words), 0xFFFFFFFF, np.uint32)
+    began = state.length
+    try:
+        state.fill(rows[0])
+        for place, token in enumerate(draft_tokens):
+            if not _allows(rows[place], token):
+                break
+            state.advance([token])
+            state.fill(rows[place + 1])
+    finally:
+        state.rollback(state.length - began)
+    return rows
+
+
 class GrammarState:
-    """The output tokens that a matcher has taken. Owned by the engine thread.
+    """The output tokens that a matcher has taken. Implements ``AnswerState``.
 
     A text that has ended stays ended: what a step that was planned meanwhile draws behind its end
     is counted, and not matched.
@@ -36,38 +78,21 @@ class GrammarState:
         nothing else may.
         """
         self._matcher = matcher
-        self._words = -(-vocab_size // 32)
+        self.vocab_size = vocab_size
+        self.before = 0
+        """Output tokens before the text that the grammar is about."""
         self._min_tokens = min_tokens
         never = frozenset(never)
-        self._later = _all_but(never, vocab_size)
-        self._early = _all_but(never.union(stop_ids), vocab_size)
+        self._later = all_but(never, vocab_size)
+        self._early = all_but(never.union(stop_ids), vocab_size)
         self._limits = bool(never) or (min_tokens > 0)
         self._taken = 0
         self._behind = 0
 
     @property
     def length(self) -> int:
-        """Output tokens so far."""
+        """Tokens so far, without those in ``before``."""
         return self._taken + self._behind
-
-    def masks(self, draft_tokens: Sequence[int] = ()) -> npt.NDArray[np.uint32]:
-        """Which tokens may come next, and which behind each of ``draft_tokens``.
-
-        uint32 [1 + drafts, words]. Behind a draft token that may not come itself everything may:
-        nothing that is drawn there counts. The state stays where it is. Raises GrammarFailed.
-        """
-        rows = np.full((1 + len(draft_tokens), self._words), 0xFFFFFFFF, np.uint32)
-        began = self.length
-        try:
-            self._fill(rows[0])
-            for place, token in enumerate(draft_tokens):
-                if not _allows(rows[place], token):
-                    break
-                self.advance([token])
-                self._fill(rows[place + 1])
-        finally:
-            self.rollback(self.length - began)
-        return rows
 
     def advance(self, token_ids: Iterable[int]) -> None:
         """Go on by tokens that were drawn. Raises GrammarFailed for one that may not come."""
@@ -91,12 +116,15 @@ class GrammarState:
                 raise GrammarFailed("the grammar cannot go back")
             self._taken -= count - behind
 
-    def _fill(self, mask: Mask) -> None:
+    def fill(self, mask: Mask) -> None:
+        """Write which tokens may come next. Raises GrammarFailed."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
         if not self._limits:
             return
-        allowed = mask & (self._early if self.length < self._min_tokens else self._later)
+        allowed = mask & (
+            self._early if self.before + self.length < self._min_tokens else self._later
+        )
         if allowed.any():
             mask[:] = allowed
 
@@ -106,7 +134,8 @@ class GrammarState:
             raise GrammarFailed(f"the grammar could not be followed any further: {why}")
 
 
-def _all_but(token_ids: Iterable[int], vocab_size: int) -> Mask:
+def all_but(token_ids: Iterable[int], vocab_size: int) -> Mask:
+    """A mask of all tokens except these."""
     bits = np.ones(vocab_size, np.bool_)
     bits[[token for token in token_ids if 0 <= token < vocab_size]] = False
     return pack(bits)

@@ -1,8 +1,8 @@
 """Drawing the next token: a pure function of the logits row, the parameters and the token ids.
 
 Order: repetition, presence and frequency penalties, logit bias, min_tokens and bad words, the
-tokens that are allowed, the grammar's mask, then temperature, top_k, top_p, min_p, and the
-Gumbel-max draw (Maddison et al., 2014) with hashed noise.
+tokens that are allowed, the mask of the grammar or of bounded reasoning, then temperature, top_k,
+top_p, min_p, and the Gumbel-max draw (Maddison et al., 2014) with hashed noise.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ class SampleRow:
     stop_ids: tuple[int, ...]
     choice: int = 0
     mask: Mask | None = None
-    """Which tokens the sequence's grammar allows; None: it has none, or the mask is still to come.
-    It holds back what may not be drawn before ``min_tokens``, too."""
+    """Which tokens the sequence's grammar or bounded reasoning allows; None: it has neither, or the
+    mask is still to come. A grammar's holds back what may not be drawn before ``min_tokens``, too.
+    """
+    bound: bool = False
+    """Whether a mask is there, or is still to come."""
 
     @property
     def plain(self) -> bool:
         """Whether the logits are used as they are."""
-        return not self.adjusted and self.sampling.grammar is None
+        return not (self.adjusted or self.bound) and self.sampling.grammar is None
 
     @property
     def adjusted(self) -> bool:
@@ -80,10 +83,17 @@ class SampleRow:
         return begin >= self.prompt_length and tuple(self.token_ids[begin:]) == run
 
 
-def draw_of(known: KnownSequence, token_ids: list[int], choice: int | None = None) -> SampleRow:
-    """The draw of the token behind ``token_ids``, of the sequence's own choice or another one."""
+def draw_of(
+    known: KnownSequence, token_ids: list[int], choice: int | None = None, *, bound: bool = False
+) -> SampleRow:
+    """The draw of the token behind ``token_ids``, of the sequence's own choice or another one.
+
+    ``bound``: a mask is to come.
+    """
     number = known.choice if choice is None else choice
-    return SampleRow(known.sampling, token_ids, known.prompt_length, known.stop_ids, number)
+    return SampleRow(
+        known.sampling, token_ids, known.prompt_length, known.stop_ids, number, bound=bound
+    )
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from baton.grammar import TokenMatcher
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.sampling_params import SamplingParams
 from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds
 
@@ -33,6 +34,8 @@ class NewSequence:
     """Whether its embedding is wanted, with the next token."""
     matcher: TokenMatcher | None = None
     """That of its grammar, at the start of the answer; the engine follows a copy of it."""
+    reasoning: ReasoningSpan | None = None
+    """Where its reasoning lies, if that bounds it, or its grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,4 +250,5 @@ def _introduced(sequence: Sequence) -> NewSequence:
         sequence.takes_prompt,
         sequence.spec.embeds,
         sequence.matcher,
+        sequence.spec.reasoning,
     )

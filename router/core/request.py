@@ -7,12 +7,23 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.request import NO_TRACE, FinishReason, Principal, Retention, TraceContext
 from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
 
 AnswerPart = Literal["start", "reasoning", "content"]
 """Where in an answer a prompt ends: before it, within its reasoning, or within its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """The texts around an answer's reasoning."""
+
+    start: str
+    ends: tuple[str, ...]
+    repeat: bool = False
+    """Whether there may be reasoning behind reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,10 @@ class GenerationRequest:
     """The prompt is a conversation."""
     begins_in: AnswerPart = "start"
     """Where a conversation's prompt ends."""
+    reasoning_markers: ReasoningMarkers | None = None
+    """Those around the answer's reasoning, whose tokens are counted; None: it has none."""
+    reasoning_span: ReasoningSpan | None = None
+    """The same in tokens, where the reasoning is bounded or a grammar applies behind it."""
     model: str = ""
     """The served model's id."""
     agent: str = ""
@@ -132,6 +147,8 @@ class OutputDelta:
     prefill_worker: str = ""
     decode_worker: str = ""
     """In the last delta of a choice: the names of the workers that it ran at last."""
+    reasoning_tokens: int = 0
+    """Tokens of reasoning, without its markers. Those that may begin a marker come later."""
     accepted_drafts: int = 0
     """How many of ``token_ids`` were drafted, and came in the step of another token."""
 
@@ -159,6 +176,8 @@ class Choice:
     cached_tokens: int = 0
     written_tokens: int = 0
     """Prompt tokens that were computed and are retained."""
+    reasoning_tokens: int = 0
+    """Those of ``completion_tokens`` that are reasoning, without its markers."""
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_string: str = ""
@@ -174,6 +193,7 @@ class Choice:
         self.completion_tokens += len(delta.token_ids)
         self.cached_tokens += delta.cached_prompt_tokens
         self.written_tokens += delta.written_prompt_tokens
+        self.reasoning_tokens += delta.reasoning_tokens
         self.finish_reason = delta.finish_reason
         self.stop_string = delta.stop_string
         self.decode_worker = delta.decode_worker

@@ -10,7 +10,7 @@ from baton.errors import ConfigError
 from router.core.request import AnswerPart
 from router.dialects.families import KIMI_K2, format_for
 from router.dialects.formats import ToolFormat
-from router.dialects.harmony import CHANNEL, ENDS, MESSAGE, HarmonyParser
+from router.dialects.harmony import CHANNEL, ENDS, MESSAGE, START, HarmonyParser
 from router.dialects.harmony import FORMAT as HARMONY
 from router.dialects.pieces import AnswerParser, PlainParser
 from router.dialects.reasoning import ReasoningFormat, ReasoningParser
@@ -38,11 +38,6 @@ class Dialect:
             return HARMONY.texts
         return self.reasoning.texts if self.reasoning else ()
 
-    @property
-    def without_reasoning(self) -> Dialect:
-        """For answers that leave reasoning in the content."""
-        return replace(self, reasoning=None)
-
     def parser(self, use: ToolUse | None, begins_in: AnswerPart = "start") -> AnswerParser:
         """A parser of one answer.
 
@@ -63,7 +58,12 @@ THINK = ReasoningFormat("think", "<think>", "</think>")
 # Magistral.
 MISTRAL = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
 # gpt-oss. HarmonyParser reads it.
-HARMONY_REASONING = ReasoningFormat("harmony", f"{CHANNEL}analysis{MESSAGE}", ENDS[0])
+HARMONY_REASONING = ReasoningFormat(
+    "harmony",
+    f"{CHANNEL}analysis{MESSAGE}",
+    ENDS[0],
+    answer=f"{START}assistant{CHANNEL}final{MESSAGE}",
+)
 REASONING_FORMATS = {form.name: form for form in (THINK, MISTRAL, HARMONY_REASONING)}
 
 

@@ -45,8 +45,6 @@ class Markers:
     """Characters allowed between calls, besides white space."""
     bare: str = ""
     """Characters with which an answer may begin a call without a marker."""
-    lists_calls: bool = True
-    """Whether brackets may stand around calls."""
     repeats: bool = False
     """Whether calls may follow each other without a marker or separator."""
 
@@ -221,7 +219,7 @@ class ToolParser:
         first = self._text[0]
         if first == "{":
             self._enter_object()
-        elif first == "[" and self._may_list:
+        elif first == "[" and not (self._in_list or self._calls_here):
             self._in_list = True
             self._raw, self._text = self._raw + first, self._text[1:]
         elif first == "]" and self._in_list:
@@ -229,10 +227,6 @@ class ToolParser:
         else:
             self._enter_call(self._other.reader(self._tools))
         return True
-
-    @property
-    def _may_list(self) -> bool:
-        return self._markers.lists_calls and not (self._in_list or self._calls_here)
 
     def _end_list(self) -> None:
         if self._raw.strip(WHITE) == "[":

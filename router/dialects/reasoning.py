@@ -35,6 +35,9 @@ class ReasoningFormat:
     end: str
     calls_end_it: Sequence[str] = ()
     """Markers of calls that end the reasoning without ``end``."""
+    answer: str = ""
+    """What stands between ``end`` and the content. Where there is something, reasoning may come
+    several times."""
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ from router.routing.policies import make_policy
 from router.routing.policy import route_settings
 from router.routing.route_finder import PrefixLookup, RouteFinder
 from router.text.output_processor import OutputProcessor
+from router.text.reasoning_counter import reasoning_counter
 from router.text.tokenizer import Tokenizer
 from router.workers.worker_discovery import WorkerDiscovery
 from router.workers.worker_links import WorkerLinks
@@ -152,6 +153,7 @@ class ClusterDispatcher:
             eos | set(sampling.stop_token_ids),
             sampling.min_tokens,
             include_stop=request.shows_stop_string,
+            reasoning=reasoning_counter(request.reasoning_markers, request.begins_in),
         )
 
     def _capacity(self) -> Capacity | None:

@@ -146,6 +146,7 @@ class RunningRequest:
             retentions=(*request.retentions, *retentions),
             cache_ttl_s=cache_ttl_s,
             trace=trace,
+            reasoning=request.reasoning_span,
             without_speculation=request.without_speculation,
         )
 
@@ -407,6 +408,7 @@ def _joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
         tuple(chain.from_iterable(piece.token_ids for piece in pieces)),
         last.finish_reason,
         sum(piece.cached_prompt_tokens for piece in pieces),
+        reasoning_tokens=sum(piece.reasoning_tokens for piece in pieces),
         scored=tuple(chain.from_iterable(piece.scored for piece in pieces)),
         stop_string=last.stop_string,
         prefill_worker=last.prefill_worker,

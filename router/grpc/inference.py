@@ -32,14 +32,23 @@ from router.grpc.call import Context, Service, arrival_of, check_size, metadata_
 from router.grpc.health import HealthServicer
 from router.grpc.sampling import grpc_sampling
 from router.grpc.tokens import TokenServicer
-from router.grpc.tools import add_tool_output, grpc_tool_use, grpc_turns
+from router.grpc.tools import add_parsed_output, grpc_tool_use, grpc_turns
 from router.inference.builder import Arrival
 from router.inference.prompt import MAX_VARIABLES_CHARACTERS, Ending, checked_variables
+from router.inference.reasoning import Effort, ReasoningInput, checked_budget
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
 from router.openai.options import MAX_CHOICES
 
 _MAX_NAME_CHARACTERS = 128
+_EFFORTS: Mapping[int, Effort | None] = {
+    inference_pb2.REASONING_EFFORT_UNSPECIFIED: None,
+    inference_pb2.REASONING_EFFORT_NONE: "none",
+    inference_pb2.REASONING_EFFORT_MINIMAL: "minimal",
+    inference_pb2.REASONING_EFFORT_LOW: "low",
+    inference_pb2.REASONING_EFFORT_MEDIUM: "medium",
+    inference_pb2.REASONING_EFFORT_HIGH: "high",
+}
 _SCORES_AT_ONCE = 64
 """Tokens of a prompt, with up to 20 others each, that are written without a pause."""
 
@@ -72,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 arrival = arrival_of(context, metadata, caller, own, received_at, self._config)
                 built = await self._build(request, arrival)
             choices = choices_for([built])
-            outputs = self._tool_outputs(request, built)
+            outputs = self._outputs(request, built)
             shows_workers = self._access.may_see_workers(caller)
 
             async def write(_: int, delta: OutputDelta) -> None:
@@ -86,7 +95,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     response.usage.CopyFrom(_usage(choices))
                 await self._add_scores(response, delta, built)
                 if outputs:
-                    add_tool_output(response, outputs[delta.choice], delta)
+                    output, shows = outputs[delta.choice], not request.reasoning.hidden
+                    add_parsed_output(response, output, delta, shows_reasoning=shows)
                 await write_to(context, response, self._config)
 
             async def tell_limits(headers: Mapping[str, str]) -> None:
@@ -135,10 +145,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 choices=choices,
                 ending=ending,
                 variables=variables,
+                reasoning=_reasoning(request.reasoning),
             )
-        for name in ("tools", "template_options"):
+        for name in ("tools", "template_options", "reasoning"):
             if request.HasField(name):
-                raise InvalidRequest(f"{name} are for messages alone", param=name)
+                raise InvalidRequest(f"{name} can be given with messages alone", param=name)
         if kind is None:
             raise InvalidRequest("one of prompt, token_ids and messages is required")
         if kind == "token_ids":
@@ -149,17 +160,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         return built
 
-    def _tool_outputs(
+    def _outputs(
         self, request: inference_pb2.GenerateRequest, built: GenerationRequest
     ) -> list[ParsedOutput]:
-        """One for each choice; none without tools."""
+        """One for each choice; none where there are neither tools nor reasoning."""
         tools = grpc_tool_use(request.tools)
-        if tools is None:
+        dialect, begins_in = self._builder.dialect, built.begins_in
+        if tools is None and not (built.chat and dialect.answer_texts):
             return []
-        return [
-            ParsedOutput(self._builder.dialect.without_reasoning, tools)
-            for _ in range(built.choices)
-        ]
+        return [ParsedOutput(dialect, tools, begins_in) for _ in range(built.choices)]
 
     async def _add_scores(
         self,
@@ -212,11 +221,25 @@ def _template_options(message: inference_pb2.TemplateOptions) -> tuple[Ending, d
     return "closed" if message.no_generation_prompt else "answer", variables
 
 
+def _reasoning(message: inference_pb2.ReasoningOptions) -> ReasoningInput:
+    if message.effort not in _EFFORTS:
+        raise InvalidRequest("reasoning.effort is not known", param="reasoning.effort")
+    param = "reasoning.budget_tokens"
+    budget = message.budget_tokens if message.HasField("budget_tokens") else None
+    return ReasoningInput(
+        effort=_EFFORTS[message.effort],
+        enabled=message.enabled if message.HasField("enabled") else None,
+        budget=checked_budget(budget, param),
+        budget_param=param,
+    )
+
+
 def _usage(choices: Sequence[Choice]) -> inference_pb2.Usage:
     return inference_pb2.Usage(
         prompt_tokens=choices[0].prompt_tokens,
         completion_tokens=sum(choice.completion_tokens for choice in choices),
         cached_prompt_tokens=sum(choice.cached_tokens for choice in choices),
+        reasoning_tokens=sum(choice.reasoning_tokens for choice in choices),
     )
 
 

@@ -22,7 +22,13 @@ from router.dialects.tools import (
     checked_tool,
     use_of,
 )
-from router.inference.prompt import Turn, calls_turn, check_message_count, result_turn
+from router.inference.prompt import (
+    Turn,
+    calls_turn,
+    check_message_count,
+    result_turn,
+    with_reasoning,
+)
 from router.openai.api import plain_turns
 
 _MODES: dict[int, Mode] = {
@@ -36,7 +42,7 @@ def grpc_turns(messages: Sequence[inference_pb2.ChatMessage]) -> list[Turn]:
     """Raises InvalidRequest and UnsupportedParameter."""
     check_message_count(len(messages))
     given = list(messages)
-    if not any(one.tool_calls or one.role == "tool" for one in given):
+    if not any(one.tool_calls or one.role == "tool" or one.reasoning for one in given):
         return plain_turns((one.role, one.content) for one in given)
     return [_turn(one, f"messages[{place}]") for place, one in enumerate(given)]
 
@@ -47,16 +53,17 @@ def _turn(message: inference_pb2.ChatMessage, where: str) -> Turn:
             name = f"{where}.tool_call_id"
             raise InvalidRequest(f"{name} is required", param=name)
         return result_turn(message.tool_call_id, message.content)
+    reasoning = message.reasoning if message.role == "assistant" else ""
     if not message.tool_calls:
         (turn,) = plain_turns([(message.role, message.content)])
-        return turn
+        return with_reasoning(turn, reasoning)
     if message.role != "assistant":
         name = f"{where}.tool_calls"
         raise InvalidRequest(f"{name}: only an assistant calls tools", param=name)
     for place, call in enumerate(message.tool_calls):
         check_name(call.name, f"{where}.tool_calls[{place}].name")
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
-    return calls_turn(message.content, calls)
+    return with_reasoning(calls_turn(message.content, calls), reasoning)
 
 
 def grpc_tool_use(message: tools_pb2.Tools) -> ToolUse | None:
@@ -83,10 +90,14 @@ def _tool(message: tools_pb2.Tool, where: str) -> Tool:
     return checked_tool(message.name, message.description or None, schema, message.strict, where)
 
 
-def add_tool_output(
-    response: inference_pb2.GenerateResponse, output: ParsedOutput, delta: OutputDelta
+def add_parsed_output(
+    response: inference_pb2.GenerateResponse,
+    output: ParsedOutput,
+    delta: OutputDelta,
+    *,
+    shows_reasoning: bool,
 ) -> None:
-    """Put what a delta has told of content and calls into its message."""
+    """Put what a delta has told of reasoning, content and calls into its message."""
     text = ""
     index = len(output.calls) - 1
     for piece in output.feed(delta.text, last=delta.finish_reason is not None):
@@ -98,6 +109,8 @@ def add_tool_output(
                 response.tool_calls.add(index=index, id=output.calls[index].id, name=name)
             case Arguments(part):
                 response.tool_calls.add(index=index, arguments=part)
+            case Reasoning(part) if shows_reasoning:
+                response.reasoning += part
             case CallEnd() | Reasoning():
                 pass
     response.text = text

@@ -22,12 +22,20 @@ from baton.grammars.grammar_gate import GrammarGate
 from baton.request import NO_TRACE, TraceContext
 from baton.security.cluster_secret import cache_salt
 from router.access.api_keys import Caller
-from router.core.request import AnswerPart, Dispatcher, GenerationRequest
+from router.core.request import AnswerPart, Dispatcher, GenerationRequest, ReasoningMarkers
 from router.core.served_model import ServedModel
 from router.dialects.dialect import dialect_for
 from router.dialects.tools import ToolUse
 from router.inference.labels import NO_LABELS, Labels
 from router.inference.prompt import Ending, Prompt, PromptEncoder, Turn
+from router.inference.reasoning import (
+    NOTHING_ASKED,
+    ReasoningInput,
+    answer_part,
+    budget_of,
+    reasoning_span,
+    template_variables,
+)
 from router.inference.sampling_input import (
     MAX_LINE_SCORES,
     MAX_SCORES,
@@ -167,6 +175,7 @@ class RequestBuilder:
         choices: int = 1,
         ending: Ending = "answer",
         variables: Mapping[str, Any] = _NO_VARIABLES,
+        reasoning: ReasoningInput = NOTHING_ASKED,
     ) -> GenerationRequest:
         """A conversation; max_tokens defaults to the rest of the context.
 
@@ -176,6 +185,7 @@ class RequestBuilder:
         if tools is not None:
             sampling = self._bound_to(tools, sampling)
         await self._check_grammar(arrival, sampling)
+        variables = self.variables(reasoning, variables)
         ids = await self.encoder.chat_ids(
             arrival.tenant, turns, tools, sampling, ending=ending, variables=variables
         )
@@ -192,20 +202,51 @@ class RequestBuilder:
             choices=choices,
             shown_ids=shown,
             chat=True,
-            begins_in=self._begins_in(ids, turns, ending),
         )
         _check_scores(arrival, [request])
-        return request
-
-    def _begins_in(self, ids: Sequence[int], turns: Sequence[Turn], ending: Ending) -> AnswerPart:
-        form = self.dialect.reasoning
-        if ending == "open":
-            is_open = form is not None and form.is_open_in(turns[-1]["content"])
-            return "reasoning" if is_open else "content"
-        if form is None:
-            return "start"
+        # Calls may follow the reasoning in place of content.
+        to_content = sampling.grammar_param != "tools" if sampling.grammar else tools is None
         last = self._tokenizer.decode(ids[-_LAST_TOKENS:], skip_special_tokens=False)
-        return "reasoning" if form.is_opened_by(last) else "start"
+        begins_in = answer_part(self.dialect.reasoning, ending, turns[-1]["content"], last)
+        return self._reasoning(request, reasoning, begins_in, to_content=to_content)
+
+    def variables(
+        self, reasoning: ReasoningInput, given: Mapping[str, Any] = _NO_VARIABLES
+    ) -> Mapping[str, Any]:
+        """Of the chat template: those that are given, and what is asked of the reasoning.
+
+        Raises InvalidRequest.
+        """
+        return template_variables(reasoning, self._tokenizer.chat_template, given)
+
+    def _reasoning(
+        self,
+        request: GenerationRequest,
+        asked: ReasoningInput,
+        begins_in: AnswerPart,
+        *,
+        to_content: bool,
+    ) -> GenerationRequest:
+        """The request with what is to be known of its answer's reasoning."""
+        form = self.dialect.reasoning
+        if form is None:
+            return request
+        return dataclasses.replace(
+            request,
+            begins_in=begins_in,
+            reasoning_markers=ReasoningMarkers(
+                form.start, (form.end, *form.calls_end_it), repeat=bool(form.answer)
+            ),
+            reasoning_span=reasoning_span(
+                form,
+                begins_in,
+                budget_of(asked, self._tokenizer.chat_template),
+                request.sampling,
+                self._tokenizer.marker_ids,
+                asked.budget_param,
+                to_content=to_content,
+            ),
+        )
 
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
         """Calls that must be are bound by a grammar, and those of strict functions."""
@@ -304,7 +345,6 @@ class RequestBuilder:
         shown_ids: tuple[int, ...] = (),
         chat: bool = False,
         embeds: bool = False,
-        begins_in: AnswerPart = "start",
     ) -> GenerationRequest:
         check_priority(priority)
         if not ids:
@@ -344,7 +384,6 @@ class RequestBuilder:
             shows_special_tokens=sampling.shows_special_tokens,
             shown_ids=shown_ids,
             chat=chat,
-            begins_in=begins_in,
             embeds=embeds,
         )
 

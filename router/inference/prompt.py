@@ -33,7 +33,8 @@ from router.text.chat_template import MAX_WAIT_S, ChatTemplate
 from router.text.tokenizer import Tokenizer
 
 Turn = Mapping[str, Any]
-"""A message: ``role``, ``content``, an assistant's ``tool_calls``, a result's ``tool_call_id``."""
+"""A message: ``role``, ``content``, an assistant's ``tool_calls`` and ``reasoning_content``, a
+result's ``tool_call_id``."""
 Prompt = str | tuple[int, ...]
 Ending = Literal["answer", "closed", "open"]
 """How a conversation's prompt ends: the template begins the assistant's turn (``answer``), or ends
@@ -189,6 +190,8 @@ class PromptEncoder:
             template = self._tokenizer.chat_template.for_tools
             turns = await off_loop(size, partial(fitted, turns, tools, template, self._tool_format))
             values = [tool.as_template_value() for tool in tools.tools] if tools else []
+        if self._tokenizer.chat_template.mentions("thinking"):
+            turns = [_with_thinking(turn) for turn in turns]
         rendering = self._tokenizer.render_chat(
             turns, limit, values, variables, generation_prompt=ending == "answer"
         )
@@ -294,7 +297,14 @@ def _with_written_calls(turn: Turn, form: ToolFormat) -> Turn:
     functions = [call["function"] for call in turn["tool_calls"]]
     calls = form.written([(one["name"], one["arguments"]) for one in functions])
     content = turn["content"]
-    return {"role": turn["role"], "content": f"{content}\n{calls}" if content else calls}
+    rest = {name: value for name, value in turn.items() if name != "tool_calls"}
+    return {**rest, "content": f"{content}\n{calls}" if content else calls}
+
+
+def _with_thinking(turn: Turn) -> Turn:
+    """Reasoning by the name in gpt-oss's template, which takes no content beside it."""
+    reasoning = turn.get("reasoning_content")
+    return turn if not reasoning or turn["content"] else {**turn, "thinking": reasoning}
 
 
 def _as_user(turn: Turn, form: ToolFormat) -> Turn:
@@ -323,6 +333,11 @@ def calls_turn(content: str, calls: Sequence[tuple[str, str, Any]]) -> Turn:
     return {"role": "assistant", "content": content, "tool_calls": values}
 
 
+def with_reasoning(turn: Turn, reasoning: str | None) -> Turn:
+    """An assistant's message with the reasoning that came before it, if there was some."""
+    return {**turn, "reasoning_content": reasoning} if reasoning else turn
+
+
 def result_turn(call_id: str, content: str) -> Turn:
     """What a call has given."""
     return {"role": "tool", "content": content, "tool_call_id": call_id}
@@ -336,7 +351,8 @@ def check_message_count(messages: int) -> None:
 
 def _characters(turn: Turn) -> int:
     calls = turn.get("tool_calls", ())
-    return len(turn["content"]) + sum(len(call["function"]["arguments"]) for call in calls)
+    text = len(turn["content"]) + len(turn.get("reasoning_content", ""))
+    return text + sum(len(call["function"]["arguments"]) for call in calls)
 
 
 async def parsed(turns: Sequence[Turn]) -> list[Turn]:

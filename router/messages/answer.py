@@ -31,7 +31,7 @@ class MessagesAnswer(ApiAnswer):
         super().__init__([request], stream=stream)
         self._id = request.request_id
         self._model_id = model_id
-        self._output = MessageOutput(dialect, use)
+        self._output = MessageOutput(dialect, use, request.begins_in)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
         """See ``ApiAnswer``."""

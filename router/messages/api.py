@@ -8,13 +8,15 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from baton.errors import InvalidRequest
 from router.http.client import caller_of, validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
+from router.inference.reasoning import ReasoningInput, checked_thinking
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.messages.answer import MessagesAnswer
-from router.messages.blocks import message_tools, message_turns
+from router.messages.blocks import ending_of, message_tools, message_turns
 from router.messages.cache_control import retentions_of
 from router.messages.protocol import CountTokensRequest, MessagesRequest
 
@@ -39,22 +41,51 @@ class MessagesApi:
                 body = validate(CountTokensRequest, raw)
                 self._builder.check_model(body.model)
                 turns, tools = message_turns(body), message_tools(body)
-                ids = await self._builder.encoder.chat_ids(tenant, turns, tools)
+                ids = await self._builder.encoder.chat_ids(
+                    tenant,
+                    turns,
+                    tools,
+                    ending=ending_of(turns),
+                    variables=self._builder.variables(checked_thinking(body.thinking)),
+                )
         return JSONResponse({"input_tokens": len(ids)})
 
     async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(MessagesRequest, raw)
         self._builder.check_model(body.model)
         use = message_tools(body)
+        turns = message_turns(body)
         built = await self._builder.chat(
-            arrival, message_turns(body), _sampling(body), body.priority, use
+            arrival,
+            turns,
+            _sampling(body),
+            body.priority,
+            use,
+            ending=ending_of(turns),
+            reasoning=_reasoning(body),
         )
         kept = await retentions_of(
-            body, built.prompt_ids, self._builder.encoder, arrival.tenant, use
+            body,
+            built.prompt_ids,
+            self._builder.encoder,
+            arrival.tenant,
+            use,
+            self._builder.variables(checked_thinking(body.thinking)),
         )
         built = replace(built, retentions=kept)
-        dialect = self._builder.dialect.without_reasoning
+        dialect = self._builder.dialect
         return MessagesAnswer(built, body.model, dialect, use, stream=bool(body.stream))
+
+
+def _reasoning(body: MessagesRequest) -> ReasoningInput:
+    """Raises InvalidRequest."""
+    found = checked_thinking(body.thinking)
+    if found.budget is not None and found.budget >= body.max_tokens:
+        raise InvalidRequest(
+            f"{found.budget_param} must be less than max_tokens, which counts the thinking too",
+            param=found.budget_param,
+        )
+    return found
 
 
 def _sampling(body: MessagesRequest) -> SamplingInput:

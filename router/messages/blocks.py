@@ -8,11 +8,10 @@ from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.dialects.tools import Tool, ToolChoice, ToolUse, check_name, checked_tool, use_of
-from router.inference.prompt import Turn, calls_turn, result_turn
+from router.inference.prompt import Ending, Turn, calls_turn, result_turn, with_reasoning
 from router.messages.protocol import CountTokensRequest, MessageInput
 
 Block = Mapping[str, Any]
-_THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def message_turns(body: CountTokensRequest) -> list[Turn]:
@@ -20,12 +19,16 @@ def message_turns(body: CountTokensRequest) -> list[Turn]:
     if not body.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
     turns = prefix_turns(body, len(body.messages))
-    if body.messages[-1].role == "assistant":
+    if "tool_calls" in turns[-1]:
         raise UnsupportedParameter(
-            "the last message must be the user's: an answer cannot be begun by the client",
-            param="messages",
+            "the last message has calls: their results must follow", param="messages"
         )
     return turns
+
+
+def ending_of(turns: Sequence[Turn]) -> Ending:
+    """The answer goes on in a last message of the assistant."""
+    return "open" if turns[-1]["role"] == "assistant" else "answer"
 
 
 def prefix_turns(body: CountTokensRequest, message: int, block: int = 0) -> list[Turn]:
@@ -66,6 +69,7 @@ def _turns(message: MessageInput, where: str) -> list[Turn]:
 
 def _assistant(blocks: Sequence[Block], where: str) -> list[Turn]:
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[tuple[str, str, str]] = []
     for place, block in enumerate(blocks):
         at = f"{where}[{place}]"
@@ -76,10 +80,13 @@ def _assistant(blocks: Sequence[Block], where: str) -> list[Turn]:
             name = _string(block, "name", at)
             check_name(name, f"{at}.name")
             calls.append((_string(block, "id", at), name, json.dumps(given)))
-        elif block.get("type") not in _THOUGHTS:
+        elif block.get("type") == "thinking":
+            thoughts.append(_string(block, "thinking", at))
+        elif block.get("type") != "redacted_thinking":
             texts.append(_text(block, at))
     text = "\n".join(texts)
-    return [calls_turn(text, calls) if calls else {"role": "assistant", "content": text}]
+    turn = calls_turn(text, calls) if calls else {"role": "assistant", "content": text}
+    return [with_reasoning(turn, "\n".join(thoughts))]
 
 
 def _user(blocks: Sequence[Block], where: str) -> list[Turn]:

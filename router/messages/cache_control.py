@@ -88,10 +88,11 @@ async def retentions_of(
     encoder: PromptEncoder,
     tenant: str,
     tools: ToolUse | None,
+    variables: Mapping[str, Any],
 ) -> tuple[Retention, ...]:
     """What a body asks to be kept of its prompt, whose tokens are ``prompt_ids``.
 
-    Raises InvalidRequest, Overloaded.
+    ``variables`` are those of its chat template. Raises InvalidRequest, Overloaded.
     """
     # Everything before a breakpoint is kept, too: of those with one time to live the last counts.
     last = {one.ttl_s: one for one in breakpoints_of(body)}
@@ -100,7 +101,9 @@ async def retentions_of(
         tokens = len(prompt_ids)
         if not _is_end(body, one):
             turns = _turns_before(body, one)
-            prefix = await encoder.chat_ids(tenant, turns, tools, ending="closed")
+            prefix = await encoder.chat_ids(
+                tenant, turns, tools, ending="closed", variables=variables
+            )
             tokens = _common(prompt_ids, prefix)
         found.append(Retention(tokens, one.ttl_s))
     return tuple(found)

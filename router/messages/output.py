@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
+from router.core.request import AnswerPart
 from router.dialects.dialect import Dialect
 from router.dialects.output import ParsedOutput
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Piece, Reasoning
@@ -16,10 +16,14 @@ Fields = dict[str, Any]
 
 
 class MessageOutput:
-    """The state of one answer. Blocks of text and of calls take turns."""
+    """The state of one answer. Blocks of reasoning, of text and of calls take turns.
 
-    def __init__(self, dialect: Dialect, use: ToolUse | None) -> None:
-        self._tools = None if use is None else ParsedOutput(dialect, use)
+    Reasoning has an empty signature: nothing here vouches for it.
+    """
+
+    def __init__(self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart) -> None:
+        """``begins_in``: where the prompt ends."""
+        self._output = ParsedOutput(dialect, use, begins_in)
         self._blocks: list[Fields] = []
         self._is_open = False
 
@@ -34,13 +38,9 @@ class MessageOutput:
 
     def feed(self, text: str, *, last: bool) -> list[Fields]:
         """The events of the next part of the text; ``last``: no more comes."""
-        events = [event for piece in self._pieces(text, last=last) for event in self._tell(piece)]
+        pieces = self._output.feed(text, last=last)
+        events = [event for piece in pieces for event in self._tell(piece)]
         return [*events, *self._close()] if last else events
-
-    def _pieces(self, text: str, *, last: bool) -> Sequence[Piece]:
-        if self._tools is not None:
-            return self._tools.feed(text, last=last)
-        return [Content(text)] if text else []
 
     def _tell(self, piece: Piece) -> list[Fields]:
         match piece:
@@ -56,8 +56,11 @@ class MessageOutput:
                 return [self._delta({"type": "input_json_delta", "partial_json": text})]
             case CallEnd():
                 return self._close()
-            case Reasoning():
-                return []
+            case Reasoning(text):
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                begin = [] if self._in("thinking") else self._open(block)
+                self._blocks[-1]["thinking"] += text
+                return [*begin, self._delta({"type": "thinking_delta", "thinking": text})]
 
     def _in(self, kind: str) -> bool:
         return self._is_open and bool(self._blocks[-1]["type"] == kind)
@@ -82,7 +85,7 @@ class MessageOutput:
 
 def _shown(block: Fields) -> Fields:
     """A call's input is an object; one that is none, or was cut short, is shown as text."""
-    if block["type"] == "text":
+    if block["type"] != "tool_use":
         return block
     try:
         return {**block, "input": json.loads(block["input"])}

@@ -28,7 +28,7 @@ class MessageInput(BaseModel):
     role: str
     """`user` or `assistant`."""
     content: str | _Objects
-    """Text, or a list of blocks: text, calls of tools and their results."""
+    """Text, or a list of blocks: text, thinking, calls of tools and their results."""
 
 
 class CountTokensRequest(RequestBody):
@@ -41,19 +41,21 @@ class CountTokensRequest(RequestBody):
         "mcp_servers": ([],),
         "output_config": ({},),
         "output_format": ({},),
-        "thinking": ({"type": "disabled"},),
     }
 
     model: str
     """The served model's id; see `GET /v1/models`."""
     messages: Annotated[list[MessageInput], Field(fail_fast=True, max_length=MAX_MESSAGES)]
-    """The conversation; its last message is the user's."""
+    """The conversation; the answer goes on in a last message of the assistant."""
     system: str | _Objects | None = None
     """The system message."""
     tools: _Objects | None = None
     """Up to 128 tools that the model may call."""
     tool_choice: dict[str, Any] | None = None
     """`type`: `auto` (the default), `any`, `tool` with a `name`, or `none`."""
+    thinking: dict[str, Any] | None = None
+    """`type`: `enabled`, with `budget_tokens` below `max_tokens`; `adaptive`; or `disabled`.
+    Default: as the model's chat template has it."""
 
 
 class MessagesRequest(CountTokensRequest):

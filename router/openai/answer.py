@@ -12,10 +12,6 @@ from pydantic import BaseModel
 
 from baton.request import FinishReason
 from router.core.request import Choice, GenerationRequest, OutputDelta, without_answer
-from router.dialects.dialect import Dialect
-from router.dialects.output import OutputCall, ParsedOutput
-from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Reasoning
-from router.dialects.tools import CalledFunction, MessageToolCall, ToolUse
 from router.http.sse import DONE, encode_events, to_json
 from router.inference.endpoint import ApiAnswer
 from router.openai import protocol as openai_protocol
@@ -27,6 +23,7 @@ def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
     """The sum over all prompts of a request."""
     prompt = sum(choice.prompt_tokens for choice in choices)
     completion = sum(choice.completion_tokens for choice in choices)
+    reasoning = sum(choice.reasoning_tokens for choice in choices)
     details = openai_protocol.PromptTokensDetails(
         cached_tokens=sum(choice.cached_tokens for choice in choices),
         cache_write_tokens=sum(choice.written_tokens for choice in choices),
@@ -36,6 +33,9 @@ def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=details,
+        completion_tokens_details=openai_protocol.CompletionTokensDetails(
+            reasoning_tokens=reasoning
+        ),
     )
 
 
@@ -220,101 +220,3 @@ class CompletionAnswer(_OpenAiAnswer):
             ],
             usage=usage_of(choices),
         )
-
-
-class ToolChatAnswer(ChatAnswer):
-    """``/v1/chat/completions`` with tools."""
-
-    def __init__(
-        self,
-        name: str,
-        model_id: str,
-        requests: Sequence[GenerationRequest],
-        options: AnswerOptions,
-        details: AnswerDetails | None,
-        dialect: Dialect,
-        use: ToolUse,
-        *,
-        stream: bool,
-    ) -> None:
-        super().__init__(name, model_id, requests, options, details, stream=stream)
-        self._dialect = dialect
-        self._use = use
-        self._outputs: dict[int, ParsedOutput] = {}
-
-    def _chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
-        if first:
-            self._outputs[index] = ParsedOutput(self._dialect, self._use)
-        output = self._outputs[index]
-        events = []
-        if first:
-            events.append(self._role_chunk(index))
-        place = len(output.calls) - 1
-        for piece in output.feed(delta.text, last=delta.finish_reason is not None):
-            if isinstance(piece, CallEnd):
-                continue
-            place += isinstance(piece, CallStart)
-            content = _delta(piece, place, output)
-            events.append(self._chunk(index, f'"delta":{content}', None))
-        extras = self._extras(index, delta, first=first)
-        if not extras.empty:
-            # Scores are of tokens, and pieces of calls are not.
-            events.append(self._chunk(index, '"delta":{}', None, extras))
-        if delta.finish_reason is not None:
-            events.append(self._last(index, delta.finish_reason, output))
-        return events
-
-    def _last(self, index: int, reason: FinishReason, output: ParsedOutput) -> str:
-        if reason is FinishReason.STOP and output.calls:
-            return self._chunk_of(index, '"delta":{}', '"tool_calls"')
-        return self._chunk(index, '"delta":{}', reason)
-
-    def _body(self, choices: Sequence[Choice]) -> BaseModel:
-        return openai_protocol.ChatCompletion(
-            id=self._id,
-            created=self._created,
-            model=self._model_id,
-            choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
-            usage=usage_of(choices),
-        )
-
-    def _choice(self, index: int, choice: Choice) -> openai_protocol.ChatChoice:
-        output = ParsedOutput(self._dialect, self._use)
-        output.feed(choice.text, last=True)
-        if not output.calls:
-            return openai_protocol.ChatChoice(
-                index=index,
-                message=openai_protocol.ChatMessage(content=output.content),
-                finish_reason=choice.finish,
-            )
-        stopped = choice.finish_reason is FinishReason.STOP
-        return openai_protocol.ChatChoice(
-            index=index,
-            message=openai_protocol.ToolCallMessage(
-                content=output.content or None, tool_calls=[_call(one) for one in output.calls]
-            ),
-            finish_reason="tool_calls" if stopped else choice.finish,
-        )
-
-
-def _delta(
-    piece: Content | Reasoning | CallStart | Arguments, place: int, output: ParsedOutput
-) -> str:
-    if isinstance(piece, Reasoning):
-        return f'{{"reasoning_content":{to_json(piece.text)}}}'
-    if isinstance(piece, Content):
-        return f'{{"content":{to_json(piece.text)}}}'
-    if isinstance(piece, CallStart):
-        call = output.calls[place]
-        head = f'"id":{to_json(call.id)},"type":"function"'
-        function = f'{{"name":{to_json(call.name)},"arguments":""}}'
-    else:
-        head, function = "", f'{{"arguments":{to_json(piece.text)}}}'
-    fields = ",".join(part for part in (f'"index":{place}', head, f'"function":{function}') if part)
-    return f'{{"tool_calls":[{{{fields}}}]}}'
-
-
-def _call(call: OutputCall) -> MessageToolCall:
-    return MessageToolCall(
-        id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
-    )

@@ -17,18 +17,20 @@ from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
-from router.inference.prompt import Prompt, Turn, calls_turn, result_turn
+from router.inference.prompt import Prompt, Turn, calls_turn, result_turn, with_reasoning
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
-from router.openai.answer import ChatAnswer, CompletionAnswer, ToolChatAnswer
+from router.openai.answer import ChatAnswer, CompletionAnswer
 from router.openai.answer_details import AnswerDetails
 from router.openai.options import (
     AnswerOptions,
     chat_options,
     completion_options,
+    reasoning_options,
     scoring,
     template_options,
 )
+from router.openai.parsed_answer import ParsedChatAnswer
 from router.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -79,6 +81,7 @@ class OpenAiApi:
             choices=options.best_of,
             ending=ending,
             variables=variables,
+            reasoning=reasoning_options(body),
         )
         (request,) = with_cache_fields([request], body)
         details = None
@@ -86,9 +89,11 @@ class OpenAiApi:
             details = AnswerDetails(options, self._tokenizer, [request], [None], is_chat=True)
         parts = (arrival.request_id, body.model, [request], options, details)
         stream = bool(body.stream)
-        if tools is None:
+        dialect = self._builder.dialect
+        if tools is None and not dialect.answer_texts:
             return ChatAnswer(*parts, stream=stream)
-        return ToolChatAnswer(*parts, self._builder.dialect.without_reasoning, tools, stream=stream)
+        shows = body.include_reasoning is not False
+        return ParsedChatAnswer(*parts, dialect, tools, stream=stream, shows_reasoning=shows)
 
     async def _completion(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
         body = validate(CompletionRequest, raw)
@@ -203,8 +208,9 @@ def _turn(message: Message, where: str) -> Turn:
             raise InvalidRequest(f"{name} is required", param=name)
         return result_turn(message.tool_call_id, _text(message.content, where))
     role = _role(message.role, where)
+    reasoning = (message.reasoning_content or message.reasoning) if role == "assistant" else None
     if not message.tool_calls:
-        return {"role": role, "content": _text(message.content, where)}
+        return with_reasoning({"role": role, "content": _text(message.content, where)}, reasoning)
     if role != "assistant":
         name = f"{where}.tool_calls"
         raise InvalidRequest(f"{name}: only an assistant calls tools", param=name)
@@ -212,7 +218,8 @@ def _turn(message: Message, where: str) -> Turn:
         check_name(call.function.name, f"{where}.tool_calls[{place}].function.name")
     content = "" if message.content is None else _text(message.content, where)
     functions = ((call.id, call.function) for call in message.tool_calls)
-    return calls_turn(content, [(one, f.name, f.arguments) for one, f in functions])
+    turn = calls_turn(content, [(one, f.name, f.arguments) for one, f in functions])
+    return with_reasoning(turn, reasoning)
 
 
 def plain_turns(messages: Iterable[tuple[str, str]]) -> list[Turn]:

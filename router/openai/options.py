@@ -5,12 +5,18 @@ Functions raise InvalidRequest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
 from baton.logprobs import MAX_TOP_LOGPROBS
 from router.inference.prompt import Ending, checked_variables
+from router.inference.reasoning import (
+    ReasoningInput,
+    checked_budget,
+    checked_effort,
+    checked_thinking,
+)
 from router.openai.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 
 MAX_CHOICES = 128
@@ -159,3 +165,17 @@ def template_options(body: TemplateFields) -> tuple[Ending, dict[str, Any]]:
     if continued:
         return "open", variables
     return "closed" if body.add_generation_prompt is False else "answer", variables
+
+
+def reasoning_options(body: ChatCompletionRequest) -> ReasoningInput:
+    """What a chat request asks of the reasoning. Raises InvalidRequest."""
+    thinking = checked_thinking(body.thinking)
+    for name in ("enable_thinking", "thinking_token_budget"):
+        if body.thinking is not None and getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} and thinking exclude each other", param=name)
+    found = replace(thinking, effort=checked_effort(body.reasoning_effort, "reasoning_effort"))
+    if body.thinking is None:
+        name = "thinking_token_budget"
+        budget = checked_budget(body.thinking_token_budget, name)
+        found = replace(found, enabled=body.enable_thinking, budget=budget, budget_param=name)
+    return found

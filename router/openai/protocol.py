@@ -20,8 +20,6 @@ MAX_PARTS = 2048
 
 IGNORED = frozenset(
     {
-        "include_reasoning",
-        "reasoning_effort",
         "safety_identifier",
         "service_tier",
         "spaces_between_special_tokens",
@@ -60,6 +58,8 @@ _UNSERVED_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
 }
 _UNSERVED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "reasoning_effort": (),
+    "include_reasoning": (True,),
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
@@ -194,6 +194,10 @@ class Message(_Part):
     """The calls of an earlier answer."""
     tool_call_id: str | None = None
     """The call whose result a message of the role `tool` is."""
+    reasoning_content: str | None = None
+    """The reasoning of an earlier answer, for chat templates that take it (extension)."""
+    reasoning: str | None = None
+    """Another name for `reasoning_content` (extension)."""
     function_call: Any = Field(default=None, exclude=True)
     """Not supported."""
     audio: Any = Field(default=None, exclude=True)
@@ -223,6 +227,18 @@ class ChatCompletionRequest(SamplingFields):
     """The answer goes on in the last message, which stays open (extension). Default false."""
     chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """More variables for the chat template (extension)."""
+    reasoning_effort: str | None = None
+    """How much the model reasons: `none`, `minimal`, `low`, `medium` or `high`."""
+    enable_thinking: bool | None = None
+    """Whether the model reasons (extension). Default: as its chat template has it."""
+    thinking: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
+    """`{"type": "enabled", "budget_tokens": …}`, or `disabled` or `adaptive`: both fields beside
+    this one, as Anthropic has them (extension)."""
+    thinking_token_budget: Int | None = None
+    """Maximum tokens of the reasoning, whose end is then forced; -1: any number (extension)."""
+    include_reasoning: bool | None = None
+    """false leaves the reasoning out of the answer, not out of the usage (extension). Default
+    true."""
     tools: ToolDefinitions | None = None
     """Up to 128 functions that the model may call."""
     tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object", "null"]})
@@ -258,11 +274,19 @@ class PromptTokensDetails(BaseModel):
     """Prompt tokens whose KV was computed and is retained."""
 
 
+class CompletionTokensDetails(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    reasoning_tokens: int
+    """Tokens of reasoning, without its markers."""
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 Finish = Literal["stop", "length"]
@@ -281,9 +305,24 @@ class ToolCallMessage(BaseModel):
     tool_calls: list[MessageToolCall]
 
 
+class _Reasoned(BaseModel):
+    """The reasoning before an answer, by both names that clients know."""
+
+    reasoning_content: str
+    reasoning: str
+
+
+class ReasonedMessage(_Reasoned, ChatMessage):
+    pass
+
+
+class ReasonedToolCallMessage(_Reasoned, ToolCallMessage):
+    pass
+
+
 class ChatChoice(BaseModel):
     index: int
-    message: ChatMessage | ToolCallMessage
+    message: ChatMessage | ToolCallMessage | ReasonedMessage | ReasonedToolCallMessage
     logprobs: dict[str, Any] | None = None
     finish_reason: Finish | Literal["tool_calls"]
 

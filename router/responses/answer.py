@@ -33,6 +33,8 @@ class Repeated:
     """As the client gave it."""
     parallel_tool_calls: bool
     text_format: Mapping[str, Any]
+    effort: str | None
+    """Of the reasoning."""
 
 
 class ResponsesAnswer(ApiAnswer):
@@ -58,7 +60,7 @@ class ResponsesAnswer(ApiAnswer):
         }
         self._cache_key = request.cache_key or None
         self._numbers = itertools.count()
-        self._output = ResponseOutput(dialect, use)
+        self._output = ResponseOutput(dialect, use, request.begins_in)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
         """See ``ApiAnswer``."""
@@ -132,7 +134,7 @@ class ResponsesAnswer(ApiAnswer):
             "parallel_tool_calls": repeated.parallel_tool_calls,
             "previous_response_id": None,
             "prompt_cache_key": self._cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": repeated.effort, "summary": None},
             "safety_identifier": None,
             "service_tier": "default",
             "store": False,
@@ -169,6 +171,6 @@ def _usage(choice: Choice) -> dict[str, Any]:
             "cache_write_tokens": choice.written_tokens,
         },
         "output_tokens": choice.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
         "total_tokens": choice.prompt_tokens + choice.completion_tokens,
     }

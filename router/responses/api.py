@@ -18,6 +18,7 @@ from router.inference.builder import Arrival
 from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.prompt import Turn
+from router.inference.reasoning import Effort, ReasoningInput, checked_effort
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.openai.api import sampling_of
@@ -31,6 +32,7 @@ MAX_REPEATED_CHARACTERS = 128 << 10
 """Maximum size of a field that answers repeat, as JSON. A grammar's text has the same bound."""
 _INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
 """There is no such reasoning, so that leaving it out changes nothing."""
+_SUMMARIES = (None, "auto", "concise", "detailed")
 
 
 class ResponsesApi:
@@ -50,10 +52,15 @@ class ResponsesApi:
         _refuse_unserved(raw)
         asked = _asked(body)
         built = await self._builder.chat(
-            arrival, asked.turns, asked.sampling, body.priority, asked.use
+            arrival,
+            asked.turns,
+            asked.sampling,
+            body.priority,
+            asked.use,
+            reasoning=ReasoningInput(effort=asked.effort),
         )
         (built,) = with_cache_fields([built], body)
-        dialect = self._builder.dialect.without_reasoning
+        dialect = self._builder.dialect
         return ResponsesAnswer(built, asked.repeated, dialect, asked.use, stream=bool(body.stream))
 
 
@@ -65,6 +72,7 @@ class _Asked:
     sampling: SamplingInput
     repeated: Repeated
     use: ToolUse | None
+    effort: Effort | None
 
 
 def _asked(body: ResponsesRequest) -> _Asked:
@@ -81,6 +89,7 @@ def _asked(body: ResponsesRequest) -> _Asked:
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
     sampling = sampling_of(body, body.max_output_tokens)
+    effort = _effort(body.reasoning)
     grammar = format_grammar(form)
     if grammar is not None:
         sampling = dataclasses.replace(sampling, grammar=grammar, grammar_param="text.format")
@@ -93,9 +102,21 @@ def _asked(body: ResponsesRequest) -> _Asked:
         "auto" if body.tool_choice is None else body.tool_choice,
         body.parallel_tool_calls is not False,
         form,
+        effort,
     )
     turns = response_turns(body.input, body.instructions)
-    return _Asked(turns, sampling, repeated, use_of(tools, choice))
+    return _Asked(turns, sampling, repeated, use_of(tools, choice), effort)
+
+
+def _effort(given: Mapping[str, Any] | None) -> Effort | None:
+    """``reasoning.effort``. A summary can be asked for, and is never made."""
+    given = given or {}
+    for name in ("summary", "generate_summary"):
+        if given.get(name) not in _SUMMARIES:
+            raise InvalidRequest(
+                f"reasoning.{name} must be auto, concise or detailed", param=f"reasoning.{name}"
+            )
+    return checked_effort(given.get("effort"), "reasoning.effort")
 
 
 def _check_repeated(value: Any, param: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.dialects.tools import MAX_CALLS, check_name
-from router.inference.prompt import Turn, calls_turn, result_turn
+from router.inference.prompt import Turn, calls_turn, result_turn, with_reasoning
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = {"input_text", "output_text", "text"}
@@ -24,8 +24,16 @@ def response_turns(
         return [*turns, {"role": "user", "content": given}]
     if not given:
         raise InvalidRequest("input must not be empty", param="input")
+    reasoning = ""
     for place, item in enumerate(given):
-        _add(turns, item, f"input[{place}]")
+        where = f"input[{place}]"
+        if item.get("type") == "reasoning":
+            reasoning = _reasoning(item, where)
+            continue
+        _add(turns, item, where)
+        if reasoning and turns[-1]["role"] == "assistant":
+            turns[-1] = with_reasoning(turns[-1], reasoning)
+        reasoning = ""
     if not any(turn["role"] != "system" for turn in turns):
         raise InvalidRequest("input has no message", param="input")
     return turns
@@ -44,9 +52,20 @@ def _add(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
         raise UnsupportedParameter(
             f"{where}: nothing is stored here that could be referred to", param=where
         )
-    elif kind != "reasoning":
-        # Reasoning of other models' earlier answers is theirs alone: chat templates drop it too.
+    else:
         raise UnsupportedParameter(f"{where}: items of this type are not supported", param=where)
+
+
+def _reasoning(item: Mapping[str, Any], where: str) -> str:
+    """The text of an earlier answer's reasoning; none where other servers have encrypted it."""
+    content = item.get("content")
+    if content is None:
+        return ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise InvalidRequest(f"{where}.content must be a list of objects", param=f"{where}.content")
+    return "\n".join(
+        _string(part, "text", f"{where}.content[{place}]") for place, part in enumerate(content)
+    )
 
 
 def _message(item: Mapping[str, Any], where: str) -> Turn:

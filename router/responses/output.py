@@ -2,15 +2,16 @@
 
 A message: output_item.added, content_part.added, output_text.delta …, output_text.done,
 content_part.done, output_item.done. A function call: output_item.added,
-function_call_arguments.delta …, function_call_arguments.done, output_item.done.
+function_call_arguments.delta …, function_call_arguments.done, output_item.done. Reasoning: as a
+message, with reasoning_text in place of output_text.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
+from router.core.request import AnswerPart
 from router.dialects.dialect import Dialect
 from router.dialects.output import ParsedOutput
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Piece, Reasoning
@@ -22,8 +23,9 @@ Fields = dict[str, Any]
 class ResponseOutput:
     """The state of one answer. ``items`` are as they are to be shown at the end."""
 
-    def __init__(self, dialect: Dialect, use: ToolUse | None) -> None:
-        self._tools = None if use is None else ParsedOutput(dialect, use)
+    def __init__(self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart) -> None:
+        """``begins_in``: where the prompt ends."""
+        self._output = ParsedOutput(dialect, use, begins_in)
         self._calls = 0
         self._is_open = False
         self.items: list[Fields] = []
@@ -34,18 +36,13 @@ class ResponseOutput:
         ``last``: no more comes; ``cut``: because there was no room for more.
         """
         events: list[Fields] = []
-        for piece in self._pieces(text, last=last):
+        for piece in self._output.feed(text, last=last):
             events += self._tell(piece)
         if last:
             if not self.items:
                 events += self._open_message()
             events += self._close("incomplete" if cut else "completed")
         return events
-
-    def _pieces(self, text: str, *, last: bool) -> Sequence[Piece]:
-        if self._tools is not None:
-            return self._tools.feed(text, last=last)
-        return [Content(text)] if text else []
 
     def _tell(self, piece: Piece) -> list[Fields]:
         match piece:
@@ -54,6 +51,11 @@ class ResponseOutput:
                 self.items[-1]["content"][0]["text"] += text
                 about = {**self._part_place(), "delta": text, "logprobs": []}
                 return [*begin, {"type": "response.output_text.delta", **about}]
+            case Reasoning(text):
+                begin = [] if self._in("reasoning") else [*self._close(), *self._open_reasoning()]
+                self.items[-1]["content"][0]["text"] += text
+                about = {**self._part_place(), "delta": text}
+                return [*begin, {"type": "response.reasoning_text.delta", **about}]
             case CallStart(name):
                 return [*self._close(), *self._open_call(name)]
             case Arguments(text):
@@ -62,8 +64,6 @@ class ResponseOutput:
                 return [{"type": "response.function_call_arguments.delta", **about}]
             case CallEnd():
                 return self._close()
-            case Reasoning():
-                return []
 
     def _in(self, kind: str) -> bool:
         return self._is_open and bool(self.items[-1]["type"] == kind)
@@ -88,13 +88,25 @@ class ResponseOutput:
             "role": "assistant",
             "content": [_text_part("")],
         }
+        return self._open_text(item)
+
+    def _open_reasoning(self) -> list[Fields]:
+        item: Fields = {
+            "id": f"rs_{secrets.token_hex(16)}",
+            "type": "reasoning",
+            "status": "in_progress",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": ""}],
+        }
+        return self._open_text(item)
+
+    def _open_text(self, item: Fields) -> list[Fields]:
         added = self._open(item, {**item, "content": []})
-        part = {**self._part_place(), "part": _text_part("")}
+        part = {**self._part_place(), "part": dict(item["content"][0])}
         return [added, {"type": "response.content_part.added", **part}]
 
     def _open_call(self, name: str) -> list[Fields]:
-        assert self._tools is not None, "a call of no tool"
-        call = self._tools.calls[self._calls]
+        call = self._output.calls[self._calls]
         self._calls += 1
         item: Fields = {
             "id": f"fc_{secrets.token_hex(16)}",
@@ -113,11 +125,13 @@ class ResponseOutput:
         self._is_open = False
         item = self.items[-1]
         item["status"] = status
-        if item["type"] == "message":
+        if item["type"] in ("message", "reasoning"):
             (part,) = item["content"]
-            told = {**self._part_place(), "text": part["text"], "logprobs": []}
+            told = {**self._part_place(), "text": part["text"]}
+            if part["type"] == "output_text":
+                told["logprobs"] = []
             ends = [
-                {"type": "response.output_text.done", **told},
+                {"type": f"response.{part['type']}.done", **told},
                 {"type": "response.content_part.done", **self._part_place(), "part": dict(part)},
             ]
         else:

@@ -30,7 +30,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "bad_words": ([],),
 }
-_IGNORED = frozenset({"max_tool_calls", "reasoning"})
+_IGNORED = frozenset({"max_tool_calls"})
 _CHECKED = frozenset({"include", "previous_response_id"})
 """Fields with a check of their own."""
 
@@ -53,6 +53,9 @@ class ResponsesRequest(SamplingFields):
     """`none`, `auto` (the default), `required`, or the name of a function in OpenAI's form."""
     parallel_tool_calls: bool | None = None
     """Whether there may be several calls in an answer. Default true."""
+    reasoning: dict[str, Any] | None = None
+    """`effort`: `none`, `minimal`, `low`, `medium` or `high`. A `summary` is never made: the answer
+    has the reasoning itself."""
     text: dict[str, Any] | None = None
     """`format`: `text`, `json_object` or `json_schema`."""
     metadata: dict[str, Any] | None = None

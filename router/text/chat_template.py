@@ -63,6 +63,7 @@ class ChatTemplate:
         self._process = TemplateProcess(source)
         self._special_tokens = dict(special_tokens)
         self._tools_name = next((name for name in _TOOL_VARIABLES if name in names), None)
+        self._names, self._texts = names, texts
         self.source = source
         self._tool_use = ChatTemplate(tool_use, special_tokens) if tool_use else None
         self.knows_tools = self._tools_name is not None
@@ -74,6 +75,14 @@ class ChatTemplate:
     def for_tools(self) -> ChatTemplate:
         """The template for conversations with tools."""
         return self._tool_use or self
+
+    def reads(self, variable: str) -> bool:
+        """Whether it reads a variable, or does so for conversations with tools."""
+        return variable in self._names or variable in self.for_tools._names
+
+    def mentions(self, text: str) -> bool:
+        """Whether a key or a constant in it is ``text``, with tools or without."""
+        return text in self._texts or text in self.for_tools._texts
 
     async def start(self) -> None:
         """Start the process before the first rendering needs it.

@@ -13,6 +13,7 @@ from typing import Protocol
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from router.core.request import OutputDelta, ScoredToken
+from router.text.reasoning_counter import ReasoningCounter
 
 REPLACEMENT = "\ufffd"
 _MAX_PENDING = 8
@@ -177,11 +178,14 @@ class OutputProcessor:
         min_tokens: int = 0,
         *,
         include_stop: bool = False,
+        reasoning: ReasoningCounter | None = None,
     ) -> None:
         """``hidden_ids``: tokens that count, but whose text is not shown: those that end the
         sequence. ``min_tokens``: stop strings end the text only after that many tokens, as stop
         tokens do in the engine. ``include_stop``: the text includes the stop string.
+        ``reasoning`` counts the tokens of reasoning; without it there are none.
         """
+        self._reasoning = reasoning
         self._detokenizer = detokenizer
         self._scanner = StopStrings(stop, include=include_stop)
         self._hidden = frozenset(hidden_ids)
@@ -220,6 +224,8 @@ class OutputProcessor:
         if self._finished or not (token_ids or finish_reason or cached_prompt_tokens):
             return None
         self._scores = self._scores or bool(logprobs)
+        reasoning = self._reasoning
+        reasoned = 0 if reasoning is None else reasoning.count
         counted, shown = self._take(token_ids, logprobs)
         if finish_reason is not None and not self.stopped:
             shown.append(self._scanner.feed(self._detokenizer.flush()))
@@ -227,6 +233,10 @@ class OutputProcessor:
         if self.stopped:
             finish_reason = FinishReason.STOP
         self._finished = finish_reason is not None
+        if reasoning is not None:
+            if self._finished:
+                reasoning.finish()
+            reasoned = reasoning.count - reasoned
         text = "".join(shown)
         scored: tuple[ScoredToken, ...] = ()
         if self._scores:
@@ -237,6 +247,7 @@ class OutputProcessor:
             tuple(counted),
             finish_reason,
             cached_prompt_tokens,
+            reasoning_tokens=reasoned,
             scored=scored,
             stop_string=self._scanner.match,
         )
@@ -250,6 +261,8 @@ class OutputProcessor:
             counted.append(token_id)
             hidden = token_id in self._hidden
             text = "" if hidden else self._detokenizer.step(token_id)
+            if self._reasoning is not None and not hidden:
+                self._reasoning.take(text)
             if logprobs:
                 scored = ScoredToken(token_id, logprobs[place], self._read, hidden)
                 self._unshown.append(scored)

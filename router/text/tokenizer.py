@@ -52,6 +52,7 @@ class Tokenizer:
         # The router compiles grammars to check them; workers compile those that they receive.
         self.grammars = grammars_of(backend.to_str, self.vocab_size, sorted(self.eos_ids))
         added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = frozenset(number for number, token in added.items() if token.special)
         layout = json.loads(backend.to_str())
         self._byte_level = _is_byte_level(layout.get("decoder"))
@@ -145,6 +146,14 @@ class Tokenizer:
         """Ids by text, of the ``texts`` that are special tokens."""
         ids = ((text, self._backend.token_to_id(text)) for text in texts)
         return {text: number for text, number in ids if number in self._special}
+
+    def marker_ids(self, text: str) -> tuple[int, ...] | None:
+        """The token ids of a marker, if they are the same whatever stands around it.
+
+        So they are where it begins and ends with tokens of its own; else None.
+        """
+        ids = self.encode(text, add_special_tokens=False)
+        return ids if ids and self._added.issuperset((ids[0], ids[-1])) else None
 
     async def start(self) -> None:
         """Start the chat template's process, if the model has a template, and load grammars.

@@ -36,6 +36,8 @@ class ChatReply:
     prefill_worker: str = ""
     decode_worker: str = ""
     """Empty where the cluster does not name its workers to this client."""
+    reasoning_tokens: int = 0
+    """Those of ``tokens`` that are reasoning, which is not shown."""
     forgotten: int = 0
     """How many of the oldest questions the conversation has lost, so that this one had room."""
 
@@ -43,6 +45,8 @@ class ChatReply:
     def figures(self) -> str:
         """One line about it, for people."""
         parts = [f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
+        if self.reasoning_tokens:
+            parts.append(f"{self.reasoning_tokens} of reasoning")
         if self.tokens_per_s is not None:
             parts.append(f"{self.tokens_per_s:.1f} tokens/s")
         if self.first_s is not None:
@@ -136,6 +140,7 @@ class Chat:
                         is_cut=message.finish_reason == FINISH_REASON_LENGTH,
                         prefill_worker=message.prefill_worker,
                         decode_worker=message.decode_worker,
+                        reasoning_tokens=message.usage.reasoning_tokens,
                     )
         except KeyboardInterrupt:
             pass

@@ -52,6 +52,7 @@ def test_an_answer_has_its_figures(client: Client) -> None:
     assert burst.ask("one two", nothing).figures.startswith("2 tokens · first token after 0 ms · ")
     local = ChatReply("", 1, prefill_worker="decode-0", decode_worker="decode-0")
     assert local.figures == "1 token · decode-0"
+    assert ChatReply("", 9, reasoning_tokens=7).figures == "9 tokens · 7 of reasoning"
     assert "cut at the maximum length" in chat.ask("long", nothing).figures
 
 

@@ -13,7 +13,7 @@ from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind, TokenMatcher
 from baton.grammars.compiled_grammars import CompiledGrammars, grammars_of
 from baton.grammars.grammar_gate import GrammarGate
-from engine.sampling.grammar_state import GrammarState, unpack
+from engine.sampling.grammar_state import AnswerState, GrammarState, masks_of, unpack
 
 _CORPUS = [
     '{"name": "Ada", "age": 36, "tags": ["x", "yy"], "kind": true}',
@@ -82,8 +82,8 @@ def follow(state: GrammarState, token_ids: Iterable[int]) -> Iterable[bool]:
         state.advance([token])
 
 
-def allowed_in(state: GrammarState) -> set[int]:
-    (mask,) = state.masks()
+def allowed_in(state: AnswerState) -> set[int]:
+    (mask,) = masks_of(state)
     return set(unpack(mask, vocab_size()).nonzero()[0].tolist())
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.offline import OfflineOutput, generate
@@ -49,9 +50,14 @@ class Asked:
     choices: defaultdict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     cached: list[int] = field(default_factory=list)
+    reasoning: ReasoningSpan | None = None
 
     async def run(self, cluster: MiniCluster) -> None:
-        request = replace(cluster.request(self.prompt, self.sampling), choices=self.count)
+        request = replace(
+            cluster.request(self.prompt, self.sampling),
+            choices=self.count,
+            reasoning_span=self.reasoning,
+        )
         async with (
             asyncio.timeout(DEADLINE_S),
             aclosing(cluster.dispatcher.generate(request)) as deltas,
@@ -73,7 +79,14 @@ class Asked:
     def check(self, model: Path) -> None:
         """Against one process."""
         spec = SequenceSpec(
-            "local", 0, "", self.prompt, len(self.prompt), self.sampling, choices=self.count
+            "local",
+            0,
+            "",
+            self.prompt,
+            len(self.prompt),
+            self.sampling,
+            choices=self.count,
+            reasoning=self.reasoning,
         )
         expected = generate(reference(model), [spec])
         for number, one in enumerate(expected):

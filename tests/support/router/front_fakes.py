@@ -41,6 +41,7 @@ from router.listeners import Apps
 from router.routes import Apis, make_apps
 from router.text.chat_template import ChatTemplate
 from router.text.output_processor import OutputProcessor
+from router.text.reasoning_counter import reasoning_counter
 from router.text.tokenizer import Tokenizer
 
 CONTEXT = 512
@@ -139,6 +140,7 @@ class ScriptedDispatcher:
             sampling.stop,
             self.tokenizer.eos_ids,
             include_stop=request.shows_stop_string,
+            reasoning=reasoning_counter(request.reasoning_markers, request.begins_in),
         )
         tokens = [*self.tokenizer.encode(self.text), *self.tokenizer.eos_ids][: sampling.max_tokens]
         for place, token in enumerate(tokens):

@@ -333,7 +333,7 @@ def test_a_sequence_without_the_matcher_of_its_grammar_fails() -> None:
     assert rows.masks(1, [1, 2], 2, [3]) == [None, None]
     rows.forget(1)
     rows.forget(2)
-    assert not rows.has(1)
+    assert not rows.binds(1, 0)
 
 
 def test_choices_and_drafts_have_the_masks_of_their_places(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
+from baton.reasoning import ReasoningSpan
 from baton.request import (
     FinishReason,
     FirstToken,
@@ -39,7 +40,14 @@ GRAMMARS = st.one_of(
     st.just(Grammar(GrammarKind.JSON_OBJECT, "")),
     st.builds(
         Grammar,
-        st.sampled_from([GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK]),
+        st.sampled_from(
+            [
+                GrammarKind.JSON_SCHEMA,
+                GrammarKind.REGEX,
+                GrammarKind.LARK,
+                GrammarKind.STRUCTURAL_TAG,
+            ]
+        ),
         TEXT,
     ),
     st.lists(TEXT, min_size=1, max_size=3).map(
@@ -92,6 +100,8 @@ SPECS = st.builds(
     ).map(tuple),
     cache_ttl_s=MILLISECONDS,
     trace=st.builds(TraceContext, TEXT, TEXT),
+    reasoning=st.none()
+    | st.builds(ReasoningSpan, st.lists(IDS, max_size=3).map(tuple), IDS, st.none() | U32, IDS),
     without_speculation=st.booleans(),
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.errors import GrammarFailed
 from baton.grammar import Grammar, TokenMatcher
-from engine.sampling.grammar_state import GrammarState, pack, unpack
+from engine.sampling.grammar_state import GrammarState, masks_of, pack, unpack
 from tests.support.baton.grammar_tools import (
     allowed_in,
     encode,
@@ -128,7 +128,7 @@ def test_an_end_that_is_ignored_comes_where_nothing_else_may() -> None:
 
 def test_drafts_have_the_masks_of_their_places() -> None:
     state = state_of(regex("a(b|c)a"), stop_ids=[EOS], min_tokens=2)
-    rows = state.masks([A, C, A, EOS])
+    rows = masks_of(state, [A, C, A, EOS])
     found = [set(unpack(row, vocab_size()).nonzero()[0].tolist()) for row in rows]
     assert found[1:4] == [{B, C}, {A}, {EOS}]
     assert A in found[0]
@@ -138,7 +138,7 @@ def test_drafts_have_the_masks_of_their_places() -> None:
 
 def test_behind_a_wrong_draft_everything_is_allowed() -> None:
     state = state_of(regex("a(b|c)a"))
-    rows = state.masks([A, A, B])
+    rows = masks_of(state, [A, A, B])
     found = [unpack(row, vocab_size()) for row in rows]
     assert set(found[1].nonzero()[0].tolist()) == {B, C}
     assert found[2].all()
@@ -165,11 +165,11 @@ def test_any_walk_can_be_drafted_taken_back_and_walked_again(seed: int, grammar:
         if chance.random() < 0.05:
             break
     twin = state_of(grammar, stop_ids=[EOS], min_tokens=state._min_tokens)
-    rows = twin.masks(walked)
+    rows = masks_of(twin, walked)
     for place, token in enumerate(walked):
-        assert (rows[place] == twin.masks()[0]).all()
+        assert (rows[place] == masks_of(twin)[0]).all()
         twin.advance([token])
-    assert (rows[-1] == state.masks()[0]).all()
+    assert (rows[-1] == masks_of(state)[0]).all()
     assert twin.length == state.length == len(walked)
 
 
@@ -203,10 +203,10 @@ class BrokenMatcher:
 
 def test_a_matcher_that_breaks_is_one_clear_error() -> None:
     state = GrammarState(BrokenMatcher(2), vocab_size())
-    state.masks()
+    masks_of(state)
     with pytest.raises(GrammarFailed, match=r"any further: lexer error: too many states$"):
-        state.masks()
+        masks_of(state)
     with pytest.raises(GrammarFailed):
         state.advance([A])
     with pytest.raises(GrammarFailed):
-        GrammarState(BrokenMatcher(2), vocab_size()).masks([A, B])
+        masks_of(GrammarState(BrokenMatcher(2), vocab_size()), [A, B])

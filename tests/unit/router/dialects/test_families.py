@@ -474,7 +474,7 @@ def test_harmony_is_the_format_of_calls_and_reasoning() -> None:
     assert found.reasoning.name == "harmony"
     assert "<|channel|>" in found.answer_texts
     assert dialect_for("auto", "harmony", None, lambda _: False) == found
-    for calls, reasoning in (("hermes", "harmony"), ("harmony", "think")):
-        names: Any = (calls, reasoning)
+    pairs: list[tuple[Any, Any]] = [("hermes", "harmony"), ("harmony", "think")]
+    for calls, reasoning in pairs:
         with pytest.raises(ConfigError, match="harmony is the format of both"):
-            dialect_for(*names, None, lambda _: False)
+            dialect_for(calls, reasoning, None, lambda _: False)

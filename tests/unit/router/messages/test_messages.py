@@ -221,6 +221,8 @@ def asking(**fields: Any) -> dict[str, Any]:
     return {**HELLO, **fields}
 
 
+ASKED = {"role": "user", "content": "Weather?"}
+CALLED = [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({**HELLO, "max_tokens": None}, "max_tokens"),
     (asking(messages=[]), "messages"),
@@ -228,7 +230,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asking(messages=[{"role": "user", "content": []}]), "content"),
     (asking(messages=[{"role": "user", "content": [{"type": "image"}]}]), "blocks"),
     (asking(messages=[{"role": "user", "content": [{}]}]), "type"),
-    (asking(messages=[{"role": "assistant", "content": "x"}]), "last message"),
+    (asking(messages=[ASKED, {"role": "assistant", "content": CALLED}]), "last message"),
     (
         asking(messages=[{"role": "assistant", "content": [{"type": "tool_use"}]}]),
         "input must be an object",
@@ -237,7 +239,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asking(tools=[{"name": "x"}]), "input_schema"),
     (asking(tools=[{"type": "bash_20250124", "name": "bash"}]), "tools"),
     (asking(tools=[TOOL], tool_choice={"type": "x"}), "tool_choice"),
-    (asking(thinking={"type": "enabled", "budget_tokens": 5}), "thinking"),
+    (asking(thinking={"type": "enabled", "budget_tokens": 1000}), "thinking.budget_tokens"),
+    (asking(thinking={"type": "enabled", "budget_tokens": -5}), "thinking.budget_tokens"),
+    (asking(thinking={"type": "always"}), "thinking.type"),
     (asking(temperature=-1), "temperature"),
 ]
 

@@ -1,0 +1,159 @@
+"""Where a sequence stands in its reasoning: when it ends, by itself or forced, and what follows.
+
+    before ── the start run ──► inside ── an end run, or the forced one ──► behind: the grammar
+       └───────── another token ─────────────────────────────────────────────┘
+
+All of it follows from the output tokens alone, so that it is the same after a move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton.reasoning import ReasoningSpan, Run
+from engine.sampling.grammar_state import GrammarState, Mask, all_but
+
+
+class ReasoningState:
+    """An answer that may reason before it matches a grammar. Implements ``AnswerState``."""
+
+    def __init__(
+        self,
+        span: ReasoningSpan,
+        vocab_size: int,
+        *,
+        stop_ids: Iterable[int] = (),
+        grammar: GrammarState | None = None,
+    ) -> None:
+        """``grammar`` is of the text behind the reasoning, and is at its start.
+
+        With a grammar, none of ``stop_ids`` ends the answer within the reasoning.
+        """
+        self.vocab_size = vocab_size
+        self._span = span
+        self._grammar = grammar
+        self._unstopped = None if grammar is None else all_but(stop_ids, vocab_size)
+        self._length = 0
+        self._tokens: list[int] = []
+        """Until it is known where the reasoning ends; the grammar has those behind."""
+        self._over = False
+        """Whether that is known."""
+
+    @property
+    def length(self) -> int:
+        """Output tokens so far."""
+        return self._length
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may follow from now on, however many come."""
+        return self._over and self._grammar is None
+
+    def advance(self, token_ids: Iterable[int]) -> None:
+        """Go on by tokens that were drawn. Raises GrammarFailed for one that may not come."""
+        for token in token_ids:
+            self._length += 1
+            if self._over:
+                self._follow([token])
+                continue
+            self._tokens.append(token)
+            began = self._has_begun()
+            if not began and not _is_prefix(self._tokens, self._span.start):
+                self._end(before=0)
+            elif began and self._has_ended():
+                self._end(before=len(self._tokens))
+
+    def rollback(self, count: int) -> None:
+        """Take the latest ``count`` tokens back. Raises GrammarFailed."""
+        self._length -= count
+        known = len(self._tokens)
+        if self._length >= known:
+            if self._grammar is not None:
+                self._grammar.rollback(count)
+            return
+        if self._over and self._grammar is not None:
+            self._grammar.rollback(self._grammar.length)
+        self._over = False
+        del self._tokens[self._length :]
+
+    def fill(self, mask: Mask) -> None:
+        """Write which tokens may come next into a mask of ones. Raises GrammarFailed."""
+        if self._over:
+            if self._grammar is not None:
+                self._grammar.fill(mask)
+        elif not self._has_begun():
+            self._fill_start(mask)
+        elif (forced := self._forced()) is not None:
+            _allow_only(mask, forced)
+        elif self._unstopped is not None:
+            mask[:] = self._unstopped
+
+    def _fill_start(self, mask: Mask) -> None:
+        """At the answer's beginning: the start run, or the grammar's text."""
+        if self._grammar is None:
+            return
+        begun = len(self._tokens)
+        if begun:
+            _allow_only(mask, self._span.start[begun])
+            return
+        self._grammar.fill(mask)
+        first = self._span.start[0]
+        mask[first // 32] |= _bit(first)
+
+    def _has_begun(self) -> bool:
+        return len(self._tokens) >= len(self._span.start) and _is_prefix(
+            self._span.start, self._tokens
+        )
+
+    def _has_ended(self) -> bool:
+        inside = len(self._tokens) - len(self._span.start)
+        return any(
+            len(end) <= inside and tuple(self._tokens[-len(end) :]) == end
+            for end in self._span.ends
+        )
+
+    def _forced(self) -> int | None:
+        """The token that must come; None where the budget leaves room."""
+        span = self._span
+        if span.budget is None:
+            return None
+        spent = len(span.start) + span.budget
+        beyond = len(self._tokens) - spent
+        if beyond < 0:
+            return None
+        # The model may have begun the run itself.
+        latest = max(len(span.start), spent - len(span.forced))
+        place = _overlap(self._tokens[latest:spent], span.forced) + beyond
+        return span.forced[place] if place < len(span.forced) else None
+
+    def _end(self, before: int) -> None:
+        """The text behind ``before`` tokens is the grammar's."""
+        self._over = True
+        if self._grammar is not None:
+            self._grammar.before = before
+            self._follow(self._tokens[before:])
+
+    def _follow(self, tokens: list[int]) -> None:
+        if self._grammar is not None:
+            self._grammar.advance(tokens)
+
+
+def _is_prefix(tokens: list[int] | Run, whole: list[int] | Run) -> bool:
+    return len(tokens) <= len(whole) and list(tokens) == list(whole[: len(tokens)])
+
+
+def _overlap(tokens: list[int], run: Run) -> int:
+    """How many tokens of ``run``, from its first, but not all, end ``tokens``."""
+    for length in range(min(len(tokens), len(run) - 1), 0, -1):
+        if tuple(tokens[-length:]) == run[:length]:
+            return length
+    return 0
+
+
+def _bit(token: int) -> int:
+    return 1 << (token % 32)
+
+
+def _allow_only(mask: Mask, token: int) -> None:
+    mask[:] = 0
+    mask[token // 32] = _bit(token)

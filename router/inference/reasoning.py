@@ -1,0 +1,198 @@
+"""What a client asks of a model's reasoning, and what becomes of it.
+
+A chat template that knows of reasoning gets it as variables. What the template does not know
+becomes a budget, which the engine keeps by forcing the end of the reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from baton.errors import InvalidRequest
+from baton.reasoning import ReasoningSpan, Run
+from baton.sampling_params import SamplingParams
+from router.core.request import AnswerPart
+from router.dialects.reasoning import ReasoningFormat
+from router.inference.prompt import Ending
+from router.text.chat_template import ChatTemplate
+
+Effort = Literal["none", "minimal", "low", "medium", "high"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+EFFORT_BUDGETS: Mapping[Effort, int] = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
+"""Maximum tokens of reasoning where the chat template knows no effort; ``high`` has no maximum."""
+MAX_BUDGET = (1 << 31) - 1
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates turn reasoning on and off: that of Qwen 3, GLM 4.5 and SmolLM3,
+and that of DeepSeek V3.1 and Granite."""
+_EFFORT, _BUDGET = "reasoning_effort", "thinking_budget"
+"""Variables of gpt-oss, and of Seed-OSS."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningInput:
+    """What a client asks of the reasoning; None: it said nothing."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    """Whether the model reasons."""
+    budget: int | None = None
+    """Maximum tokens of the reasoning."""
+    budget_param: str = "thinking_token_budget"
+    """What the client calls it."""
+
+    @property
+    def wanted(self) -> bool | None:
+        """Whether the model is to reason. Raises InvalidRequest for a contradiction."""
+        by_effort = None if self.effort is None else self.effort != "none"
+        if None not in (by_effort, self.enabled) and by_effort != self.enabled:
+            raise InvalidRequest(
+                f"the effort '{self.effort}' contradicts what turns reasoning"
+                f" {'on' if self.enabled else 'off'}; leave one of them out",
+                param="reasoning_effort",
+            )
+        return by_effort if self.enabled is None else self.enabled
+
+
+NOTHING_ASKED = ReasoningInput()
+
+
+def checked_effort(given: Any, param: str) -> Effort | None:
+    """Raises InvalidRequest."""
+    if given is None:
+        return None
+    if given not in EFFORTS:
+        raise InvalidRequest(f"{param} must be one of {', '.join(EFFORTS)}", param=param)
+    effort: Effort = given
+    return effort
+
+
+def checked_budget(given: Any, param: str) -> int | None:
+    """-1 asks for no maximum. Raises InvalidRequest."""
+    if given is None or given == -1:
+        return None
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= MAX_BUDGET:
+        raise InvalidRequest(f"{param} must be -1, or between 0 and {MAX_BUDGET}", param=param)
+    return given
+
+
+def checked_thinking(given: Any, param: str = "thinking") -> ReasoningInput:
+    """Anthropic's object of ``type`` and ``budget_tokens``. Raises InvalidRequest."""
+    if given is None:
+        return NOTHING_ASKED
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"{param} must be an object with a type", param=param)
+    kind, name = given.get("type"), f"{param}.budget_tokens"
+    budget = checked_budget(given.get("budget_tokens"), name)
+    match kind:
+        case "enabled":
+            return ReasoningInput(enabled=True, budget=budget, budget_param=name)
+        case "adaptive":
+            return ReasoningInput(enabled=True)
+        case "disabled":
+            return ReasoningInput(enabled=False)
+        case _:
+            raise InvalidRequest(
+                f"{param}.type must be enabled, disabled or adaptive", param=f"{param}.type"
+            )
+
+
+def template_variables(
+    asked: ReasoningInput, template: ChatTemplate, given: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The variables of a chat template: those that a client gives, and what it asks for.
+
+    Raises InvalidRequest where they contradict each other.
+    """
+    if asked == NOTHING_ASKED:
+        return given
+    found: dict[str, Any] = {}
+    if (wanted := asked.wanted) is not None:
+        found = {name: wanted for name in SWITCHES if template.reads(name)}
+    effort = _template_effort(asked, template)
+    if effort is not None:
+        found[_EFFORT] = effort
+    if asked.budget is not None and template.reads(_BUDGET):
+        found[_BUDGET] = asked.budget
+    for name, value in found.items():
+        if name in given and given[name] != value:
+            raise InvalidRequest(
+                f"chat_template_kwargs.{name} contradicts the request's own fields; leave it out",
+                param=f"chat_template_kwargs.{name}",
+            )
+    return {**given, **found}
+
+
+def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | None:
+    """The effort by the words that templates know: not all know the least ones."""
+    if asked.effort is None or not template.reads(_EFFORT):
+        return None
+    if asked.effort in ("none", "minimal") and not template.mentions(asked.effort):
+        return "low" if asked.effort == "minimal" else None
+    return asked.effort
+
+
+def budget_of(asked: ReasoningInput, template: ChatTemplate) -> int | None:
+    """The maximum tokens of the reasoning; None: any number. Raises InvalidRequest."""
+    if asked.wanted is False:
+        knows = any(template.reads(name) for name in SWITCHES)
+        return None if knows or _template_effort(asked, template) is not None else 0
+    if asked.budget is not None or asked.effort is None:
+        return asked.budget
+    return None if template.reads(_EFFORT) else EFFORT_BUDGETS.get(asked.effort)
+
+
+def answer_part(
+    form: ReasoningFormat | None, ending: Ending, message: str, prompt_end: str
+) -> AnswerPart:
+    """Where a conversation's prompt ends: ``message`` is its last one, ``prompt_end`` its end."""
+    if ending == "open":
+        return "reasoning" if form is not None and form.is_open_in(message) else "content"
+    if form is not None and form.is_opened_by(prompt_end):
+        return "reasoning"
+    # Some templates write empty reasoning, so that the model does not reason.
+    is_closed = form is not None and ending == "answer" and prompt_end.rstrip().endswith(form.end)
+    return "content" if is_closed else "start"
+
+
+def reasoning_span(
+    form: ReasoningFormat,
+    begins_in: AnswerPart,
+    budget: int | None,
+    sampling: SamplingParams,
+    marker_ids: Callable[[str], Run | None],
+    param: str,
+    *,
+    to_content: bool = True,
+) -> ReasoningSpan | None:
+    """Where an answer's reasoning lies, for a grammar behind it, or for its ``budget``.
+
+    None where the answer has no reasoning, or nothing depends on where it ends. ``marker_ids``:
+    the tokens of a marker, None where it has none of its own. ``param`` is what the client calls
+    the budget. ``to_content``: content follows the reasoning, and no call. Raises
+    InvalidRequest where markers without tokens make it impossible.
+    """
+    if begins_in == "content" or (budget is None and sampling.grammar is None):
+        return None
+    if budget is not None and sampling.allowed_token_ids:
+        raise InvalidRequest(f"{param} is not possible with allowed_token_ids", param=param)
+    end = marker_ids(form.end + (form.answer if to_content else ""))
+    start = () if begins_in == "reasoning" else marker_ids(form.start)
+    if end is None or start is None:
+        if begins_in == "start" and budget is None:
+            # The grammar leaves no room for reasoning.
+            return None
+        raise InvalidRequest(
+            f"the model's vocabulary has no token for '{form.end}': its reasoning can neither be"
+            " bounded nor come before an answer of a given form",
+            param=param if sampling.grammar is None else None,
+        )
+    # A call that ends the reasoning is part of a grammar's text.
+    calls = () if sampling.grammar is not None else map(marker_ids, form.calls_end_it)
+    return ReasoningSpan(
+        ends=(end, *(ids for ids in calls if ids)),
+        start=start,
+        budget=None if budget is None else min(budget, sampling.max_tokens),
+        forced=end,
+    )

@@ -1,0 +1,137 @@
+"""Answers of ``/v1/chat/completions`` that are parsed: into reasoning, content and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from baton.request import FinishReason
+from router.core.request import Choice, GenerationRequest, OutputDelta
+from router.dialects.dialect import Dialect
+from router.dialects.output import OutputCall, ParsedOutput
+from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Reasoning
+from router.dialects.tools import CalledFunction, MessageToolCall, ToolUse
+from router.http.sse import to_json
+from router.openai.answer import ChatAnswer, usage_of
+from router.openai.answer_details import AnswerDetails
+from router.openai.options import AnswerOptions
+from router.openai.protocol import (
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    ReasonedMessage,
+    ReasonedToolCallMessage,
+    ToolCallMessage,
+)
+
+
+class ParsedChatAnswer(ChatAnswer):
+    """``/v1/chat/completions`` with tools, or of a model that reasons."""
+
+    def __init__(
+        self,
+        name: str,
+        model_id: str,
+        requests: Sequence[GenerationRequest],
+        options: AnswerOptions,
+        details: AnswerDetails | None,
+        dialect: Dialect,
+        use: ToolUse | None,
+        *,
+        stream: bool,
+        shows_reasoning: bool,
+    ) -> None:
+        """``use``: the tools that may be called. The reasoning can be left out."""
+        super().__init__(name, model_id, requests, options, details, stream=stream)
+        self._dialect = dialect
+        self._use = use
+        self._begins_in = requests[0].begins_in
+        self._shows_reasoning = shows_reasoning
+        self._outputs: dict[int, ParsedOutput] = {}
+
+    def _chunks(self, index: int, delta: OutputDelta, *, first: bool) -> list[str]:
+        if first:
+            self._outputs[index] = self._output()
+        output = self._outputs[index]
+        events = []
+        if first:
+            events.append(self._role_chunk(index))
+        place = len(output.calls) - 1
+        for piece in output.feed(delta.text, last=delta.finish_reason is not None):
+            hidden = isinstance(piece, Reasoning) and not self._shows_reasoning
+            if isinstance(piece, CallEnd) or hidden:
+                continue
+            place += isinstance(piece, CallStart)
+            content = _delta(piece, place, output)
+            events.append(self._chunk(index, f'"delta":{content}', None))
+        extras = self._extras(index, delta, first=first)
+        if not extras.empty:
+            # Scores are of tokens, and pieces of calls are not.
+            events.append(self._chunk(index, '"delta":{}', None, extras))
+        if delta.finish_reason is not None:
+            events.append(self._last(index, delta.finish_reason, output))
+        return events
+
+    def _output(self) -> ParsedOutput:
+        return ParsedOutput(self._dialect, self._use, self._begins_in)
+
+    def _last(self, index: int, reason: FinishReason, output: ParsedOutput) -> str:
+        if reason is FinishReason.STOP and output.calls:
+            return self._chunk_of(index, '"delta":{}', '"tool_calls"')
+        return self._chunk(index, '"delta":{}', reason)
+
+    def _body(self, choices: Sequence[Choice]) -> BaseModel:
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model_id,
+            choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
+            usage=usage_of(choices),
+        )
+
+    def _choice(self, index: int, choice: Choice) -> ChatChoice:
+        output = self._output()
+        output.feed(choice.text, last=True)
+        stopped = choice.finish_reason is FinishReason.STOP
+        return ChatChoice(
+            index=index,
+            message=self._message(output),
+            finish_reason="tool_calls" if stopped and output.calls else choice.finish,
+        )
+
+    def _message(self, output: ParsedOutput) -> ChatMessage | ToolCallMessage:
+        reasoning = output.reasoning if self._shows_reasoning else ""
+        reasoned = {"reasoning_content": reasoning, "reasoning": reasoning}
+        if output.calls:
+            content, calls = output.content or None, [_call(one) for one in output.calls]
+            if reasoning:
+                return ReasonedToolCallMessage(content=content, tool_calls=calls, **reasoned)
+            return ToolCallMessage(content=content, tool_calls=calls)
+        if reasoning:
+            return ReasonedMessage(content=output.content, **reasoned)
+        return ChatMessage(content=output.content)
+
+
+def _delta(
+    piece: Content | Reasoning | CallStart | Arguments, place: int, output: ParsedOutput
+) -> str:
+    if isinstance(piece, Reasoning):
+        text = to_json(piece.text)
+        return f'{{"reasoning_content":{text},"reasoning":{text}}}'
+    if isinstance(piece, Content):
+        return f'{{"content":{to_json(piece.text)}}}'
+    if isinstance(piece, CallStart):
+        call = output.calls[place]
+        head = f'"id":{to_json(call.id)},"type":"function"'
+        function = f'{{"name":{to_json(call.name)},"arguments":""}}'
+    else:
+        head, function = "", f'{{"arguments":{to_json(piece.text)}}}'
+    fields = ",".join(part for part in (f'"index":{place}', head, f'"function":{function}') if part)
+    return f'{{"tool_calls":[{{{fields}}}]}}'
+
+
+def _call(call: OutputCall) -> MessageToolCall:
+    return MessageToolCall(
+        id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
+    )

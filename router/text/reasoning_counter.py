@@ -1,0 +1,110 @@
+"""Counts the tokens of an answer's reasoning by their text, as exactly as its parser finds it."""
+
+from __future__ import annotations
+
+import enum
+
+from router.core.request import AnswerPart, ReasoningMarkers
+
+
+class _Part(enum.Enum):
+    BEFORE = enum.auto()
+    INSIDE = enum.auto()
+    BETWEEN = enum.auto()
+    BEHIND = enum.auto()
+
+
+class ReasoningCounter:
+    """Of one answer. A token counts where its text begins within the reasoning.
+
+    Tokens that may belong to a marker are counted when that is known.
+    """
+
+    def __init__(self, markers: ReasoningMarkers, begins_in: AnswerPart) -> None:
+        """``begins_in``: where the prompt ends; behind the reasoning there is nothing to count."""
+        self._markers = markers
+        self._is_open = begins_in == "reasoning"
+        self._part = _Part.BEHIND if begins_in == "content" else _Part.BEFORE
+        self._held = ""
+        """The latest text, of which it is not known yet what it is."""
+        self._starts: list[int] = []
+        """Where the tokens of that text begin in it."""
+        self.count = 0
+        """Tokens of reasoning so far."""
+
+    def take(self, text: str) -> None:
+        """Take the text of the next token."""
+        if self._part is _Part.BEHIND:
+            return
+        self._starts.append(len(self._held))
+        self._held += text
+        if self._part is _Part.BEFORE:
+            self._begin()
+        elif self._part is _Part.BETWEEN:
+            self._begin_again()
+        if self._part is _Part.INSIDE:
+            self._look_for_end()
+
+    def finish(self) -> None:
+        """The answer has ended: what is held was no marker."""
+        if self._part is _Part.INSIDE or (self._part is _Part.BEFORE and self._is_open):
+            self.count += len(self._starts)
+        self._part = _Part.BEHIND
+
+    @property
+    def _behind(self) -> _Part:
+        return _Part.BETWEEN if self._markers.repeat else _Part.BEHIND
+
+    def _begin(self) -> None:
+        start, text = self._markers.start, self._held.lstrip()
+        if text.startswith(start):
+            self._part = _Part.INSIDE
+            self._cut(len(self._held) - len(text) + len(start))
+        elif not start.startswith(text):
+            self._part = _Part.INSIDE if self._is_open else self._behind
+
+    def _begin_again(self) -> None:
+        start = self._markers.start
+        place = self._held.find(start)
+        if place >= 0:
+            self._part = _Part.INSIDE
+            self._cut(place + len(start))
+        else:
+            self._cut(len(self._held) - _possible_start(self._held, start))
+
+    def _look_for_end(self) -> None:
+        ends = self._markers.ends
+        places = [place for end in ends if (place := self._held.find(end)) >= 0]
+        if places:
+            self.count += sum(start < min(places) for start in self._starts)
+            self._part = self._behind
+            self._cut(len(self._held))
+            return
+        kept = max(_possible_start(self._held, end) for end in ends)
+        known = len(self._held) - kept
+        self.count += sum(not kept or start < known for start in self._starts)
+        self._cut(known)
+        if not kept:
+            self._starts.clear()
+
+    def _cut(self, end: int) -> None:
+        """Drop the text before ``end``, and the tokens that begin in it."""
+        self._held = self._held[end:]
+        self._starts = [start - end for start in self._starts if start >= end]
+
+
+def reasoning_counter(
+    markers: ReasoningMarkers | None, begins_in: AnswerPart
+) -> ReasoningCounter | None:
+    """None where an answer has no reasoning."""
+    if markers is None or begins_in == "content":
+        return None
+    return ReasoningCounter(markers, begins_in)
+
+
+def _possible_start(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` that begins ``marker``."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0
