@@ -17,14 +17,15 @@ class GrammarKind(enum.StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     LARK = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """``text`` is a JSON schema as JSON, a regular expression, a JSON list of the strings to choose
 
-    from, or a grammar in llguidance's dialect of Lark (or in GBNF, where it has no rule ``start``);
-    of ``JSON_OBJECT`` it is empty.
+    from, a grammar in llguidance's dialect of Lark (or in GBNF, where it has no rule ``start``), or
+    a structural tag as JSON; of ``JSON_OBJECT`` it is empty.
     """
 
     kind: GrammarKind

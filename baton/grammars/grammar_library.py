@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind, reason_in
 from baton.grammars.json_schema import WHITESPACE, closed_text
+from baton.grammars.structural_tag import structural_lark
 
 MAX_GRAMMAR_BYTES = 128 << 10
 """Of a grammar's text, as UTF-8. What took longest to compile within this, a schema of 4000
@@ -82,6 +83,8 @@ def _library_text(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(f"start: {texts}")
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(_lark(grammar.text))
+        case GrammarKind.STRUCTURAL_TAG:
+            return LLMatcher.grammar_from_lark(structural_lark(grammar.text))
 
 
 def _lark(text: str) -> str:

@@ -103,41 +103,34 @@ def _is_alone(schema: Mapping[str, Any]) -> bool:
 def _open_references(schema: Any) -> frozenset[str]:
     """References to schemas that are combined with others somewhere."""
     found: set[str] = set()
-    pending = list(_combined_references(schema))
+    pending = list(_references(schema, is_open=False))
     while pending:
         reference = pending.pop()
         if reference not in found:
             found.add(reference)
-            target = _target(schema, reference)
-            pending += _references(target, depth=0)
+            pending += _references(_target(schema, reference), is_open=True)
     return frozenset(found)
 
 
-def _combined_references(schema: Any) -> Iterator[str]:
-    """References of all schemas within that are not alone."""
-    pending = [(schema, 0)]
+def _references(schema: Any, *, is_open: bool) -> Iterator[str]:
+    """References of schemas that are combined with others; ``is_open``: this one is.
+
+    Each part is looked at once, whatever combines it.
+    """
+    pending = [(schema, is_open, 0)]
     while pending:
-        one, depth = pending.pop()
+        one, combined, depth = pending.pop()
         if depth > _MAX_DEPTH:
             continue
         if isinstance(one, list):
-            pending += [(part, depth + 1) for part in one]
+            pending += [(part, combined, depth + 1) for part in one]
         elif isinstance(one, dict):
-            if not _is_alone(one):
-                yield from _references(one, depth=0)
-            pending += [(part, depth + 1) for part in one.values()]
-
-
-def _references(schema: Any, *, depth: int) -> Iterator[str]:
-    """References for the same value: of a schema, and of those that it combines."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return
-    if isinstance(reference := schema.get("$ref"), str):
-        yield reference
-    for name in _OF_INSTANCE:
-        parts = schema.get(name)
-        for one in parts if isinstance(parts, list) else ():
-            yield from _references(one, depth=depth + 1)
+            combined = combined or not _is_alone(one)
+            if combined and isinstance(reference := one.get("$ref"), str):
+                yield reference
+            pending += [
+                (part, combined and name in _OF_INSTANCE, depth + 1) for name, part in one.items()
+            ]
 
 
 def _target(schema: Any, reference: str) -> Any:

@@ -75,23 +75,31 @@ def write_grammar(message: sampling_pb2.Grammar, grammar: Grammar) -> None:
             message.choice.texts.extend(json.loads(grammar.text))
         case GrammarKind.LARK:
             message.lark = grammar.text
+        case GrammarKind.STRUCTURAL_TAG:
+            message.structural_tag = grammar.text
+
+
+_GRAMMAR_TEXTS = {
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "lark": GrammarKind.LARK,
+    "structural_tag": GrammarKind.STRUCTURAL_TAG,
+}
+"""Kinds whose message is their text."""
 
 
 def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar | None:
     """None for a message in which nothing is set."""
-    match message.WhichOneof("kind"):
+    kind = message.WhichOneof("kind")
+    match kind:
+        case None:
+            return None
         case "json_object":
             return Grammar(GrammarKind.JSON_OBJECT, "")
-        case "json_schema":
-            return Grammar(GrammarKind.JSON_SCHEMA, message.json_schema)
-        case "regex":
-            return Grammar(GrammarKind.REGEX, message.regex)
         case "choice":
             return Grammar(GrammarKind.CHOICE, json.dumps(list(message.choice.texts)))
-        case "lark":
-            return Grammar(GrammarKind.LARK, message.lark)
         case _:
-            return None
+            return Grammar(_GRAMMAR_TEXTS[kind], getattr(message, kind))
 
 
 _OF_MANY: dict[str, Callable[[Any], Any]] = {

@@ -10,17 +10,15 @@ the same shape. Markers are text: special tokens of the model are not among them
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.grammar import Grammar, GrammarKind
-from baton.grammars.json_schema import WHITESPACE, closed_schema
+from baton.grammars.structural_tag import trigger_of
 
 MAX_STRUCTURES = 128
 MAX_MARKER_CHARACTERS = 256
-_STYLE = {"whitespace_pattern": WHITESPACE}
 
 
 def structural_tag(given: Any, param: str) -> Grammar | None:
@@ -45,7 +43,11 @@ def structural_tag(given: Any, param: str) -> Grammar | None:
     triggers = _list(given, "triggers", param)
     for place, trigger in enumerate(triggers):
         _check_marker(trigger, f"{param}.triggers[{place}]", empty=False)
-    return Grammar(GrammarKind.LARK, _lark(_tags(structures, triggers, param)))
+    for place, one in enumerate(structures):
+        _check_structure(one, triggers, param, f"{param}.structures[{place}]")
+    # It becomes a grammar where it is compiled: off the event loop.
+    known = {"structures": structures, "triggers": triggers}
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(known))
 
 
 def _list(given: Mapping[str, Any], name: str, param: str) -> list[Any]:
@@ -67,48 +69,15 @@ def _check_marker(marker: Any, param: str, *, empty: bool) -> None:
         )
 
 
-def _tags(structures: list[Any], triggers: list[str], param: str) -> dict[str, list[str]]:
-    """By trigger, what may follow it: the rest of a beginning, JSON, and an end."""
-    tags: dict[str, list[str]] = {}
-    for place, one in enumerate(structures):
-        where = f"{param}.structures[{place}]"
-        if not isinstance(one, Mapping):
-            raise InvalidRequest(f"{where} must be an object", param=where)
-        begin, schema, end = one.get("begin"), one.get("schema", {}), one.get("end", "")
-        _check_marker(begin, f"{where}.begin", empty=False)
-        _check_marker(end, f"{where}.end", empty=True)
-        if not isinstance(schema, Mapping):
-            raise InvalidRequest(f"{where}.schema must be a JSON schema", param=f"{where}.schema")
-        text = str(begin)
-        # Of triggers that begin with each other, a text always has the shortest one first.
-        trigger = min((t for t in triggers if text.startswith(t)), key=len, default=None)
-        if trigger is None:
-            raise InvalidRequest(
-                f"{where}.begin begins with none of {param}.triggers", param=f"{where}.begin"
-            )
-        value = f"%json {json.dumps({'x-guidance': _STYLE, **closed_schema(schema)})}"
-        tags.setdefault(trigger, []).append(
-            " ".join(part for part in (_quoted(text[len(trigger) :]), value, _quoted(end)) if part)
+def _check_structure(one: Any, triggers: list[str], param: str, where: str) -> None:
+    """``where`` is the structure's path in ``param``."""
+    if not isinstance(one, Mapping):
+        raise InvalidRequest(f"{where} must be an object", param=where)
+    _check_marker(one.get("begin"), f"{where}.begin", empty=False)
+    _check_marker(one.get("end", ""), f"{where}.end", empty=True)
+    if not isinstance(one.get("schema", {}), Mapping):
+        raise InvalidRequest(f"{where}.schema must be a JSON schema", param=f"{where}.schema")
+    if trigger_of(one["begin"], triggers) is None:
+        raise InvalidRequest(
+            f"{where}.begin begins with none of {param}.triggers", param=f"{where}.begin"
         )
-    return tags
-
-
-def _lark(tags: Mapping[str, list[str]]) -> str:
-    """The grammar, in llguidance's dialect of Lark."""
-    markers = [re.escape(trigger).replace("/", r"\/") for trigger in tags]
-    blocks = " | ".join(f"block_{place}" for place in range(len(tags)))
-    rules = [
-        f"start: ({blocks})* TEXT?",
-        f"TEXT: /(?s:.+)/ & ~/(?s:.*)({'|'.join(markers)})(?s:.*)/",
-    ]
-    for place, (marker, bodies) in enumerate(zip(markers, tags.values(), strict=True)):
-        names = [f"tag_{place}_{number}" for number in range(len(bodies))]
-        rules.append(f"block_{place}: head_{place} ({' | '.join(names)})")
-        # A lazy text ends where the first marker does.
-        rules.append(f"head_{place}[lazy]: /(?s:.*){marker}/")
-        rules += [f"{name}: {body}" for name, body in zip(names, bodies, strict=True)]
-    return "\n".join(rules) + "\n"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text else ""

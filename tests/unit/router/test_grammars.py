@@ -179,6 +179,10 @@ KINDS = [
         Grammar(GrammarKind.CHOICE, json.dumps(["é", "b"])),
     ),
     (sampling_pb2.Grammar(lark=LARK), Grammar(GrammarKind.LARK, LARK)),
+    (
+        sampling_pb2.Grammar(structural_tag=json.dumps(TAG)),
+        Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG)),
+    ),
 ]
 
 
@@ -203,6 +207,8 @@ async def test_over_grpc(message: sampling_pb2.Grammar, grammar: Grammar) -> Non
         (sampling_pb2.Grammar(choice=sampling_pb2.Choice()), "at least one string"),
         (sampling_pb2.Grammar(regex="a("), "unclosed group"),
         (sampling_pb2.Grammar(json_schema="5"), "grammar cannot be used"),
+        (sampling_pb2.Grammar(structural_tag="{}"), "no structural tag"),
+        (sampling_pb2.Grammar(structural_tag="{"), "grammar cannot be used"),
     ],
 )
 async def test_bad_ones_over_grpc(message: sampling_pb2.Grammar, why: str) -> None:

@@ -53,7 +53,7 @@ async def test_a_schema_that_the_form_cannot_keep_is_refused() -> None:
     ("template", "begins_in"),
     [
         ("{{ messages[0].content }}<think>\n", "reasoning"),
-        ("{{ messages[0].content }}<think>\n\n</think>\n\n", "start"),
+        ("{{ messages[0].content }}<think>\n\n</think>\n\n", "content"),
         ("{{ messages[0].content }}:{# </think> #}", "start"),
     ],
 )

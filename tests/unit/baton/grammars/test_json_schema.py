@@ -73,6 +73,27 @@ def test_deep_schemas_end(depth: int) -> None:
     assert closed_text(text)
 
 
+def test_nested_combinations_are_looked_at_once() -> None:
+    """Not once for each level above them: that would take minutes here."""
+    nested: Any = {"anyOf": [{"$ref": f"#/$defs/{place}"} for place in range(2000)]}
+    for _ in range(100):
+        nested = {"allOf": [nested, B]}
+    seen = 0
+
+    class Counted(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            nonlocal seen
+            seen += name == "$ref"
+            return super().get(name, default)
+
+    parts = nested["allOf"]
+    while "allOf" in parts[0]:
+        parts = parts[0]["allOf"]
+    parts[0] = {"anyOf": [Counted(one) for one in parts[0]["anyOf"]]}
+    closed_schema(nested)
+    assert 2000 <= seen < 10_000
+
+
 @pytest.mark.parametrize("text", ["{", "", "nonsense"])
 def test_what_is_not_json_stays_for_the_librarys_error(text: str) -> None:
     assert closed_text(text) == text

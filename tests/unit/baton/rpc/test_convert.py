@@ -40,7 +40,14 @@ GRAMMARS = st.one_of(
     st.just(Grammar(GrammarKind.JSON_OBJECT, "")),
     st.builds(
         Grammar,
-        st.sampled_from([GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK]),
+        st.sampled_from(
+            [
+                GrammarKind.JSON_SCHEMA,
+                GrammarKind.REGEX,
+                GrammarKind.LARK,
+                GrammarKind.STRUCTURAL_TAG,
+            ]
+        ),
         TEXT,
     ),
     st.lists(TEXT, min_size=1, max_size=3).map(

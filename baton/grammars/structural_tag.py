@@ -1,0 +1,71 @@
+"""The grammar of a structural tag, in llguidance's dialect of Lark. Plain Python.
+
+A structural tag, as JSON, has ``structures`` (``begin``, ``schema`` and ``end`` each) and
+``triggers``. Each structure begins with a trigger; the router has checked that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.grammars.json_schema import WHITESPACE, closed_schema
+
+_STYLE = {"whitespace_pattern": WHITESPACE}
+
+
+def structural_lark(text: str) -> str:
+    """A grammar of free text in which one of the structures stands behind each trigger.
+
+    Raises ValueError for what is not JSON or has no structures.
+    """
+    try:
+        given = json.loads(text)
+        tags = _tags(given["structures"], given["triggers"])
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is no structural tag ({type(error).__name__})") from None
+    if not tags:
+        raise ValueError("no structure begins with a trigger")
+    markers = [re.escape(trigger).replace("/", r"\/") for trigger in tags]
+    blocks = " | ".join(f"block_{place}" for place in range(len(tags)))
+    rules = [
+        f"start: ({blocks})* TEXT?",
+        f"TEXT: /(?s:.+)/ & ~/(?s:.*)({'|'.join(markers)})(?s:.*)/",
+    ]
+    for place, (marker, bodies) in enumerate(zip(markers, tags.values(), strict=True)):
+        names = [f"tag_{place}_{number}" for number in range(len(bodies))]
+        rules.append(f"block_{place}: head_{place} ({' | '.join(names)})")
+        # A lazy text ends where the first marker does.
+        rules.append(f"head_{place}[lazy]: /(?s:.*){marker}/")
+        rules += [f"{name}: {body}" for name, body in zip(names, bodies, strict=True)]
+    return "\n".join(rules) + "\n"
+
+
+def trigger_of(begin: str, triggers: Sequence[str]) -> str | None:
+    """The trigger that ``begin`` begins with; None if there is none.
+
+    Of triggers that begin with each other a text always has the shortest one first.
+    """
+    return min((one for one in triggers if begin.startswith(one)), key=len, default=None)
+
+
+def _tags(structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> dict[str, list[str]]:
+    """By trigger, what may follow it: the rest of a beginning, JSON, and an end."""
+    tags: dict[str, list[str]] = {}
+    for one in structures:
+        begin, end = one["begin"], one.get("end", "")
+        trigger = trigger_of(begin, triggers)
+        if trigger is None:
+            continue
+        value = (
+            f"%json {json.dumps({'x-guidance': _STYLE, **closed_schema(one.get('schema', {}))})}"
+        )
+        parts = (_quoted(begin[len(trigger) :]), value, _quoted(end))
+        tags.setdefault(trigger, []).append(" ".join(part for part in parts if part))
+    return tags
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
