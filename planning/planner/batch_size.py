@@ -2,83 +2,58 @@
 
 Larger batches bring more tokens per second and slower ones. Each pair of ``max_sequences`` of the
 decode workers and ``chunk_tokens`` serves the busiest part of the traffic at a multiple of its
-rate; the pair is best that keeps the SLOs of 99 % of the requests at the highest multiple. A pair
-that does not serve more than the best one before it is simulated once.
+rate; the pair is best that keeps the SLOs of 99 % of the requests at the highest multiple. A
+request that a worker with nothing else to do would serve late does not count: no batch helps it. A
+pair that does not serve more than the best one before it is simulated once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planning.planner.cluster_kind import ClusterKind, Counts, WorkerKind
 from planning.planner.evaluation import Evaluation
-from planning.planner.figures import Figures
+from planning.planner.lower_bound import timely_answers, timely_prompts
+from planning.planner.plan import BatchSize, Figures, SizeSearch, SizeTrial
 
 MAX_MISSES = 0.01
-"""Share of requests that may miss an SLO, be shed or fail: with less, its p99 is kept."""
+"""Share of the timely requests that may miss an SLO, and of all that may be shed or fail."""
 STEP = 1.15
 """Ratio of neighboring multiples of the rate."""
+_ROUNDING = 1e-9
 _LOWEST, _HIGHEST = -12, 20
 """Steps: a fifth of the rate, and 16 times."""
 _SEQUENCES = (16, 64, 256, 1024)
 _CHUNKS = (512, 2048, 8192)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class BatchSize:
-    """What bounds the steps of workers."""
-
-    max_sequences: int
-    """Of a decode worker."""
-    chunk_tokens: int
-    """Of all workers."""
-
-    def of(self, kind: ClusterKind) -> ClusterKind:
-        """The same workers with these bounds."""
-        chunk = self.chunk_tokens
-        own = min(kind.prefill.profile.max_sequences, chunk)
-        return replace(
-            kind,
-            prefill=_bounded(kind.prefill, own, chunk),
-            decode=_bounded(kind.decode, self.max_sequences, max(chunk, self.max_sequences)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SizeTrial:
-    """A pair that was tried."""
-
-    size: BatchSize
-    rate: float
-    """The highest multiple of the peak's rate that keeps the p99; 0: none that was tried."""
-    figures: Figures | None
-    """At that rate."""
-
-
-@dataclass(frozen=True, slots=True)
-class SizeSearch:
-    """What was found."""
-
-    best: SizeTrial
-    own: SizeTrial
-    """The pair of the workers' profile."""
-    tried: int
-    """Pairs."""
+def with_size(kind: ClusterKind, size: BatchSize) -> ClusterKind:
+    """The same workers with these bounds."""
+    chunk = size.chunk_tokens
+    own = min(kind.prefill.profile.max_sequences, chunk)
+    return replace(
+        kind,
+        prefill=_bounded(kind.prefill, own, chunk),
+        decode=_bounded(kind.decode, size.max_sequences, max(chunk, size.max_sequences)),
+    )
 
 
 def best_size(evaluation: Evaluation, kind: ClusterKind, counts: Counts) -> SizeSearch:
     """Search for the workers of a plan."""
     profile = kind.decode.profile
     own_size = BatchSize(profile.max_sequences, kind.prefill.profile.chunk_tokens)
+    config, peaks = evaluation.config, evaluation.traffic["peak"]
+    prompts = min(timely_prompts(kind.prefill.profile, one, config) for one in peaks)
+    answers = min(timely_answers(profile, one, config) for one in peaks)
 
     def figures(size: BatchSize, step: int) -> Figures:
         # The workers' own pair is what the plan was found with.
-        sized = kind if size == own_size else size.of(kind)
+        sized = kind if size == own_size else with_size(kind, size)
         return evaluation.figures_at(sized, counts, STEP**step)
 
     def keeps(size: BatchSize, step: int) -> bool:
-        return _keeps(figures(size, step))
+        return _keeps(figures(size, step), prompts, answers)
 
     def trial(size: BatchSize, step: int | None) -> SizeTrial:
         if step is None:
@@ -106,9 +81,12 @@ def _bounded(worker: WorkerKind, max_sequences: int, chunk_tokens: int) -> Worke
     return replace(worker, profile=profile)
 
 
-def _keeps(figures: Figures) -> bool:
+def _keeps(figures: Figures, prompts: float, answers: float) -> bool:
+    """``prompts`` and ``answers``: shares of the requests that can be in time at all."""
     lost = (figures.shed + figures.failed) / figures.requests
-    return max(figures.missed_ttft, figures.missed_tpot, lost) <= MAX_MISSES
+    prompts_kept = figures.missed_ttft <= 1 - (1 - MAX_MISSES) * prompts + _ROUNDING
+    answers_kept = figures.missed_tpot <= 1 - (1 - MAX_MISSES) * answers + _ROUNDING
+    return prompts_kept and answers_kept and lost <= MAX_MISSES
 
 
 def _highest(keeps: Callable[[int], bool]) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.config.cluster import Config
 from planning.common.traces import Trace
 from planning.planner.cluster_kind import ClusterKind, Counts
-from planning.planner.figures import Figures, figures_of, together
+from planning.planner.plan import Figures, figures_of, together
 from planning.planner.traffic import PlannedTraffic, busiest, whole
 from planning.simulator.simulation import simulate
 

@@ -1,12 +1,139 @@
-"""What a plan is."""
+"""What a plan is, and the figures by which plans are compared."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from planning.planner.batch_size import SizeSearch
+from baton.config.cluster import Config
 from planning.planner.cluster_kind import ClusterKind, Counts
-from planning.planner.figures import Figures
+from planning.planner.traffic import PlannedTraffic
+from planning.simulator.cluster_shape import ClusterShape
+from planning.simulator.results import SimulationResult
+from planning.simulator.summary import is_good, summary
+
+_HOUR_S = 3600.0
+_MILLION = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of the requests that count. Seconds; shares between 0 and 1; None where nobody knows."""
+
+    requests: int
+    good: int
+    """Those that met every SLO."""
+    shed: int
+    failed: int
+    input_tokens: int
+    """Of prompts that have all their answer, cached tokens included."""
+    output_tokens: int
+    """Of these answers."""
+    seconds: float
+    """In which they came."""
+    attainment: float
+    """Good of all; of several traces the lowest."""
+    ttft_p95_s: float | None
+    """Of those that have all their answer; of several traces the longest."""
+    tpot_p95_s: float | None
+    missed_ttft: float
+    """Share of the requests that were neither shed nor failed and missed this SLO."""
+    missed_tpot: float
+    prefill_busy: float | None
+    decode_busy: float | None
+    prefill_mfu: float | None
+    """Over the time in which a step ran, as ``decode_mbu``; see docs/simulator.md."""
+    decode_mbu: float | None
+
+    @property
+    def offered_per_s(self) -> float:
+        """Requests that came."""
+        return self.requests / max(self.seconds, 1e-9)
+
+    @property
+    def goodput_per_s(self) -> float:
+        """Requests that met every SLO."""
+        return self.good / max(self.seconds, 1e-9)
+
+    def dollars_per_million(self, dollars_per_hour: float, tokens: int) -> float | None:
+        """What a million of ``tokens`` costs, of machines at such a price over the whole time."""
+        if not tokens:
+            return None
+        return dollars_per_hour * self.seconds / _HOUR_S / tokens * _MILLION
+
+
+def figures_of(
+    result: SimulationResult, traffic: PlannedTraffic, shape: ClusterShape, config: Config
+) -> Figures:
+    """Of one simulation."""
+    pools = summary(result, shape, config)["pools"]
+    counted = tuple(one for one in result.requests if one.arrival_s >= traffic.counted_from_s)
+    latency = summary(replace(result, requests=counted), shape, config)["latency"]
+    done = [one for one in counted if one.ok]
+    good = sum(is_good(one, config) for one in counted)
+    late = [
+        one for one in done if one.ttft_s > config.slo_ttft_of(config.class_of(one.input_tokens))
+    ]
+    slow = [one for one in done if one.tpot_s > config.slo_tpot_s]
+    shed = sum(one.was_shed for one in counted)
+    prefill, decode = pools.get("prefill", {}), pools.get("decode", {})
+    return Figures(
+        requests=len(counted),
+        good=good,
+        shed=shed,
+        failed=len(counted) - len(done) - shed,
+        input_tokens=sum(one.input_tokens for one in done),
+        output_tokens=sum(one.output_tokens for one in done),
+        seconds=traffic.span_s,
+        attainment=good / len(counted),
+        ttft_p95_s=latency["ttft_s"]["p95"],
+        tpot_p95_s=latency["tpot_s"]["p95"],
+        missed_ttft=len(late) / len(counted),
+        missed_tpot=len(slow) / len(counted),
+        prefill_busy=prefill.get("busy_share"),
+        decode_busy=decode.get("busy_share"),
+        prefill_mfu=prefill.get("mfu_busy"),
+        decode_mbu=decode.get("mbu_busy"),
+    )
+
+
+def together(each: Sequence[Figures]) -> Figures:
+    """Of one cluster over several traces, each served by itself; at least one."""
+    if len(each) == 1:
+        return each[0]
+    total = sum(one.requests for one in each)
+    return Figures(
+        requests=total,
+        good=sum(one.good for one in each),
+        shed=sum(one.shed for one in each),
+        failed=sum(one.failed for one in each),
+        input_tokens=sum(one.input_tokens for one in each),
+        output_tokens=sum(one.output_tokens for one in each),
+        seconds=sum(one.seconds for one in each),
+        attainment=min(one.attainment for one in each),
+        ttft_p95_s=_longest([one.ttft_p95_s for one in each]),
+        tpot_p95_s=_longest([one.tpot_p95_s for one in each]),
+        missed_ttft=sum(one.missed_ttft * one.requests for one in each) / total,
+        missed_tpot=sum(one.missed_tpot * one.requests for one in each) / total,
+        prefill_busy=_mean(each, lambda one: one.prefill_busy),
+        decode_busy=_mean(each, lambda one: one.decode_busy),
+        prefill_mfu=_mean(each, lambda one: one.prefill_mfu),
+        decode_mbu=_mean(each, lambda one: one.decode_mbu),
+    )
+
+
+def _longest(each: Sequence[float | None]) -> float | None:
+    return max((one for one in each if one is not None), default=None)
+
+
+def _mean(each: Sequence[Figures], of: Callable[[Figures], float | None]) -> float | None:
+    """By time."""
+    known = [(value, one.seconds) for one in each if (value := of(one)) is not None]
+    if not known:
+        return None
+    seconds = math.fsum(weight for _, weight in known)
+    return math.fsum(value * weight for value, weight in known) / max(seconds, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +186,38 @@ class PlannedCluster:
         """The same, of what ``figures`` count."""
         tokens = figures.input_tokens + figures.output_tokens
         return figures.dollars_per_million(self.price_per_hour, tokens)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BatchSize:
+    """What bounds the steps of workers."""
+
+    max_sequences: int
+    """Of a decode worker."""
+    chunk_tokens: int
+    """Of all workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeTrial:
+    """A pair that was tried."""
+
+    size: BatchSize
+    rate: float
+    """The highest multiple of the peak's rate that keeps the p99; 0: none that was tried."""
+    figures: Figures | None
+    """At that rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeSearch:
+    """What was found."""
+
+    best: SizeTrial
+    own: SizeTrial
+    """The pair of the workers' profile."""
+    tried: int
+    """Pairs."""
 
 
 @dataclass(frozen=True, slots=True)

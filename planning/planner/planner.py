@@ -22,11 +22,11 @@ from planning.planner.alternatives import (
     neighbours,
     same_money,
 )
-from planning.planner.batch_size import SizeSearch, best_size
+from planning.planner.batch_size import best_size, with_size
 from planning.planner.cluster_kind import Budget, ClusterKind, Counts, Transport
 from planning.planner.evaluation import Evaluation
 from planning.planner.lower_bound import lower_bound
-from planning.planner.plan import Plan, PlannedCluster
+from planning.planner.plan import Plan, PlannedCluster, SizeSearch
 from planning.planner.search import best_split, cheapest, least
 from planning.planner.worker_kinds import Roles, cluster_kinds, transport_of
 
@@ -152,7 +152,7 @@ class CapacityPlanner:
 
     def _sized(self, kind: ClusterKind, counts: Counts, sizes: SizeSearch) -> ClusterKind:
         """The same workers with the best batch, where the plan still meets its target."""
-        sized = sizes.best.size.of(kind)
+        sized = with_size(kind, sizes.best.size)
         if sizes.best is sizes.own or not self._meets(sized, counts):
             return kind
         return sized

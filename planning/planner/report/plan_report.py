@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from planning.common.report import Machine, print_whole, whole_table
-from planning.planner.batch_size import SizeSearch, SizeTrial
 from planning.planner.evaluation import Trial
-from planning.planner.figures import Figures
-from planning.planner.plan import Plan, PlannedCluster
+from planning.planner.plan import Figures, Plan, PlannedCluster, SizeSearch, SizeTrial
 
 COLUMNS = (
     *("cluster", "prefill", "decode", "TP", "transport", "GPUs", "$/h", "$/1M in", "$/1M out"),
@@ -157,7 +155,7 @@ def _figure_fields(figures: Figures) -> dict[str, Any]:
 def _size_lines(sizes: SizeSearch) -> Iterator[str]:
     best, own = sizes.best, sizes.own
     if best.figures is None:
-        yield f"No batch of {sizes.tried} keeps the p99 of the SLOs, at a fifth of the rate either."
+        yield f"Batch: none of {sizes.tried} pairs keeps the p99 of the SLOs, at no tried rate."
         return
     yield (
         f"Batch: {_sized(best)} {best.rate:.2f} times the peak's rate within the p99 of the SLOs,"
@@ -165,7 +163,7 @@ def _size_lines(sizes: SizeSearch) -> Iterator[str]:
     )
     if own is not best:
         much = f"serve {own.rate:.2f} times" if own.figures else "do not keep the p99"
-        yield (f"The profile's, {own.size.max_sequences} and {own.size.chunk_tokens}, {much}.")
+        yield f"The profile's, {own.size.max_sequences} and {own.size.chunk_tokens}, {much}."
 
 
 def _sized(trial: SizeTrial) -> str:

@@ -9,7 +9,7 @@ import pytest
 from planning.common.traces import Trace
 from planning.planner.cluster_kind import Counts
 from planning.planner.evaluation import Trial
-from planning.planner.figures import Figures, together
+from planning.planner.plan import Figures, together
 from tests.support.loadtest.plans import KIND, config, evaluation, trace
 
 ONE = Counts(1, 1)

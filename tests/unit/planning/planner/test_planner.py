@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import ConfigError
 from planning.common.traces import Trace, TracedRequest
-from planning.planner.batch_size import BatchSize
+from planning.planner.batch_size import with_size
 from planning.planner.cluster_kind import (
     DEFAULT_TRANSPORTS,
     Budget,
@@ -17,7 +17,7 @@ from planning.planner.cluster_kind import (
     WorkerKind,
 )
 from planning.planner.evaluation import Evaluation
-from planning.planner.plan import Plan
+from planning.planner.plan import BatchSize, Plan
 from planning.planner.planner import CapacityPlanner
 from planning.planner.worker_kinds import Roles, roles, transports
 from planning.simulator.costs.worker_profile import read_profile
@@ -153,7 +153,7 @@ def test_links_end_at_the_machine() -> None:
 
 def test_a_plan_has_the_batch_that_serves_most() -> None:
     tried = evaluation(trace(40, 0.03, prompt=500, answer=40))
-    few = BatchSize(2, 512).of(KIND)
+    few = with_size(KIND, BatchSize(2, 512))
     found = Roles((few.prefill,), (few.decode,), (), reachable=True)
     plan = CapacityPlanner(
         tried, found, transports(DEFAULT_TRANSPORTS), Budget(gpus=40), _TARGET
@@ -161,7 +161,7 @@ def test_a_plan_has_the_batch_that_serves_most() -> None:
     assert plan.is_met
     assert plan.sizes is not None
     assert plan.sizes.best.rate > plan.sizes.own.rate
-    assert plan.chosen.kind == plan.sizes.best.size.of(few)
+    assert plan.chosen.kind == with_size(few, plan.sizes.best.size)
     assert plan.chosen.whole is not None
     assert plan.chosen.whole.attainment >= _TARGET
 
