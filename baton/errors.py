@@ -184,6 +184,13 @@ class RateLimitExceeded(Overloaded):
         self.facts = facts
 
 
+class BudgetExceeded(RateLimitExceeded):
+    """The request could exceed the budget of its key or tenant. OpenAI's name for the code."""
+
+    error_type = "insufficient_quota"
+    code = "insufficient_quota"
+
+
 class Unavailable(BatonError):
     """Nothing can serve the request at present."""
 

@@ -17,6 +17,7 @@ from router.admin.cache import CacheApi, CacheControl, OperatorServicer
 from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
 from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.batches import Batches
+from router.billing.budgets import Budgets
 from router.console.api import ConsoleApi
 from router.console.summary import SummaryApi
 from router.console.what_if import WhatIfProgram
@@ -29,6 +30,8 @@ from router.listeners import Apps
 from router.prefixes.api import PrefixApi
 from router.prefixes.pinning import PrefixPinning
 from router.routes import Apis, Mountable, make_apps
+from router.usage.api import UsageApi
+from router.usage.usage_store import UsageStore
 
 PAGE_S = 0.5
 """The longest that a page of metrics waits for Redis."""
@@ -44,6 +47,7 @@ class Application:
     batches: Batches
     console: ConsoleApi
     summary: SummaryApi
+    usage: UsageApi
 
 
 def make_application(
@@ -53,11 +57,15 @@ def make_application(
     client: redis.asyncio.Redis,
     cluster_id: str,
     *,
+    budgets: Budgets | None = None,
     number: int = 0,
     what_if: WhatIfProgram | None = None,
     more: Sequence[Mountable] = (),
 ) -> Application:
-    """Every endpoint, each behind a gate; ``more`` are added to those of HTTP."""
+    """Every endpoint, each behind a gate; ``more`` are added to those of HTTP.
+
+    ``budgets`` None: those of the configuration, which nothing charges.
+    """
     config, access, model = service.config, service.access, service.model
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
     prefixes = PrefixPinning(service, dispatcher, PinStore(client, cluster_id))
@@ -66,6 +74,10 @@ def make_application(
     apis = Apis.of(service)
     batches = Batches(service, apis.endpoints(), stats.metrics)
     console = ConsoleApi(dispatcher, stats, config, model.id, access, what_if)
+    store = UsageStore(client, cluster_id)
+    usage = UsageApi(
+        store, budgets or Budgets(config, stats.metrics), dispatcher.workers, access, config
+    )
     summary = SummaryApi(dispatcher.workers.all, stats.metrics)
     apps = make_apps(
         apis,
@@ -80,6 +92,7 @@ def make_application(
             WorkerApi(control, scaling, access, config),
             ClusterApi(cluster_id, model.id, control, scaling, access),
             console,
+            usage,
             summary,
             *more,
         ),
@@ -92,7 +105,7 @@ def make_application(
     # With a listener of their own, operators' calls are on no other one.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
-    return Application(apps, server, batches, console, summary)
+    return Application(apps, server, batches, console, summary, usage)
 
 
 async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:

@@ -37,7 +37,8 @@ from baton.telemetry.tracing import end_tracing, start_tracing
 from router.access.access import Access
 from router.access.api_keys import KeyWatch
 from router.access.rate_limits import RateLimits
-from router.app import make_application
+from router.app import Application, make_application
+from router.billing.ledger import Ledger
 from router.console.what_if import WhatIfProgram
 from router.core.accounting import RequestStats
 from router.core.served_model import ServedModel
@@ -101,8 +102,9 @@ async def serve(settings: RouterSettings) -> None:
         TrafficStore(client, settings.cluster_id) if config.autoscaler.enabled else None,
         PinStore(client, settings.cluster_id),
     )
-    limits = RateLimits(client, settings.cluster_id, metrics)
-    access = Access(config, metrics, limits)
+    ledger = Ledger(client, settings.cluster_id, config, metrics)
+    limits = RateLimits(client, settings.cluster_id, metrics, budgets=ledger.budgets)
+    access = Access(config, metrics, limits, ledger)
     watch = await _watched_keys(config, access, metrics)
     await dispatcher.start()
     model = ServedModel.of(
@@ -114,6 +116,7 @@ async def serve(settings: RouterSettings) -> None:
         stats,
         client,
         settings.cluster_id,
+        budgets=ledger.budgets,
         number=settings.number,
         what_if=WhatIfProgram.of(settings.what_if),
     )
@@ -125,8 +128,7 @@ async def serve(settings: RouterSettings) -> None:
     listen(grpc_server, config.grpc, config.tls.fronts)
     await grpc_server.start()
     keep_collections_short()
-    await application.batches.start()
-    application.summary.start()
+    await _start_parts(application, ledger)
     serving = servers.start()
     told = asyncio.create_task(shutdown.told.wait())
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
@@ -140,6 +142,7 @@ async def serve(settings: RouterSettings) -> None:
         # Its streams never end by themselves.
         await application.console.close()
         await application.summary.close()
+        await application.usage.close()
         idle = servers.leave()
         if shutdown.in_order:
             await _let_end(shutdown, dispatcher, idle, grpc_server, config.drain_deadline_s)
@@ -148,8 +151,17 @@ async def serve(settings: RouterSettings) -> None:
         await grpc_server.stop(STOP_GRACE_S)
         await application.batches.close()
         await limits.close()
+        await ledger.close()
         await client.aclose()
         await asyncio.to_thread(end_tracing)
+
+
+async def _start_parts(application: Application, ledger: Ledger) -> None:
+    """Start what runs besides requests."""
+    ledger.start()
+    application.usage.start()
+    await application.batches.start()
+    application.summary.start()
 
 
 async def _watched_keys(config: Config, access: Access, metrics: RouterMetrics) -> KeyWatch | None:

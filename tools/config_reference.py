@@ -13,6 +13,7 @@ from baton.config.access import KeyConfig, TenantConfig
 from baton.config.advanced import AdvancedConfig
 from baton.config.autoscaler import AutoscalerConfig
 from baton.config.cluster import Config
+from baton.config.money import ClassPrices, PricesConfig
 from baton.config.pools import ContextClass, PoolConfig
 from baton.config.sources import variable_of
 from baton.config.tls import TlsConfig
@@ -53,6 +54,19 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel], tuple[str, ...]], ...] = (
     ("TLS", "The `[tls]` table.", TlsConfig, ("tls",)),
     ("The autoscaler", "The `[autoscaler]` table.", AutoscalerConfig, ("autoscaler",)),
     (
+        "Prices",
+        "The `[prices]` table: docs/costs.md.",
+        PricesConfig,
+        ("prices",),
+    ),
+    (
+        "Prices of a class",
+        "A `[[class_prices]]` table each, or `--class-price name=batch,input=0.07`, which replaces"
+        " all of the file. In the environment, `BATON_CLASS_PRICES` is JSON.",
+        ClassPrices,
+        ("class_prices",),
+    ),
+    (
         "A tenant",
         "A `[[tenants]]` table each, or `--tenant name=team,weight=2`, which replaces all tenants"
         " of the file. In the environment, `BATON_TENANTS` is JSON.",
@@ -75,7 +89,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel], tuple[str, ...]], ...] = (
         ("advanced",),
     ),
 )
-_LISTS = ("pools", "classes", "tenants", "keys")
+_LISTS = ("pools", "classes", "class_prices", "tenants", "keys")
 _EXAMPLE = """
 ## Example
 
@@ -139,7 +153,7 @@ def _flags(path: tuple[str, ...]) -> Iterator[str]:
         yield from pool_flags(path[1])
     elif path == ("model",):
         yield from ("MODEL", option_flag(path))
-    elif path[0] not in ("tls", "autoscaler", "advanced") or len(path) > 1:
+    elif path[0] not in ("tls", "autoscaler", "prices", "advanced") or len(path) > 1:
         yield from filter(None, [option_flag(path)])
 
 

@@ -25,6 +25,7 @@ _UNITS = {
     "hour": "currency per hour",
     "state": "0 or 1",
     "flight": "lines",
+    "memory": "steps",
 }
 """By a name's last word; any other word is what is counted itself."""
 
@@ -106,6 +107,7 @@ LABELS = {
     "code": "the error's code, as in the answer; empty without one",
     "decision": "`remote`: a prefill worker computes the prompt; `local`: the decode worker",
     "drafter": "what drafted: `ngram`, `draft`, `eagle`, `medusa`",
+    "kind": "of costs `input`, `cached_input`, `output`",
     "mode": "`live`, or `dry_run`: nothing follows",
     "outcome": "of requests `ok`, `error`, `shed`, `aborted`; of handoffs and pulls `ok`,"
     " `checksum`, `error` and others; of lookups, loads and lines as their meaning says",
@@ -117,7 +119,8 @@ LABELS = {
     "slo": "`ttft`, `tpot`",
     "state": "of sequences `running`, `waiting`; of blocks `free`, `used`, `cached`,"
     " `quarantined`; of a slot as `baton status` shows it",
-    "tenant": "tenant, as the configuration names it",
+    "tenant": "tenant, as the configuration names it; of costs `other` for those that it does not"
+    " name",
     "tier": "`host`, `disk`",
     "transport": "`shm`, `grpc`, `gloo`, `nccl`, `nixl`, `cuda_ipc`; `none` where nothing"
     " travelled",

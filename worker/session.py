@@ -30,6 +30,7 @@ from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S
 from kvtransfer.pairs.pair import Identity, PairLimits
+from worker.device.device_memory import device_memory
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.exchange.rank_link import RankLinks
@@ -77,6 +78,7 @@ class WorkerSession:
         server.add_generic_rpc_handlers((self._role_services,))
         self.role, self._unsubscribe = self._mount()
         self._next_check_at = 0.0
+        self._device_shown_at = time.monotonic()
 
     @classmethod
     async def begin(
@@ -177,7 +179,16 @@ class WorkerSession:
         gauges.refresh(core.scheduler, core.pool)
         gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
         gauges.show_utilization()
+        self._show_device()
         self._check_blocks(time.monotonic())
+
+    def _show_device(self) -> None:
+        now = time.monotonic()
+        passed, self._device_shown_at = now - self._device_shown_at, now
+        runtime = self.runtime
+        memory = device_memory(runtime.core.engine.runner.device)
+        ranks = self.context.settings.pool.ranks
+        runtime.gauges.show_device(memory.used, memory.total, passed * ranks)
 
     def _check_blocks(self, now: float) -> None:
         """When nothing runs, nothing is used."""

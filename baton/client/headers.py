@@ -19,6 +19,10 @@ DEADLINE_HEADER = "x-baton-deadline-ms"
 """Request: milliseconds that the client allows for the whole request, counted from its arrival."""
 SESSION_HEADER = "x-baton-session"
 """Request: the client's name of its conversation; the routing policy ``session`` uses it."""
+AGENT_HEADER = "x-baton-agent"
+"""Request: the client's name of the agent that sends it, by which usage can be listed."""
+RUN_HEADER = "x-baton-run-id"
+"""Request: the client's name of the run that it belongs to, which the request log shows."""
 ROUTER_HEADER = "x-baton-router"
 """Response of ``/health``: the number of the router process that gave it."""
 REQUEST_ID_HEADER = "x-request-id"
@@ -34,6 +38,8 @@ def request_headers(
     deadline_s: float | None = None,
     session: str = "",
     request_id: str = "",
+    agent: str = "",
+    run_id: str = "",
     trace: TraceContext = NO_TRACE,
 ) -> dict[str, str]:
     """The headers of a request; arguments that are not given add none.
@@ -53,6 +59,10 @@ def request_headers(
         headers[DEADLINE_HEADER] = str(math.ceil(deadline_s * 1000))
     if session:
         headers[SESSION_HEADER] = session
+    if agent:
+        headers[AGENT_HEADER] = agent
+    if run_id:
+        headers[RUN_HEADER] = run_id
     if request_id:
         if not is_request_id(request_id):
             raise ValueError(

@@ -7,12 +7,12 @@ import re
 from pydantic import AwareDatetime, Field, field_validator
 
 from baton.config.choices import DEFAULT_TENANT, Scope
-from baton.config.fields import Section
+from baton.config.money import Budgeted
 
 NAME_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 
-class TenantConfig(Section):
+class TenantConfig(Budgeted):
     """Tenants share the cluster in proportion to their weights."""
 
     name: str = Field(pattern=NAME_PATTERN)
@@ -27,7 +27,7 @@ class TenantConfig(Section):
     no bound. Pinned blocks stay longer. With a bound, blocks are not copied to KV tiers."""
 
 
-class KeyConfig(Section):
+class KeyConfig(Budgeted):
     """An API key: its tenant, limits and scopes."""
 
     name: str = Field(pattern=NAME_PATTERN)

@@ -45,7 +45,10 @@ Admission = Literal["queue", "slo"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Scope = Literal["inference", "metrics", "admin"]
+BudgetPeriod = Literal["day", "month", "total"]
 
 DEFAULT_TENANT = "default"
 """The tenant of requests that belong to no other."""
+BACKGROUND_CLASS = "batch"
+"""Takes the place of the context-length class for the lines of batches."""
 MIB = 1 << 20

@@ -38,6 +38,7 @@ from baton.config.choices import (
 from baton.config.daily_hours import DailyHours, time_zone
 from baton.config.errors import fault_lines
 from baton.config.fields import AbsolutePath, split_host_port
+from baton.config.money import ClassPrices, PricesConfig
 from baton.config.pools import ContextClass, PoolConfig, default_classes, default_pools
 from baton.config.sources import Flag, Sources
 from baton.config.tls import TlsConfig
@@ -224,6 +225,10 @@ class Config(BaseSettings):
     """Maximum time to the first token that counts as good, in seconds."""
     slo_tpot_s: float = Field(default=0.1, gt=0)
     """Maximum time per output token that counts as good, in seconds."""
+    prices: PricesConfig = Field(default_factory=PricesConfig)
+    """What tokens cost, for bills and budgets."""
+    class_prices: tuple[ClassPrices, ...] = ()
+    """Other prices for context-length classes, and for the lines of batches."""
     autoscaler: AutoscalerConfig = Field(default_factory=AutoscalerConfig)
     """How roles and pool sizes follow the traffic."""
     cluster_id: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from baton.config.choices import DEFAULT_TENANT
+from baton.config.choices import BACKGROUND_CLASS, DEFAULT_TENANT
 from baton.config.fields import split_host_port
 from baton.config.pools import PoolConfig
 
@@ -24,6 +24,7 @@ def check(config: Config) -> None:
         _pools,
         _classes,
         _keys,
+        _prices,
         _heartbeats,
         _machines,
         _class_pools,
@@ -70,6 +71,26 @@ def _keys(config: Config) -> None:
     for key in config.keys:
         if key.tenant not in known:
             raise ValueError(f"keys: {key.name} belongs to an unknown tenant, {key.tenant!r}")
+
+
+def _prices(config: Config) -> None:
+    prices = config.prices
+    known = [*(one.name for one in config.classes), BACKGROUND_CLASS]
+    priced = [one.name for one in config.class_prices]
+    if len(set(priced)) != len(priced):
+        raise ValueError(f"class_prices: names must differ, got {priced}")
+    if unknown := [name for name in priced if name not in known]:
+        raise ValueError(f"class_prices: {unknown[0]!r} is no class; there are {', '.join(known)}")
+    if any(one.input or one.output for one in (prices, *config.class_prices)):
+        return
+    owners = [
+        *(one.name for one in config.tenants if one.budget),
+        *(one.name for one in config.keys if one.budget),
+    ]
+    if owners:
+        raise ValueError(
+            f"prices: {owners[0]} has a budget, and tokens have no price: set [prices]"
+        )
 
 
 def _heartbeats(config: Config) -> None:

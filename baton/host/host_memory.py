@@ -82,6 +82,24 @@ def available_bytes(
     return min(_of_machine(meminfo), _of_container(cgroup))
 
 
+def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
+    """Memory that this process has in use: its resident set."""
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE
+
+
+def limit_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Memory that this process may have at most: the machine's, or its container's limit.
+
+    0 where neither can be read.
+    """
+    limits = [_fields(meminfo).get("MemTotal:", 0) << 10]
+    with contextlib.suppress(OSError, ValueError):
+        limits.append(int((cgroup / "memory.max").read_text()))
+    return min((limit for limit in limits if limit), default=0)
+
+
 def _of_machine(meminfo: Path) -> int:
     kib = _fields(meminfo).get("MemAvailable:")
     return sys.maxsize if kib is None else kib << 10

@@ -15,6 +15,7 @@ from baton.store.redis_client import RedisCalls
 from baton.telemetry.series import (
     LATENCY,
     PER_TOKEN,
+    TOKENS_PER_SECOND,
     event_loop_lag_seconds,
     grammar_compile_seconds,
     queue_seconds,
@@ -34,6 +35,7 @@ class ClassSeries:
 
     time_to_first_token: Histogram
     time_per_output_token: Histogram
+    output_tokens_per_second: Histogram
     inter_token_latency: Histogram
     request_latency: Histogram
     goodput_requests: Counter
@@ -63,6 +65,11 @@ class RouterMetrics:
             "time_per_output_token_seconds",
             "(end to end - TTFT) / (output tokens - 1), per request.",
             PER_TOKEN,
+        )
+        self.output_tokens_per_second = histogram(
+            "output_tokens_per_second",
+            "Output tokens per second after the first one, per request: tokens/s/user.",
+            TOKENS_PER_SECOND,
         )
         self.inter_token_latency = histogram(
             "inter_token_latency_seconds", "Each gap between tokens.", PER_TOKEN
@@ -158,6 +165,25 @@ class RouterMetrics:
             multiprocess_mode="livemin",
         )
 
+        self.cost_dollars = counter(
+            "cost_dollars",
+            "What tokens cost by the prices of the configuration: of prompts (input, cached_input)"
+            " and answers (output); tenants that it does not name are other.",
+            ["tenant", "class", "kind"],
+        )
+        self.lost_bills = Counter(
+            "baton_lost_bills",
+            "Bills that could not be written to the disk.",
+            registry=registry,
+        )
+        self.budget_used_ratio = Gauge(
+            "baton_budget_used_ratio",
+            "What is spent and held of a tenant's budget for its present period, as of the last"
+            " request that asked.",
+            ["tenant"],
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
         self.batch_lines = counter(
             "batch_lines", "Lines of batches that have a result.", ["outcome"]
         )

@@ -111,6 +111,32 @@ class WorkerMetrics:
             labels,
             registry=registry,
         )
+        self.device_seconds = Counter(
+            "baton_device_seconds",
+            "Time for which the worker has had its devices, times their number: one for each rank,"
+            " a GPU or the worker's share of a CPU.",
+            labels,
+            registry=registry,
+        )
+        self.device_memory_used_bytes = Gauge(
+            "baton_device_memory_used_bytes",
+            "Memory in use: of a GPU by all processes, on a CPU by the worker's process; of several"
+            " ranks the first one's.",
+            labels,
+            registry=registry,
+        )
+        self.device_memory_total_bytes = Gauge(
+            "baton_device_memory_total_bytes",
+            "Memory that there is: of the GPU, on a CPU of the machine or the container's limit.",
+            labels,
+            registry=registry,
+        )
+        self.out_of_memory = Counter(
+            "baton_out_of_memory",
+            "Steps that failed because there was no memory left on the device, or on the host.",
+            labels,
+            registry=registry,
+        )
         self.event_loop_lag_seconds = event_loop_lag_seconds(registry)
         self.redis_call_seconds = redis_call_seconds(registry)
         self.redis_failures = redis_failures(registry)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from baton.config.choices import BudgetPeriod
 from deploy.cli.options.choices import Scope
 from deploy.cli.options.command_line import clear_errors, fail, say
 from deploy.cli.options.exit_codes import ExitCode
@@ -58,6 +59,10 @@ def create(
     concurrency: Annotated[
         int, typer.Option(min=0, help="Maximum number of concurrent requests; 0 is unlimited.")
     ] = 0,
+    budget: Annotated[
+        float, typer.Option(min=0, metavar="$", help="Maximum cost per period; 0 is unlimited.")
+    ] = 0,
+    budget_period: Annotated[BudgetPeriod, typer.Option(help="Period of the budget.")] = "month",
     expires_in: Lifetime = None,
 ) -> None:
     """Create a key and print it.
@@ -82,6 +87,8 @@ def create(
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
             concurrency=concurrency,
+            budget=budget,
+            budget_period=budget_period,
             scopes=tuple(one.value for one in Scope if one in scope),
             expires_at=None if expires_in is None else _later(expires_in),
         )
@@ -201,6 +208,8 @@ def _document(key: KeyConfig) -> dict[str, Any]:
         "requests_per_minute": key.requests_per_minute,
         "tokens_per_minute": key.tokens_per_minute,
         "concurrency": key.concurrency,
+        "budget": key.budget,
+        "budget_period": key.budget_period,
         "expires_at": None if key.expires_at is None else key.expires_at.isoformat(),
         "expired": key.expires_at is not None and key.expires_at <= _now(),
         "sha256_prefix": key.sha256[:12],
@@ -217,7 +226,10 @@ def _limits(key: KeyConfig) -> str:
         (key.tokens_per_minute, "tokens/min"),
         (key.concurrency, "at a time"),
     )
-    return ", ".join(f"{most} {what}" for most, what in limits if most) or "-"
+    shown = [f"{most} {what}" for most, what in limits if most]
+    if key.budget:
+        shown.append(f"${key.budget:g}/{key.budget_period}")
+    return ", ".join(shown) or "-"
 
 
 def _expiry(key: KeyConfig) -> str:

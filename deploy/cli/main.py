@@ -17,7 +17,13 @@ from deploy.cli.measure import (
     calibrate_command,
     plan_commands,
 )
-from deploy.cli.operate import doctor_command, node_commands, status_command, worker_commands
+from deploy.cli.operate import (
+    doctor_command,
+    node_commands,
+    status_command,
+    usage_command,
+    worker_commands,
+)
 from deploy.cli.options.command_classes import BatonCommand, BatonGroup
 from deploy.cli.serve_command import ServeCommand
 
@@ -133,6 +139,7 @@ app = _group(
         },
         "Operate": {
             "status": status_command.status,
+            "usage": usage_command.usage,
             "doctor": doctor_command.doctor,
             "drain": worker_commands.drain,
             "role": worker_commands.role,

@@ -9,13 +9,15 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from baton.config.access import KeyConfig
 from baton.config.choices import Scope
 from baton.config.cluster import Config
 from baton.config.fields import split_host_port
 from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
     Forbidden,
     Overloaded,
     RateLimitExceeded,
@@ -27,6 +29,8 @@ from baton.request import Principal
 from baton.telemetry.metrics import RouterMetrics
 from router.access.api_keys import ApiKeys, Caller, authorization_of
 from router.access.rate_limits import RateLimits
+from router.access.visit import Visit
+from router.billing.ledger import Ledger
 from router.core.accounting import count_refusal
 from router.core.request import Choice, GenerationRequest
 
@@ -49,12 +53,14 @@ _INFERENCE = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
+    "/v1/feedback",
     "/v1/files",
     "/v1/generate",
     "/v1/messages",
     "/v1/model/info",
     "/v1/models",
     "/v1/responses",
+    "/v1/usage",
     "/version",
 )
 _BY_PREFIX: dict[str, Scope] = {
@@ -78,14 +84,32 @@ _INFERENCE_SERVICES = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a request is told of its limits once it is charged."""
+
+    headers: Mapping[str, str]
+    """What is left of the limits."""
+    slow: bool = False
+    """Whether a budget asks that it runs in the background."""
+
+
+_NO_CHARGE = Charge({})
+
+
 class Access:
-    """Checks API keys and their scopes, and counts requests against the keys' rate limits."""
+    """Checks keys and their scopes, counts requests against limits and budgets, and bills them."""
 
     def __init__(
-        self, config: Config, metrics: RouterMetrics, limits: RateLimits | None = None
+        self,
+        config: Config,
+        metrics: RouterMetrics,
+        limits: RateLimits | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """``limits`` None: rate limits are not enforced."""
+        """``limits`` None: rate limits are not enforced. ``ledger`` None: there are no bills."""
         self._config = config
+        self._ledger = ledger
         self._metrics = metrics
         self._limits = limits
         hosts = [split_host_port(one)[0] for one in (config.admin_http or config.http, config.grpc)]
@@ -97,6 +121,10 @@ class Access:
         """Replace the keys that are known besides the configuration's. Running requests go on."""
         known = (*self._config.keys, *keys)
         self._keys = ApiKeys(known, required=self._config.require_key)
+
+    def keys(self) -> Sequence[KeyConfig]:
+        """All keys that are known now."""
+        return self._keys.all()
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """The caller, by HTTP headers or gRPC metadata with names in lower case.
@@ -126,6 +154,14 @@ class Access:
         if caller.key is not None and caller.key.allows("metrics"):
             return True
         return not self._config.require_key and not self._config.admin_http
+
+    def is_operator(self, headers: Mapping[str, str]) -> bool:
+        """Whether a caller has the scope ``admin``."""
+        try:
+            self.check(headers, "admin")
+        except (Unauthenticated, Forbidden):
+            return False
+        return True
 
     def key_name(self, headers: Mapping[str, str]) -> str:
         """The public name of the caller's key; empty if it shows none that is known."""
@@ -159,10 +195,12 @@ class Access:
 
         ``background``: it may take any time. Raises RateLimitExceeded; it then need not leave.
         """
-        if caller.key is None or self._limits is None:
+        if self._limits is None:
             return caller
+        # Without a key there may still be the budget of a tenant.
+        key = caller.key or KeyConfig.model_construct(name="", tenant=caller.principal.tenant)
         deadline_s = None if background else self._config.request_deadline_s
-        return replace(caller, visit=await self._limits.arrive(caller.key, deadline_s))
+        return replace(caller, visit=await self._limits.arrive(key, deadline_s))
 
     def leave(self, caller: Caller) -> None:
         """A request has ended, however it did."""
@@ -183,35 +221,59 @@ class Access:
 
     @asynccontextmanager
     async def charged(
-        self, caller: Caller, requests: Sequence[GenerationRequest], choices: Sequence[Choice]
-    ) -> AsyncIterator[Mapping[str, str]]:
-        """Charge the prompts of a request that has arrived, until they are answered.
+        self,
+        caller: Caller,
+        answer_id: str,
+        requests: Sequence[GenerationRequest],
+        choices: Sequence[Choice],
+    ) -> AsyncIterator[Charge]:
+        """Charge the prompts of a request that has arrived, until they are answered, and bill them.
 
-        Yields headers with what is left of the limits. At the end ``choices`` hold the number of
-        tokens generated. What was turned away before it began costs no tokens. Raises
-        RateLimitExceeded and RequestTooLarge, which it counts as refusals.
+        At the end ``choices`` hold the number of tokens generated. What was turned away before it
+        began costs no tokens, and what failed by the server's fault has no bill. Raises
+        RateLimitExceeded, RequestTooLarge and Unavailable, which it counts as refusals.
         """
-        visit, limits = caller.visit, self._limits
-        if visit is None or limits is None:
-            yield {}
-            return
-        prompt_tokens = sum(len(request.prompt_ids) for request in requests)
-        most = [one.sampling.max_tokens for one in requests for _ in range(one.choices)]
+        visit = caller.visit
         try:
-            await limits.charge(visit, prompt_tokens, most)
-        except (RateLimitExceeded, RequestTooLarge) as error:
+            charge = await self._charge(visit, requests)
+        except (RateLimitExceeded, RequestTooLarge, Unavailable) as error:
             count_refusal(self._metrics, error)
             raise
-        refused = False
+        failure: BaseException | None = None
         try:
-            yield visit.headers()
-        except (Overloaded, Unavailable):
-            refused = not any(choice.begun for choice in choices)
+            yield charge
+        except BaseException as error:
+            failure = error
             raise
         finally:
-            if not refused:
+            began = any(choice.begun for choice in choices)
+            refused = isinstance(failure, Overloaded | Unavailable) and not began
+            if visit is not None and self._limits is not None and not refused:
+                prompt_tokens = sum(len(request.prompt_ids) for request in requests)
                 generated = [choice.completion_tokens for choice in choices]
-                limits.answered(visit, prompt_tokens, generated)
+                self._limits.answered(visit, prompt_tokens, generated)
+            if self._ledger is not None:
+                billed = not _is_own_fault(failure)
+                lines = tuple(self._ledger.prices.lines(requests, choices)) if billed else ()
+                hold = None if visit is None else visit.hold
+                agent = requests[0].agent if requests else ""
+                self._ledger.settle(caller.principal, agent, answer_id, hold, lines)
+
+    async def _charge(self, visit: Visit | None, requests: Sequence[GenerationRequest]) -> Charge:
+        if visit is None or self._limits is None:
+            return _NO_CHARGE
+        prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        most = [one.sampling.max_tokens for one in requests for _ in range(one.choices)]
+        cost = 0 if self._ledger is None else self._ledger.prices.max_cost(requests)
+        await self._limits.charge(visit, prompt_tokens, most, cost)
+        return Charge(visit.headers(), visit.hold.slow)
+
+
+def _is_own_fault(failure: BaseException | None) -> bool:
+    """Whether a request failed by the server's fault: neither the client's, nor its deadline's."""
+    if not isinstance(failure, Exception) or isinstance(failure, DeadlineExceeded):
+        return False
+    return not isinstance(failure, BatonError) or failure.http_status >= 500
 
 
 def _check_direct(headers: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from baton.config.keys_file import read_keys
 from baton.errors import ConfigError, InvalidRequest, Unauthenticated
 from baton.request import Principal
 from baton.telemetry.metrics import RouterMetrics
-from router.access.rate_limits import Visit
+from router.access.visit import Visit
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,10 @@ class ApiKeys:
                 "a known API key that has not expired is required: send Authorization: Bearer KEY"
             )
         return found or self._unknown
+
+    def all(self) -> Sequence[KeyConfig]:
+        """Every key, expired ones included."""
+        return tuple(self._by_name.values())
 
     def named(self, name: str) -> KeyConfig | None:
         """The key with a public name; None if it was revoked or has expired."""

@@ -1,4 +1,4 @@
-"""The Redis side of rate limits: Lua 5.1 scripts, and the queue that carries calls of them.
+"""The Redis side of rate limits and budgets: Lua 5.1 scripts.
 
 Redis keys of an API key, all with the cluster's hash tag:
 
@@ -20,33 +20,16 @@ waits ``GRACE_S`` for its leave. A request that may have been counted, or not, l
 what was not counted is charged then, and once ``ended`` has it, a call for it that comes late does
 nothing.
 
-    waiting ─a connection is free→ sent ─→ answered, or failed
-    waiting ─given up→ never sent
-
-Calls that come while all connections are busy wait, and go together with the next free one.
+``router/billing/budget_scripts.py`` lists the keys of budgets. The bill of a request settles what
+it holds of them, see ``router/billing/ledger_scripts.py``.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
-
-import redis
-import redis.asyncio
-from redis.commands.core import AsyncScript
-
-from baton.host.background import end_tasks, spawn
+from router.billing.budget_scripts import BUDGETS
 
 GRACE_S = 86_400
 """A leave reported later than this after the deadline charges nothing."""
-
-MAX_TOGETHER = 64
-"""Maximum calls sent together: a few milliseconds of the server's time."""
-CALL_S = 2.0
-"""Deadline of calls sent together, seconds. Callers have shorter deadlines."""
 
 _COMMON = f"""
 local minute, grace = 60000000, {GRACE_S * 1_000_000}
@@ -92,13 +75,17 @@ local function keep()
 end
 """
 
-# KEYS: arrival times of requests, of tokens; running requests; clock; charged; ended.
-# ARGV: requests a minute, tokens a minute, maximum running (0: unlimited); requests (1: it arrives;
-# 0: it is there) and tokens to be charged; its entry, its time left (microseconds). Answers which
-# limit refused (0: none), the wait, then remaining and microseconds to the full limit for requests
-# and for tokens.
+# KEYS: arrival times of requests, of tokens; running requests; clock; charged; ended; then those of
+# its budgets. ARGV: requests a minute, tokens a minute, maximum running (0: unlimited); requests
+# (1: it arrives; 0: it is there) and tokens to be charged; its entry, its time left (microseconds);
+# the number of its budgets, the amount that it is to hold of each in place of an earlier one, the
+# name of the router and the time of its slices (microseconds); of each budget the limit, the
+# period, the router's slice, and what the router has spent without asking. Answers which limit
+# refused (0: none; 4: the first budget), the wait, then remaining and microseconds to the full
+# limit for requests and for tokens, then for each budget what is used, and the router's slice.
 ENTER = (
     _COMMON
+    + BUDGETS
     + """
 if redis.call('ZSCORE', KEYS[6], ARGV[6]) then return {0, 0, 0, 0, 0, 0} end
 local arrives = ARGV[4] == '1'
@@ -123,6 +110,17 @@ end
 local max_running = tonumber(ARGV[3])
 local running = redis.call('ZCOUNT', KEYS[3], '(' .. text(now), '+inf')
 if arrives and max_running > 0 and refused == 0 and running >= max_running then refused = 3 end
+local budgets, price = {}, tonumber(ARGV[9])
+for i = 1, tonumber(ARGV[8]) do
+  local at = 8 + 4 * i
+  local this = budget(4 + 3 * i, ARGV[at + 1])
+  local others = this.held - this.hold(ARGV[10]) - this.hold(ARGV[6])
+  this.limit, this.slice = tonumber(ARGV[at]), tonumber(ARGV[at + 2])
+  this.left = this.limit - this.spent - others - tonumber(ARGV[at + 3])
+  this.holds = this.hold(ARGV[6])
+  if refused == 0 and price > this.left then refused = 3 + i end
+  budgets[i] = this
+end
 if refused == 0 then
   for i = 1, 2 do
     if after[i] then
@@ -137,7 +135,13 @@ if refused == 0 then
     redis.call('ZADD', KEYS[3], 'XX', ends, ARGV[6])
   end
   if cost[2] ~= 0 then redis.call('HINCRBY', KEYS[5], ARGV[6], ARGV[5]) end
+  for _, this in ipairs(budgets) do
+    this.holds = price
+    this.set(ARGV[6], price, now + ARGV[7])
+    this.set(ARGV[10], math.max(0, math.min(this.slice, this.left - price)), now + ARGV[11])
+  end
 end
+for _, this in ipairs(budgets) do this.save() end
 keep()
 local answer = {refused, math.ceil(wait)}
 for i = 1, 2 do
@@ -145,6 +149,10 @@ for i = 1, 2 do
   local left = backlog[i] or 0
   answer[#answer + 1] = math.max(0, math.floor((minute - left) * limit / minute + 0.001))
   answer[#answer + 1] = math.ceil(left)
+end
+for _, this in ipairs(budgets) do
+  answer[#answer + 1] = this.limit - this.left + this.holds
+  answer[#answer + 1] = this.hold(ARGV[10])
 end
 return answer
 """
@@ -176,125 +184,3 @@ end
 keep()
 """
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptCall:
-    """A call of a script."""
-
-    script: AsyncScript
-    keys: Sequence[str]
-    args: Sequence[int | str]
-
-
-@dataclass(slots=True, eq=False)
-class AskedCall:
-    """A call in the queue, or sent."""
-
-    call: ScriptCall
-    answer: asyncio.Future[Any]
-    """Fails with ``redis.RedisError``. A caller cancels it to give up a call that is not sent."""
-    sent: bool = False
-
-
-async def call_together(client: redis.asyncio.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
-    """Make calls in one round trip. Returns an answer, or the server's error, for each call.
-
-    Raises ``redis.RedisError`` if some have no answer after ``CALL_S``.
-    """
-    try:
-        async with asyncio.timeout(CALL_S):
-            answers = await _execute(client, calls, by_name=True)
-            unknown = [
-                place
-                for place, answer in enumerate(answers)
-                if isinstance(answer, redis.exceptions.NoScriptError)
-            ]
-            if unknown:
-                again = await _execute(client, [calls[one] for one in unknown], by_name=False)
-                for place, answer in zip(unknown, again, strict=True):
-                    answers[place] = answer
-            return answers
-    except (TimeoutError, OSError) as error:
-        raise redis.ConnectionError(f"Redis did not answer: {error!r}") from error
-
-
-async def _execute(
-    client: redis.asyncio.Redis, calls: Sequence[ScriptCall], *, by_name: bool
-) -> list[Any]:
-    async with client.pipeline(transaction=False) as pipeline:
-        send = cast(Any, pipeline.evalsha if by_name else pipeline.eval)
-        for call in calls:
-            name = call.script.sha if by_name else call.script.script
-            send(name, len(call.keys), *call.keys, *call.args)
-        return await pipeline.execute(raise_on_error=False)
-
-
-class ScriptQueue:
-    """A queue of calls that wait for a connection. Owned by one event loop."""
-
-    def __init__(self, client: redis.asyncio.Redis, *, connections: int, max_waiting: int) -> None:
-        """``connections``: maximum in use. ``max_waiting``: maximum calls that wait for one."""
-        self._client = client
-        self._connections = connections
-        self._max_waiting = max_waiting
-        self._waiting: deque[AskedCall] = deque()
-        self._carrying: set[asyncio.Task[None]] = set()
-
-    def put(self, call: ScriptCall) -> AskedCall | None:
-        """Call a script as soon as a connection is free. Returns None if the queue is full."""
-        if len(self._waiting) >= self._max_waiting:
-            return None
-        loop = asyncio.get_running_loop()
-        asked = AskedCall(call, loop.create_future())
-        self._waiting.append(asked)
-        # The calls of a burst go together.
-        loop.call_soon(self._send)
-        return asked
-
-    async def close(self) -> None:
-        """End the calls in flight. A call without an answer fails."""
-        waiting, self._waiting = self._waiting, deque()
-        for asked in waiting:
-            if not asked.answer.done():
-                asked.answer.set_exception(_stopping())
-        await end_tasks(self._carrying)
-
-    def _send(self) -> None:
-        while self._waiting and len(self._carrying) < self._connections:
-            together: list[AskedCall] = []
-            while self._waiting and len(together) < MAX_TOGETHER:
-                asked = self._waiting.popleft()
-                if not asked.answer.done():
-                    asked.sent = True
-                    together.append(asked)
-            if together:
-                task = spawn(self._carry(together), "scripts")
-                self._carrying.add(task)
-                task.add_done_callback(self._carried)
-
-    def _carried(self, task: asyncio.Task[None]) -> None:
-        self._carrying.discard(task)
-        self._send()
-
-    async def _carry(self, together: Sequence[AskedCall]) -> None:
-        answers: Sequence[Any] = [redis.ConnectionError("the call ended without an answer")] * len(
-            together
-        )
-        try:
-            answers = await call_together(self._client, [asked.call for asked in together])
-        except redis.RedisError as error:
-            answers = [error] * len(together)
-        except asyncio.CancelledError:
-            answers = [_stopping()] * len(together)
-            raise
-        finally:
-            for asked, answer in zip(together, answers, strict=True):
-                if isinstance(answer, Exception):
-                    asked.answer.set_exception(answer)
-                else:
-                    asked.answer.set_result(answer)
-
-
-def _stopping() -> redis.RedisError:
-    return redis.ConnectionError("the router is stopping")

@@ -1,4 +1,4 @@
-"""Rate limits of API keys, kept in Redis so that all routers share them.
+"""Rate limits and budgets of API keys, kept in Redis so that all routers share them.
 
 Requests and tokens per minute follow the generic cell rate algorithm (virtual scheduling: ITU-T
 Recommendation I.371, annex A): a key's limit refills steadily, and a whole minute's worth may be
@@ -9,6 +9,7 @@ requests. An entry expires at its request's deadline, in case its router dies.
     arriving ─a limit is used up→ refused
     arriving ─counted as a request→ there ─its prompt is known→ charged what it may cost
     there, charged ─it ends, however that is→ left: charged what it took, the rest is given back
+    there ─its prompt is known→ holds what it may cost of its budgets ─its bill is kept→ released
 
 A request that is refused after its arrival, for whatever reason, counts as a request. The answers
 of a request may cost ``max_tokens`` each, but are charged the length of the key's longest recent
@@ -37,17 +38,14 @@ import redis.asyncio
 
 from baton.autoscaling.traffic import RunningMean
 from baton.config.access import KeyConfig
-from baton.errors import RateLimitExceeded, RequestTooLarge
+from baton.config.money import dollars_text
+from baton.errors import BudgetExceeded, RateLimitExceeded, RequestTooLarge
 from baton.host.background import end_tasks, spawn
 from baton.telemetry.metrics import RouterMetrics
-from router.access.limit_scripts import (
-    ENTER,
-    LEAVE,
-    MAX_TOGETHER,
-    ScriptCall,
-    ScriptQueue,
-    call_together,
-)
+from router.access.limit_scripts import ENTER, LEAVE
+from router.access.visit import Allowance, Visit
+from router.billing.budgets import SLICE_S, Budget, Budgets, Hold
+from router.core.script_queue import MAX_TOGETHER, ScriptCall, ScriptQueue, call_together
 
 log = logging.getLogger(__name__)
 
@@ -73,60 +71,10 @@ were: a client must not buy long ones with short ones."""
 _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
-_CONCURRENCY = 3
-"""Number of the concurrency limit in the answer of the script."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """What is left of one limit of a key at one moment."""
-
-    name: str
-    """``requests`` or ``tokens``."""
-    limit: int
-    """Per minute."""
-    remaining: int
-    reset_s: float
-    """Seconds until the limit is full again."""
-
-    def headers(self) -> dict[str, str]:
-        """Headers as OpenAI's API names and writes them."""
-        prefix = "x-ratelimit"
-        return {
-            f"{prefix}-limit-{self.name}": str(self.limit),
-            f"{prefix}-remaining-{self.name}": str(self.remaining),
-            f"{prefix}-reset-{self.name}": duration(self.reset_s),
-        }
-
-
-@dataclass(slots=True, eq=False)
-class Visit:
-    """A request of a limited key, from its arrival to its end."""
-
-    key: KeyConfig
-    entry: str
-    """Unique name of the request in the set of running requests."""
-    lease_s: float
-    """How long it counts as running unless it leaves or is renewed."""
-    entered_at: float
-    sent: bool = False
-    """Whether Redis may know of it."""
-    unsure: bool = True
-    """Whether Redis may not have counted something of it."""
-    reserved: int = 0
-    """Tokens that were charged in advance."""
-    tokens: int = 0
-    """Tokens that it took."""
-    allowances: tuple[Allowance, ...] = ()
-    """What is left of the limits, as last seen."""
-
-    def headers(self) -> dict[str, str]:
-        """Headers with what is left, for the client."""
-        return {
-            name: value
-            for allowance in self.allowances
-            for name, value in allowance.headers().items()
-        }
+_CONCURRENCY, _BUDGET = 3, 4
+"""Numbers of the concurrency limit and of the first budget in the answer of the script."""
+_LIMIT_FIELDS = 6
+"""Numbers in the answer before those of budgets."""
 
 
 @dataclass(slots=True)
@@ -164,11 +112,14 @@ class RateLimits:
         cluster_id: str,
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
+        budgets: Budgets | None = None,
     ) -> None:
+        """``budgets`` None: there are none."""
         self._client = client
-        self._enter = client.register_script(ENTER)
+        self._budgets = budgets
+        self._enter_script = client.register_script(ENTER)
         self._leave = client.register_script(LEAVE)
-        self._prefix = f"baton:{{{cluster_id}}}:limit"
+        self._prefix = f"baton:{{{cluster_id}}}"
         self._metrics = metrics
         self._clock = clock
         self._away_until = float("-inf")
@@ -194,15 +145,26 @@ class RateLimits:
             await end_tasks([self._reporting])
 
     async def arrive(self, key: KeyConfig, deadline_s: float | None) -> Visit | None:
-        """Count a request, which must ``leave``. Returns None if the key has no limits.
+        """Count a request, which must ``leave``. Returns None if it has no limits.
 
         ``deadline_s``: the request has ended by then; None: it may take any time. Raises
         RateLimitExceeded with what is left and when to retry; the request then need not leave.
         """
-        if not key.limited:
+        budgets = self._budgets.of(key) if self._budgets is not None else ()
+        if not key.limited and not budgets:
             return None
         lease_s = LEASE_S if deadline_s is None else deadline_s
-        visit = Visit(key, next(self._entries), lease_s, self._clock())
+        hold = Hold(next(self._entries), budgets)
+        visit = Visit(key, hold, lease_s, self._clock())
+        if key.limited:
+            await self._enter(visit)
+        if deadline_s is None:
+            self._renewed[visit.hold.entry] = visit
+            if self._renewing is None:
+                self._renewing = spawn(self._renew(), "leases of requests")
+        return visit
+
+    async def _enter(self, visit: Visit) -> None:
         try:
             answer = await self._ask(visit, requests=1, tokens=0)
         except BaseException:
@@ -213,38 +175,47 @@ class RateLimits:
         else:
             visit.unsure = False
             self._take(visit, answer)
-        if deadline_s is None:
-            self._renewed[visit.entry] = visit
-            if self._renewing is None:
-                self._renewing = spawn(self._renew(), "leases of requests")
-        return visit
 
-    async def charge(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> None:
+    async def charge(
+        self, visit: Visit, prompt_tokens: int, answers: Sequence[int], cost: int = 0
+    ) -> None:
         """Charge what a request may cost, in place of an earlier charge of it.
 
-        ``answers``: the maximum tokens of each answer. Raises RateLimitExceeded, and
-        RequestTooLarge for a prompt of more tokens than the key has in a minute.
+        ``answers``: the maximum tokens of each answer. ``cost``: the maximum cost in nanodollars.
+        Raises RateLimitExceeded, RequestTooLarge for a prompt of more tokens than the key has in a
+        minute, and Unavailable if no budget can be checked.
         """
+        more = self._tokens_to_charge(visit, prompt_tokens, answers)
+        cost = cost if visit.hold.budgets else 0
+        if not more and not cost:
+            return
+        # An unsure request stays one: what Redis did not count is charged at its end.
+        sure = not visit.unsure
+        visit.unsure = visit.unsure or more > 0
+        answer = await self._ask(visit, requests=0, tokens=more, cost=cost)
+        if answer is None:
+            self._metrics.rate_limit_failures.inc()
+            if cost and self._budgets is not None:
+                self._budgets.hold_of_slices(visit.hold, cost)
+            return
+        visit.unsure = not sure
+        self._take(visit, answer, cost)
+        visit.reserved += more
+        if cost and self._budgets is not None:
+            self._budgets.hold(visit.hold, cost)
+
+    def _tokens_to_charge(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> int:
+        """Tokens to be charged besides what is; 0: none. Raises RequestTooLarge."""
         limit = visit.key.tokens_per_minute
         if not limit:
-            return
+            return 0
         if limit < prompt_tokens:
             raise RequestTooLarge(
                 f"the prompt has {prompt_tokens} tokens, and the API key {limit} a minute"
             )
         expected = self._use(visit.key).answer_tokens()
         wanted = prompt_tokens + sum(min(one, expected) for one in answers)
-        more = min(wanted, limit) - visit.reserved
-        if visit.unsure or more <= 0:
-            return
-        visit.unsure = True
-        answer = await self._ask(visit, requests=0, tokens=more)
-        if answer is None:
-            self._metrics.rate_limit_failures.inc()
-            return
-        visit.unsure = False
-        self._take(visit, answer)
-        visit.reserved += more
+        return 0 if visit.unsure else max(0, min(wanted, limit) - visit.reserved)
 
     def answered(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> None:
         """Note the tokens that a request took; they are charged when it leaves."""
@@ -253,9 +224,11 @@ class RateLimits:
 
     def leave(self, visit: Visit) -> None:
         """End a request. Does not wait for Redis."""
-        self._renewed.pop(visit.entry, None)
+        self._renewed.pop(visit.hold.entry, None)
+        if not visit.key.limited:
+            return
         self._use(visit.key).stay.add(self._clock() - visit.entered_at)
-        report = _Report(visit.key, visit.entry, 1, visit.tokens, visit.unsure)
+        report = _Report(visit.key, visit.hold.entry, 1, visit.tokens, visit.unsure)
         if visit.unsure and (not visit.sent or len(self._reports) >= MAX_REPORTS):
             owed = self._owed.get(visit.key.name)
             if owed is not None and not owed.sent and owed.key == visit.key:
@@ -263,24 +236,50 @@ class RateLimits:
                 owed.tokens += visit.tokens
                 return
             self._owed[visit.key.name] = report
-        self._reports[visit.entry] = report
+        self._reports[visit.hold.entry] = report
         if self._reporting is None or self._reporting.done():
             self._reporting = asyncio.create_task(self._report_all(), name="ended requests")
 
     def _use(self, key: KeyConfig) -> _Use:
         return self._uses.setdefault(key.name, _Use())
 
-    def _take(self, visit: Visit, answer: Sequence[int]) -> None:
-        """Read the answer of Redis. Raises RateLimitExceeded."""
+    def _take(self, visit: Visit, answer: Sequence[int], cost: int = 0) -> None:
+        """Read the answer of Redis, which was asked for ``cost``. Raises RateLimitExceeded."""
         key = visit.key
-        refused, wait, requests, requests_reset, left, left_reset = map(int, answer)
+        numbers = list(map(int, answer))
+        refused, wait, requests, requests_reset, left, left_reset = numbers[:_LIMIT_FIELDS]
         limits = (
             Allowance("requests", key.requests_per_minute, requests, requests_reset / 1e6),
             Allowance("tokens", key.tokens_per_minute, left, left_reset / 1e6),
         )
         visit.allowances = tuple(limit for limit in limits if limit.limit)
+        used = self._learn_budgets(visit, numbers[_LIMIT_FIELDS:])
+        if refused >= _BUDGET:
+            place = refused - _BUDGET
+            raise self._budget_refusal(visit, visit.hold.budgets[place], used[place], cost)
         if refused:
             raise self._refusal(visit, refused, wait / 1e6)
+
+    def _learn_budgets(self, visit: Visit, numbers: Sequence[int]) -> Sequence[int]:
+        """Returns the nanodollars that are used of each budget."""
+        if self._budgets is None or not numbers:
+            return ()
+        used = numbers[::2]
+        for budget, spent, held in zip(visit.hold.budgets, used, numbers[1::2], strict=True):
+            self._budgets.learn(budget, spent, held, self._clock() - ANSWER_S)
+            slows = budget.slow_at < budget.limit
+            visit.hold.slow = visit.hold.slow or (slows and spent >= budget.slow_at)
+        return used
+
+    def _budget_refusal(self, visit: Visit, budget: Budget, used: int, cost: int) -> BudgetExceeded:
+        assert self._budgets is not None
+        return BudgetExceeded(
+            f"the request may cost ${dollars_text(cost)}, and {budget} for"
+            f" {self._budgets.period(budget)} has ${dollars_text(max(0, budget.limit - used))} left"
+            f" of ${dollars_text(budget.limit)}: lower max_tokens, or wait for the next period",
+            retry_after=self._budgets.seconds_left(budget),
+            facts=visit.headers(),
+        )
 
     def _refusal(self, visit: Visit, refused: int, wait_s: float) -> RateLimitExceeded:
         key = visit.key
@@ -299,11 +298,13 @@ class RateLimits:
             facts=visit.headers(),
         )
 
-    async def _ask(self, visit: Visit, *, requests: int, tokens: int) -> Any:
+    async def _ask(
+        self, visit: Visit, *, requests: int, tokens: int, cost: int | None = None
+    ) -> Any:
         """Redis' answer to a charge; None if Redis is unreachable."""
         if self._clock() < self._away_until:
             return None
-        asked = self._queue.put(self._call(visit, requests, tokens))
+        asked = self._queue.put(self._call(visit, requests, tokens, cost))
         if asked is None:
             return None
         answer = asked.answer
@@ -325,12 +326,23 @@ class RateLimits:
         self._away_until = self._clock() + AWAY_S
         return None
 
-    def _call(self, visit: Visit, requests: int, tokens: int) -> ScriptCall:
+    def _call(
+        self, visit: Visit, requests: int, tokens: int, cost: int | None = None
+    ) -> ScriptCall:
+        """``cost``: nanodollars to hold of the budgets; None: they are not asked."""
         key = visit.key
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
         left_us = int(visit.lease_s * _MICROSECONDS)
-        args = (*limits, requests, tokens, visit.entry, left_us)
-        return ScriptCall(self._enter, self._keys(key), args)
+        args: list[int | str] = [*limits, requests, tokens, visit.hold.entry, left_us]
+        if self._budgets is None or cost is None:
+            return ScriptCall(self._enter_script, self._keys(key), (*args, 0, 0, "", 0))
+        slice_us = int(SLICE_S * _MICROSECONDS)
+        args += [len(visit.hold.budgets), cost, self._budgets.holder, slice_us]
+        keys = self._keys(key)
+        for budget in visit.hold.budgets:
+            args += self._budgets.arguments(budget)
+            keys += budget.keys(self._prefix)
+        return ScriptCall(self._enter_script, keys, args)
 
     async def _report_all(self) -> None:
         """Make all reports. One may arrive twice, but counts once."""
@@ -375,7 +387,7 @@ class RateLimits:
             await asyncio.sleep(_RENEW_S)
             visits = iter(list(self._renewed.values()))
             while together := list(islice(visits, MAX_TOGETHER)):
-                calls = [self._call(visit, 0, 0) for visit in together]
+                calls = [self._call(visit, 0, 0, visit.hold.amount or None) for visit in together]
                 try:
                     await call_together(self._client, calls)
                 except redis.RedisError as error:
@@ -384,15 +396,4 @@ class RateLimits:
 
     def _keys(self, key: KeyConfig) -> list[str]:
         kinds = ("requests", "tokens", "running", "clock", "charged", "ended")
-        return [f"{self._prefix}:{key.name}:{kind}" for kind in kinds]
-
-
-def duration(seconds: float) -> str:
-    """``250ms``, ``1.5s``, ``2m0s``: rounded up to milliseconds, from a minute on to seconds."""
-    milliseconds = max(0, -int(-seconds * 1000 // 1))
-    if milliseconds < 1000:
-        return f"{milliseconds}ms"
-    if milliseconds < 60_000:
-        return f"{milliseconds / 1000:g}s"
-    whole = -(-milliseconds // 1000)
-    return f"{whole // 60}m{whole % 60}s"
+        return [f"{self._prefix}:limit:{key.name}:{kind}" for kind in kinds]

@@ -34,6 +34,7 @@ _COUNTS = {
     "baton_prompt_tokens_total": ("prompt_tokens", "class"),
     "baton_cached_prompt_tokens_total": ("cached_prompt_tokens", "class"),
     "baton_generated_tokens_total": ("generated_tokens", "class"),
+    "baton_cost_dollars_total": ("cost_dollars", "kind"),
     "baton_time_to_first_token_seconds_bucket": ("ttft", "class", "le"),
     "baton_time_per_output_token_seconds_bucket": ("tpot", "class", "le"),
     "baton_inter_token_latency_seconds_bucket": ("itl", "class", "le"),

@@ -176,6 +176,18 @@ class TrafficView:
 
 
 @dataclass(frozen=True, slots=True)
+class CostView:
+    """What requests cost, in dollars by the prices of the configuration."""
+
+    per_hour: float
+    per_request: float | None
+    """Of the window's requests that ended well, or whose client left."""
+    per_million_input: float | None
+    """Of prompt tokens, cached ones included."""
+    per_million_output: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class TenantQueue:
     """Requests of a tenant in the admission queue."""
 
@@ -196,6 +208,8 @@ class Snapshot:
     window_s: float
     """Seconds over which percentiles and shares are measured; 0 in the first snapshot."""
     traffic: TrafficView
+    cost: CostView | None
+    """None where tokens have no price."""
     queues: tuple[TenantQueue, ...]
     pools: tuple[PoolView, ...]
     workers: tuple[WorkerView, ...]
@@ -246,6 +260,7 @@ def snapshot_of(look: Observation, window: CounterWindow, config: Config) -> Sna
         rate_s=rate_s,
         window_s=window_s,
         traffic=_traffic(look, growth),
+        cost=_cost(growth, config),
         queues=_queues(look),
         pools=_pools(workers, config),
         workers=workers,
@@ -339,6 +354,23 @@ def _traffic(look: Observation, growth: _Growth) -> TrafficView:
         failed=round(_ended(growth, "error")),
         active=round(_sum(look.gauges, "active")),
         waiting=round(_sum(look.gauges, "waiting")),
+    )
+
+
+def _cost(growth: _Growth, config: Config) -> CostView | None:
+    if not any(one.input or one.output for one in (config.prices, *config.class_prices)):
+        return None
+    grown = growth.grown
+    served = _ended(growth, "ok") + _ended(growth, "aborted")
+    prompts, output = _sum(grown, "prompt_tokens"), _sum(grown, "generated_tokens")
+    spent = _sum(grown, "cost_dollars")
+    of_prompts = _sum(grown, "cost_dollars", "input") + _sum(grown, "cost_dollars", "cached_input")
+    of_output = _sum(grown, "cost_dollars", "output")
+    return CostView(
+        per_hour=3600 * growth.per_s("cost_dollars"),
+        per_request=spent / served if served else None,
+        per_million_input=1e6 * of_prompts / prompts if prompts else None,
+        per_million_output=1e6 * of_output / output if output else None,
     )
 
 

@@ -137,37 +137,47 @@ class RequestRecorder:
         self._exemplar = {"trace_id": self.trace_id} if self.trace_id else None
         self._metrics = stats.metrics
         self._slo = slo
-        self._class = context_class
         self._recent = stats.recent
-        self._prompt_tokens = len(request.prompt_ids)
-        self._cached_tokens = 0
         self._received_at = received_at
         self._first_at = 0.0
         self._last_at = 0.0
         self._tokens = 0
         """Of the first choice."""
-        self._all_tokens = 0
+        self.output_tokens = 0
+        """Of all choices."""
+        self.prompt_tokens = len(request.prompt_ids)
+        self.cached_tokens = 0
+        """Of the prompt, that were found in a cache."""
+        self.context_class = context_class
+        self._worker = ""
+        """The one that ended the answer last."""
         self._reasons: list[str] = []
         self._ended = False
         self._summary: dict[str, object] = {}
         self._series = stats.metrics.of_class(context_class)
-        self._series.prompt_tokens.inc(self._prompt_tokens)
+        self._series.prompt_tokens.inc(self.prompt_tokens)
         self._traffic = stats.traffic
-        self._traffic.came(context_class, self._prompt_tokens, request.sampling.max_tokens)
+        self._traffic.came(context_class, self.prompt_tokens, request.sampling.max_tokens)
 
     @property
     def ended(self) -> bool:
         return self._ended
 
+    @property
+    def worker(self) -> str:
+        """The decode worker that ended the answer; empty: it has not ended well."""
+        return self._worker
+
     def delta(self, delta: OutputDelta, now: float) -> None:
         """Tokens came. Those that came together have no gap between them."""
-        if delta.token_ids and not self._all_tokens and self.trace_id:
+        if delta.token_ids and not self.output_tokens and self.trace_id:
             self._span.add_event("first token", timestamp=wall_ns(now))
-        self._all_tokens += len(delta.token_ids)
+        self.output_tokens += len(delta.token_ids)
+        self._worker = delta.decode_worker or self._worker
         if delta.finish_reason is not None:
             self._reasons.append(delta.finish_reason.value)
         if delta.cached_prompt_tokens:
-            self._cached_tokens += delta.cached_prompt_tokens
+            self.cached_tokens += delta.cached_prompt_tokens
             self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
         for _ in delta.token_ids if delta.choice == 0 else ():
             self._token(now)
@@ -184,9 +194,12 @@ class RequestRecorder:
         if self._tokens > 1:
             tpot = (now - self._first_at) / (self._tokens - 1)
             self._series.time_per_output_token.observe(tpot)
+            if tpot > 0:
+                self._series.output_tokens_per_second.observe(1 / tpot)
+                self._summary["tokens_per_s"] = round(1 / tpot, 1)
             self._summary["tpot_ms"] = round(tpot * 1e3, 1)
             self._traffic.counts.judge_answer(tpot, self._slo.tpot_s)
-        self._traffic.ended(self._class, self._tokens)
+        self._traffic.ended(self.context_class, self._tokens)
         if self._tokens:
             self._judge(self._first_at - self._received_at, tpot)
         self._end(Outcome.OK, "")
@@ -202,10 +215,10 @@ class RequestRecorder:
     def summary(self) -> dict[str, object]:
         """What became of it, in plain values; times in milliseconds, where it has them."""
         return {
-            "class": self._class,
+            "class": self.context_class,
             "trace_id": self.trace_id,
-            "cached_prompt_tokens": self._cached_tokens,
-            "output_tokens": self._tokens,
+            "cached_prompt_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
             **self._summary,
         }
 
@@ -239,15 +252,15 @@ class RequestRecorder:
         self._recent.add(
             RecentRequest(
                 self._received_at,
-                self._prompt_tokens,
+                self.prompt_tokens,
                 self._tokens if has_length else None,
-                self._cached_tokens,
+                self.cached_tokens,
             )
         )
         self._summary |= {"outcome": str(outcome), "code": code}
         self._end_span(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
-        self._metrics.requests.labels(self._class, outcome, code).inc()
+        self._metrics.requests.labels(self.context_class, outcome, code).inc()
 
     def _end_span(self, outcome: Outcome, error: BatonError | None) -> None:
         if not self.trace_id:
@@ -255,8 +268,8 @@ class RequestRecorder:
         self._span.set_attributes(
             {
                 "baton.outcome": str(outcome),
-                "baton.cached_prompt_tokens": self._cached_tokens,
-                "gen_ai.usage.output_tokens": self._all_tokens,
+                "baton.cached_prompt_tokens": self.cached_tokens,
+                "gen_ai.usage.output_tokens": self.output_tokens,
                 "gen_ai.response.finish_reasons": self._reasons,
             }
         )
@@ -267,12 +280,22 @@ class RequestRecorder:
 
 Show = Callable[[Sequence[int]], str]
 """The text of token ids."""
+DeviceOf = Callable[[str], tuple[str, str]]
+"""The device of a worker and the quantization of its weights; empty where they are unknown."""
+CostOf = Callable[[str, int, int, int], str]
+"""What tokens of a class cost in dollars: of the prompt, of these cached, and generated."""
 
 
 class RequestLog:
     """A line for each request that has ended; prompts are in it only with ``log_prompts``."""
 
-    def __init__(self, config: Config, show: Show) -> None:
+    def __init__(
+        self, config: Config, revision: str, show: Show, device_of: DeviceOf, cost_of: CostOf
+    ) -> None:
+        """``revision`` of the model; empty: it has none."""
+        self._revision = revision
+        self._device_of = device_of
+        self._cost_of = cost_of
         self._is_on = config.log_requests or config.log_prompts
         self._show = show if config.log_prompts else None
 
@@ -280,12 +303,21 @@ class RequestLog:
         """Write the line, if one is wanted. Times are in milliseconds."""
         if not self._is_on:
             return
+        device, quantization = self._device_of(recorder.worker)
+        tokens = recorder.prompt_tokens, recorder.cached_tokens, recorder.output_tokens
         told = {
             "request_id": request.request_id,
             "tenant": request.principal.tenant,
             "key": request.principal.key_id,
-            "prompt_tokens": len(request.prompt_ids),
+            "agent": request.agent,
+            "run_id": request.run_id,
+            "model": request.model,
+            "revision": self._revision,
+            "quantization": quantization,
+            "device": device,
+            "prompt_tokens": recorder.prompt_tokens,
             **recorder.summary(),
+            "cost": self._cost_of(recorder.context_class, *tokens),
         }
         if self._show is not None:
             told["prompt"] = self._show(request.prompt_ids)

@@ -87,6 +87,10 @@ class GenerationRequest:
     """The same in tokens, where the reasoning is bounded or a grammar applies behind it."""
     model: str = ""
     """The served model's id."""
+    agent: str = ""
+    """The client's name of what sent it, for its bill; empty: nothing was said."""
+    run_id: str = ""
+    """The client's name of the run that it belongs to, for the log."""
     trace: TraceContext = NO_TRACE
     """Of the client; from its delivery on, of the request's own span."""
     without_speculation: bool = False

@@ -26,6 +26,7 @@ from router.core.request import AnswerPart, Dispatcher, GenerationRequest, Reaso
 from router.core.served_model import ServedModel
 from router.dialects.dialect import dialect_for
 from router.dialects.tools import ToolUse
+from router.inference.labels import NO_LABELS, Labels
 from router.inference.prompt import Ending, Prompt, PromptEncoder, Turn
 from router.inference.reasoning import (
     NOTHING_ASKED,
@@ -80,6 +81,7 @@ class Arrival:
     """What the client says of its trace."""
     background: bool = False
     """A line of a batch: it waits for slack."""
+    labels: Labels = NO_LABELS
 
     @property
     def tenant(self) -> str:
@@ -106,15 +108,16 @@ class Arrival:
         parent, trace = headers.get("traceparent", ""), NO_TRACE
         if parent:
             trace = TraceContext(parent, headers.get("tracestate", ""))
+        labels = Labels.of_headers(headers)
         if not given:
-            return cls(request_id, at, max_s, caller, own_deadline, session, trace)
+            return cls(request_id, at, max_s, caller, own_deadline, session, trace, labels=labels)
         if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
             raise InvalidRequest(
                 f"{DEADLINE_HEADER} must be a whole number of milliseconds, at least 1",
                 param=DEADLINE_HEADER,
             )
         deadline_s = min(max_s, int(given) / 1000)
-        return cls(request_id, at, deadline_s, caller, True, session, trace)
+        return cls(request_id, at, deadline_s, caller, True, session, trace, labels=labels)
 
 
 class RequestBuilder:
@@ -373,6 +376,8 @@ class RequestBuilder:
             priority=caller.priority if priority is None else priority,
             own_deadline=arrival.own_deadline,
             model=self._model.id,
+            agent=arrival.labels.agent,
+            run_id=arrival.labels.run_id,
             trace=arrival.trace,
             choices=choices,
             shows_stop_string=sampling.shows_stop_string,

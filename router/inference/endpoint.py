@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -84,6 +85,7 @@ class Endpoint:
                 name = self._name()
                 async with service.bodies.object(request, caller.principal.tenant) as body:
                     arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
+                    arrival = replace(arrival, labels=arrival.labels.or_of_body(body))
                     answer = await self._parse(body, arrival)
         except ClientDisconnect:
             service.count_abandoned()
@@ -99,6 +101,7 @@ class Endpoint:
             self._name(), time.monotonic(), BACKGROUND_WAIT_S, caller, background=True
         )
         with service.counting_refusals():
+            arrival = replace(arrival, labels=arrival.labels.or_of_body(body))
             answer = await self._parse(body, arrival)
         await self._keep_all(arrival, answer, None)
         return await asyncio.to_thread(lambda: without_items(answer.whole()))

@@ -16,12 +16,15 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import cast
 
+from baton.config.choices import BACKGROUND_CLASS
 from baton.config.cluster import Config
+from baton.config.money import dollars_text
 from baton.errors import BatonError, DeadlineExceeded
 from baton.grammars.grammar_gate import GrammarGate
 from baton.store.registry import WorkerRecord
 from baton.telemetry.logs import of_request
 from router.access.access import Access
+from router.billing.prices import PriceTable
 from router.core.accounting import (
     RequestLog,
     RequestRecorder,
@@ -37,8 +40,6 @@ from router.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-BACKGROUND_CLASS = "batch"
-"""Takes the place of the context-length class in the metrics of background requests."""
 BACKGROUND_WAIT_S = 31 * 86400.0
 """A background request waits for its turn until its batch ends; no window is longer."""
 
@@ -79,8 +80,21 @@ class InferenceService:
             one.name: Slo(config.slo_ttft_of(one.name), config.slo_tpot_s) for one in config.classes
         }
         self._slos[BACKGROUND_CLASS] = Slo(BACKGROUND_WAIT_S, BACKGROUND_WAIT_S)
-        self._log = RequestLog(config, tokenizer.decode)
+        self._log = RequestLog(
+            config, model.revision, tokenizer.decode, self._device_of, self._cost_of
+        )
         self._clock = clock
+        self._prices = PriceTable(config)
+
+    def _device_of(self, worker: str) -> tuple[str, str]:
+        found = (one for one in self._dispatcher.worker_records() if one.slot == worker)
+        record = next(found, None)
+        return ("", "") if record is None else (record.device, record.quantization or "none")
+
+    def _cost_of(self, context_class: str, prompt: int, cached: int, output: int) -> str:
+        if not self._prices.any:
+            return ""
+        return dollars_text(self._prices.line(context_class, prompt, cached, output).cost)
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -116,10 +130,11 @@ class InferenceService:
         raised. When the caller is cancelled, every prompt is aborted at the workers before this
         returns.
         """
-        async with self.access.charged(arrival.caller, requests, choices) as headers:
+        charged = self.access.charged(arrival.caller, arrival.request_id, requests, choices)
+        async with charged as charge:
             if on_admitted is not None:
-                await on_admitted(headers)
-            await self._run_all(arrival, requests, sink, at_once)
+                await on_admitted(charge.headers)
+            await self._run_all(arrival, requests, sink, at_once, slow=charge.slow)
 
     async def _run_all(
         self,
@@ -127,16 +142,18 @@ class InferenceService:
         requests: Sequence[GenerationRequest],
         sink: Sink,
         at_once: int | None,
+        *,
+        slow: bool,
     ) -> None:
         if len(requests) == 1:
-            await self._run_one(0, requests[0], arrival.at, sink)
+            await self._run_one(0, requests[0], arrival.at, sink, slow=slow)
             return
         begun, waiting = self._clock(), iter(enumerate(requests))
 
         async def run_next() -> None:
             for place, request in waiting:
                 left = replace(request, deadline_s=request.deadline_s - (self._clock() - begun))
-                await self._run_one(place, left, arrival.at, sink)
+                await self._run_one(place, left, arrival.at, sink, slow=slow)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -152,14 +169,19 @@ class InferenceService:
         request: GenerationRequest,
         received_at: float,
         sink: Sink,
+        *,
+        slow: bool,
     ) -> None:
-        """Run one prompt, and record it exactly once."""
+        """Run one prompt, and record it exactly once.
+
+        ``slow``: it waits for slack as background requests do, but no longer than its deadline.
+        """
         background = request.background
         context_class = BACKGROUND_CLASS if background else self._class_of(len(request.prompt_ids))
         recorder = RequestRecorder(
             self._stats, self._slos[context_class], request, context_class, received_at
         )
-        request = replace(request, trace=recorder.trace)
+        request = replace(request, trace=recorder.trace, background=background or slow)
         timeout = asyncio.timeout(BACKGROUND_WAIT_S if background else request.deadline_s)
         with of_request(request.request_id, recorder.trace_id):
             try:

@@ -20,7 +20,6 @@ MAX_PARTS = 2048
 
 IGNORED = frozenset(
     {
-        "metadata",
         "safety_identifier",
         "service_tier",
         "spaces_between_special_tokens",
@@ -121,6 +120,9 @@ class SamplingFields(RequestBody):
     """-2 … 2."""
     repetition_penalty: float | None = None
     """0.001 … 10; 1 changes nothing (extension)."""
+    metadata: dict[str, Any] | None = None
+    """`agent` and `run_id` name what sends the request, for usage and the request log; other
+    entries are ignored."""
     priority: Int | None = None
     """A 32-bit integer: lower ones come earlier when requests wait (extension). Default: that of
     the API key, or 0."""

@@ -59,7 +59,8 @@ class ResponsesRequest(SamplingFields):
     text: dict[str, Any] | None = None
     """`format`: `text`, `json_object` or `json_schema`."""
     metadata: dict[str, Any] | None = None
-    """Given back as it is."""
+    """Given back as it is. `agent` and `run_id` name what sends the request, for usage and the
+    request log."""
     stream_options: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """Nothing of it is served; ignored."""
     store: bool | None = None

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.e2e.answers import end_amid_an_answer
+from tests.support.e2e.answers import end_amid_an_answer, end_by_ctrl_c
 from tests.support.e2e.cluster import PATIENT, SECRET, UpProcess
 
 
@@ -20,6 +20,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
         yield up.wait_ready()
         up.terminate()
         assert up.wait() == 0, up.text
+
+
+@pytest.fixture(scope="session")
+def defaults() -> Iterator[UpProcess]:
+    """A cluster as `make up` starts it, without an option or a variable. Ctrl-C ends it."""
+    with UpProcess() as up:
+        yield up.wait_ready()
+        end_by_ctrl_c(up)
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,15 @@ class Clients:
 
 
 @pytest.mark.timeout(2 * _ENDS_S)
-async def test_the_defaults_refuse_nothing_that_can_be_served(rough_cluster: UpProcess) -> None:
+@pytest.mark.parametrize("share", [0.4, pytest.param(1.0, marks=pytest.mark.long)])
+async def test_the_defaults_refuse_nothing_that_can_be_served(
+    rough_cluster: UpProcess, share: float
+) -> None:
+    """``share`` is that of the prompts' tokens, of all prompts but the longest."""
+
+    def part(tokens: int) -> int:
+        return int(share * tokens)
+
     limits = httpx.Limits(max_connections=None)
     async with (
         asyncio.timeout(_ENDS_S),
@@ -58,15 +66,15 @@ async def test_the_defaults_refuse_nothing_that_can_be_served(rough_cluster: UpP
         ) as http,
     ):
         clients = Clients(http, rough_cluster.model)
-        await clients.at_once(8, 3000)
+        await clients.at_once(8, part(3000))
         # One prompt that is longer than all before, at the idle cluster.
         await clients.ask(7000)
-        await clients.closed_loop(4, 6, 1024)
+        await clients.closed_loop(4, 6, part(1024))
         assert clients.statuses == {200: 33}
         # Long prompts, a burst, and closed loops of several sizes.
-        await clients.at_once(2, 4000)
-        await clients.at_once(8, 500)
-        await clients.ask(4000)
+        await clients.at_once(2, part(4000))
+        await clients.at_once(8, part(500))
+        await clients.ask(part(4000))
         for count, each in ((4, 4), (32, 2), (4, 4)):
-            await clients.closed_loop(count, each, 100)
+            await clients.closed_loop(count, each, part(100))
         assert clients.statuses == {200: 33 + 107}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.e2e.cluster import PATIENT, UpProcess
+from tests.support.e2e.cluster import UpProcess
 
 ROOT = Path(__file__).parents[2]
 _ROW = re.compile(
@@ -31,16 +30,6 @@ def shown_prompts() -> list[tuple[str, str, int]]:
     assert code is not None
     found = [code, *_ROW.finditer(page)]
     return [(one["prompt"], one["answer"], int(one["tokens"])) for one in found]
-
-
-@pytest.fixture(scope="module")
-def defaults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    """A cluster as `make up` starts it."""
-    env = PATIENT | {"BATON_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
-    with UpProcess(env=env) as up:
-        yield up.wait_ready()
-        up.terminate()
-        assert up.wait() == 0, up.text
 
 
 def ask(cluster: UpProcess, body: dict[str, object]) -> tuple[str, int]:

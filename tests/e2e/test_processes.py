@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 
 import httpx
 import psutil
 import pytest
 
-from tests.support.e2e.cluster import UpProcess
+from tests.support.e2e.answers import answer_of
+from tests.support.e2e.cluster import UpProcess, guardian
 
 DEADLINE_S = 120.0
 
@@ -52,3 +55,18 @@ def test_a_killed_worker_comes_back(rough_cluster: UpProcess, slot: str) -> None
     rough_cluster.wait_healthy()
     again = list(stream(rough_cluster, 5))
     assert again[-1] == "data: [DONE]"
+
+
+def test_what_dies_is_started_again(rough_cluster: UpProcess) -> None:
+    up = rough_cluster
+    before = answer_of(up)
+    os.kill(up.state.processes["router"], signal.SIGKILL)
+    up.wait_for("router ended (SIGKILL)")
+    os.kill(up.state.processes["valkey"], signal.SIGKILL)
+    up.wait_for("valkey ended (SIGKILL)")
+    os.kill(guardian(up.cluster_id).pid, signal.SIGKILL)
+    up.wait_for("guardian ended (SIGKILL)")
+    os.kill(up.state.processes["decode-0"], signal.SIGKILL)
+    up.wait_for("decode-0 is back")
+    up.wait_healthy()
+    assert answer_of(up) == before

@@ -1,67 +1,37 @@
-"""However `baton serve` ends, nothing of its cluster is left."""
+"""However `baton serve` ends, nothing of its cluster is left.
+
+Clusters of other tests end in other ways: by Ctrl-C (``defaults``), amid an answer
+(``rough_ground``), and by SIGKILL of the launcher (tests/e2e/test_traces.py).
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import pytest
 
-from tests.support.e2e.answers import answer_burst, answer_of
-from tests.support.e2e.cluster import END_S, UpProcess, processes_of, wait_until_gone
-
-T = TypeVar("T")
+from tests.support.e2e.answers import answer_burst
+from tests.support.e2e.cluster import END_S, UpProcess, processes_of, told_by
 
 
-def test_with_its_defaults_it_answers_bursts_and_ctrl_c_ends_everything_with_exit_code_0() -> None:
-    """No option, no variable: what a new user runs, its short leases and deadlines included."""
-    with UpProcess() as up:
-        up.wait_ready()
-        for _ in range(2):
-            answer_burst(up)
-        cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
-        names = set(told_by(cluster_id, psutil.Process.name))
-        assert {"raylet", "gcs_server", "valkey-server"} <= names, names
-        assert run_directory.stat().st_mode & 0o777 == 0o700
-        assert (run_directory / "cluster.json").stat().st_mode & 0o777 == 0o600
-        assert beyond_loopback(cluster_id) == []
-        up.interrupt()
-        assert up.wait() == 0, up.text
-        assert processes_of(cluster_id) == []
-        assert not run_directory.exists()
-        assert "Traceback" not in up.text
+def test_with_its_defaults_it_answers_bursts(defaults: UpProcess) -> None:
+    """What a new user runs, its short leases and deadlines included."""
+    for _ in range(2):
+        answer_burst(defaults)
 
 
-def test_what_dies_is_started_again(rough_cluster: UpProcess) -> None:
-    up = rough_cluster
-    before = answer_of(up)
-    os.kill(up.state.processes["router"], signal.SIGKILL)
-    up.wait_for("router ended (SIGKILL)")
-    os.kill(up.state.processes["valkey"], signal.SIGKILL)
-    up.wait_for("valkey ended (SIGKILL)")
-    os.kill(guardian(up.cluster_id).pid, signal.SIGKILL)
-    up.wait_for("guardian ended (SIGKILL)")
-    os.kill(up.state.processes["decode-0"], signal.SIGKILL)
-    up.wait_for("decode-0 is back")
-    up.wait_healthy()
-    assert answer_of(up) == before
-
-
-def test_sigkill_of_the_launcher_ends_everything() -> None:
-    with UpProcess() as up:
-        up.wait_ready()
-        cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
-        up.kill()
-        assert up.wait() == -signal.SIGKILL
-        assert wait_until_gone(cluster_id) == []
-        assert not run_directory.exists()
+def test_by_default_it_is_its_users_own(defaults: UpProcess) -> None:
+    """On this machine alone, and with files that nobody else reads."""
+    cluster_id, run_directory = defaults.cluster_id, Path(defaults.state.run_directory)
+    names = set(told_by(cluster_id, psutil.Process.name))
+    assert {"raylet", "gcs_server", "valkey-server"} <= names, names
+    assert run_directory.stat().st_mode & 0o777 == 0o700
+    assert (run_directory / "cluster.json").stat().st_mode & 0o777 == 0o600
+    assert beyond_loopback(cluster_id) == []
 
 
 def test_a_signal_during_the_start_ends_everything_with_exit_code_0() -> None:
@@ -116,20 +86,6 @@ def test_the_death_of_rays_control_store_ends_the_cluster_with_a_clear_error() -
         assert up.wait() == 1, up.text
         assert processes_of(cluster_id) == []
     shutil.rmtree(run_directory)
-
-
-def told_by(cluster_id: str, ask: Callable[[psutil.Process], T]) -> list[T]:
-    """What every process of the cluster says, but for those that end meanwhile."""
-    told = []
-    for process in processes_of(cluster_id):
-        with contextlib.suppress(psutil.Error):
-            told.append(ask(process))
-    return told
-
-
-def guardian(cluster_id: str) -> psutil.Process:
-    lines = told_by(cluster_id, lambda process: (process, process.cmdline()))
-    return next(process for process, line in lines if "deploy.launcher.guardian" in line)
 
 
 def beyond_loopback(cluster_id: str) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.support.e2e.answers import end_by_sigkill
 from tests.support.e2e.cluster import PATIENT, UpProcess
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -91,6 +92,7 @@ def test_one_request_from_end_to_end(collector: tuple[Collector, str]) -> None:
             timeout=DEADLINE_S,
         )
         logs = {path.name: path.read_text() for path in up.logs.iterdir()}
+        end_by_sigkill(up)
 
     parents = {
         top: bytes.fromhex(CLIENT),

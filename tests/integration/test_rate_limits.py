@@ -22,7 +22,10 @@ from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import inference_pb2, inference_pb2_grpc, tokens_pb2, tokens_pb2_grpc
 from router.access import limit_scripts, rate_limits
 from router.access.access import Access
-from router.access.rate_limits import RateLimits, Visit
+from router.access.rate_limits import RateLimits
+from router.access.visit import Visit
+from router.billing.budgets import Hold
+from router.core import script_queue
 from router.core.request import GenerationRequest
 from tests.chaos.harness.clock import Clock
 from tests.support.mini_cluster import free_port, valkey
@@ -280,7 +283,7 @@ async def test_five_minutes_without_redis_are_charged_afterwards(
         assert len(asyncio.all_tasks()) <= tasks + 1, (
             "the task that reports requests that have left"
         )
-    assert len(limits._reports) <= 60 + limit_scripts.MAX_TOGETHER
+    assert len(limits._reports) <= 60 + script_queue.MAX_TOGETHER
     with valkey(port):
         async with asyncio.timeout(DEADLINE_S):
             while limits._reports:
@@ -332,7 +335,7 @@ async def test_a_pause_of_any_length_leaks_no_place_and_loses_no_charge(
     before = [await enter(limits, limited, 100) for _ in range(100)]
     for name, value in (("ANSWER_S", 0.02), ("AWAY_S", 0.05)):
         monkeypatch.setattr(rate_limits, name, value)
-    monkeypatch.setattr(limit_scripts, "CALL_S", 0.1)
+    monkeypatch.setattr(script_queue, "CALL_S", 0.1)
     await client.client_pause(pause_ms)
     during = [await limits.arrive(limited, 300.0) for _ in range(100)]
     for visit in (*before, *during):
@@ -356,11 +359,11 @@ async def test_a_request_that_redis_hears_of_after_its_end_holds_no_place(
 ) -> None:
     """Two connections: the first call may be served last."""
     limited = key(requests_per_minute=10, concurrency=1)
-    visit = Visit(limited, "late", 300.0, 0.0, sent=True)
+    visit = Visit(limited, Hold("late"), 300.0, 0.0, sent=True)
     for _ in range(2):
         limits.leave(visit)
         await limits.close()
-    await limit_scripts.call_together(client, [limits._call(visit, 1, 0)])
+    await script_queue.call_together(client, [limits._call(visit, 1, 0)])
     assert await running(client, cluster_id) == 0
     (requests,) = (await enter(limits, limited)).allowances
     assert requests.remaining == 8
@@ -376,9 +379,9 @@ async def test_a_request_without_a_deadline_is_renewed(
     visit = await limits.arrive(key(concurrency=1), None)
     assert visit is not None
     name = f"baton:{{{cluster_id}}}:limit:k:running"
-    began = await client.zscore(name, visit.entry)
+    began = await client.zscore(name, visit.hold.entry)
     async with asyncio.timeout(DEADLINE_S):
-        while await client.zscore(name, visit.entry) == began:
+        while await client.zscore(name, visit.hold.entry) == began:
             await asyncio.sleep(0.01)
     limits.leave(visit)
     await limits.close()
@@ -421,7 +424,7 @@ async def test_a_leave_whose_answer_is_lost_is_charged_once(
     limited = key(tokens_per_minute=1000, requests_per_minute=10)
     charges = [await enter(limits, limited, 100) for _ in range(2)]
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
-    answered, lost = limit_scripts.call_together, []
+    answered, lost = script_queue.call_together, []
 
     async def call(*args: Any) -> list[Any]:
         answers = await answered(*args)
@@ -449,7 +452,7 @@ async def test_a_leave_that_redis_refuses_is_logged_and_told_again(
 ) -> None:
     charge = await enter(limits, key(concurrency=1))
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
-    answered, refusals = limit_scripts.call_together, [redis.ResponseError("NOPERM no permission")]
+    answered, refusals = script_queue.call_together, [redis.ResponseError("NOPERM no permission")]
 
     async def call(*args: Any) -> list[Any]:
         return [refusals.pop()] if refusals else await answered(*args)
@@ -500,7 +503,7 @@ async def test_requests_of_one_id_are_two(limits: RateLimits) -> None:
     """Clients choose ids; what enters has a name of its own."""
     limited = key(concurrency=2)
     first, second = await enter(limits, limited), await enter(limits, limited)
-    assert first.entry != second.entry
+    assert first.hold.entry != second.hold.entry
     await refused(limits, limited)
 
 

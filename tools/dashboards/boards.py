@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from tools.dashboards.cache_board import CACHE
+from tools.dashboards.costs_board import COSTS
 from tools.dashboards.dashboard import Dashboard
 from tools.dashboards.handoff_board import HANDOFF
 from tools.dashboards.overview_board import OVERVIEW
@@ -16,7 +17,14 @@ from tools.dashboards.pools_board import POOLS
 from tools.dashboards.slo_board import SLO
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring" / "dashboards"
-BOARDS = {"overview": OVERVIEW, "pools": POOLS, "handoff": HANDOFF, "cache": CACHE, "slo": SLO}
+BOARDS = {
+    "overview": OVERVIEW,
+    "pools": POOLS,
+    "handoff": HANDOFF,
+    "cache": CACHE,
+    "costs": COSTS,
+    "slo": SLO,
+}
 """By their files' names."""
 
 

@@ -240,6 +240,8 @@ class EngineCore:
                 listener.on_fail(lost, _error_of(error))
 
     def _count_failure(self, step: int, requests: Set[str], error: Exception) -> None:
+        if is_out_of_memory(error):
+            self._gauges.out_of_memory()
         if self._failed_steps.add(step, self._planned, requests):
             self._fail(
                 f"{self._failed_steps.count} steps in a row have failed, the last one with"

@@ -102,6 +102,10 @@ class WorkerGauges:
         self._step = metrics.step_seconds.labels(**labels)
         self._operations = metrics.model_operations.labels(**labels)
         self._memory_bytes = metrics.model_memory_bytes.labels(**labels)
+        self._device_seconds = metrics.device_seconds.labels(**labels)
+        self._device_used = metrics.device_memory_used_bytes.labels(**labels)
+        self._device_total = metrics.device_memory_total_bytes.labels(**labels)
+        self._out_of_memory = metrics.out_of_memory.labels(**labels)
         self._index_pending = metrics.index_pending_blocks.labels(**labels)
         self._index_lag = metrics.index_lag_seconds.labels(**labels)
         self._loop_lag = metrics.event_loop_lag_seconds.labels(role)
@@ -123,6 +127,8 @@ class WorkerGauges:
         metrics = self._metrics
         for gauge in (
             metrics.batch_fill_ratio,
+            metrics.device_memory_used_bytes,
+            metrics.device_memory_total_bytes,
             metrics.retained_kv_blocks,
             metrics.index_pending_blocks,
             metrics.index_lag_seconds,
@@ -193,6 +199,16 @@ class WorkerGauges:
             mfu, mbu = found
             self._metrics.model_flops_utilization.labels(*self._labels).set(mfu)
             self._metrics.model_bandwidth_utilization.labels(*self._labels).set(mbu)
+
+    def show_device(self, used_bytes: int, total_bytes: int, seconds: float) -> None:
+        """Memory of the device; ``seconds`` times devices have passed since the last call."""
+        self._device_used.set(used_bytes)
+        self._device_total.set(total_bytes)
+        self._device_seconds.inc(seconds)
+
+    def out_of_memory(self) -> None:
+        """A step has failed for want of memory."""
+        self._out_of_memory.inc()
 
     def registry_call(self) -> AbstractContextManager[None]:
         """Goes around a call to the registry."""

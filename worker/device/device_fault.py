@@ -22,6 +22,7 @@ _LOST = re.compile(
     r"\bcublas|\bcudnn|\bcusolver|nccl|\becc error|\bxid\b",
     re.IGNORECASE,
 )
+_NO_HOST_MEMORY = "DefaultCPUAllocator: "
 _ACCELERATOR_ERROR: type[Exception] | None = getattr(torch, "AcceleratorError", None)
 """None before torch 2.8."""
 
@@ -32,8 +33,11 @@ def is_device_fault(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError)
+    """Whether a device, or the host, had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # Torch has no type of its own for memory of the host.
+    return isinstance(error, RuntimeError) and _NO_HOST_MEMORY in str(error)
 
 
 def described(error: BaseException) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from deploy.cli.operate.cluster_selection import Target
@@ -61,11 +63,16 @@ class ClusterFacts:
 class OperatorClient:
     """Calls one router; every failure ends the command with a message."""
 
-    def __init__(self, tls: TlsOptions, target: Target, api_key: str) -> None:
+    def __init__(
+        self, tls: TlsOptions, target: Target, api_key: str, *, operators: bool = True
+    ) -> None:
+        """``operators``: whether the endpoints are those of ``admin_http``, if there is one."""
         self._tls = tls
         self._target = target
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._url = tls.url_of(target.http, target.cluster, operators=True)
+        # What a user gave for a cluster here has become the address of its operators' endpoints.
+        http = target.http if operators or target.cluster is None else None
+        self._url = tls.url_of(http, target.cluster, operators=operators)
 
     def look(self) -> ClusterFacts:
         """The current report. Ends the command if the router is of another cluster."""
@@ -82,11 +89,21 @@ class OperatorClient:
             )
         return facts
 
+    def get(self, path: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Ask an endpoint. ``path`` is below /v1."""
+        return self._ask("GET", path, query=query)
+
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Call an operator's endpoint. ``path`` is below /v1."""
         return self._ask("POST", path, body)
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        query: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict[str, Any]:
         import httpx  # noqa: PLC0415
 
         from baton.errors import BatonError  # noqa: PLC0415
@@ -99,6 +116,7 @@ class OperatorClient:
                 method,
                 f"{self._url}/v1/{path}",
                 json=body,
+                params=dict(query),
                 headers=self._headers,
                 timeout=timeout,
                 trust_env=False,

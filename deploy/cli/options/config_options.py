@@ -38,6 +38,7 @@ PANELS = (
     "Security",
     "Cluster",
     "Limits",
+    "Prices",
     "Failure handling",
     "Autoscaling",
     "Observability",
@@ -64,6 +65,7 @@ _PANEL_FROM: Mapping[str, str] = MappingProxyType(
         "tenants": "Security",
         "max_body_bytes": "Limits",
         "slo_ttft_s": "Routing and admission",
+        "prices": "Prices",
         "autoscaler": "Autoscaling",
         "cluster_id": "Cluster",
         "log_level": "Observability",
@@ -87,7 +89,12 @@ _COMMON = frozenset(
 )
 """The options that `baton serve --help` shows; --help-all shows all of them."""
 _LISTS: Mapping[str, str] = MappingProxyType(
-    {"pools": "pool", "classes": "context_class", "tenants": "tenant"}
+    {
+        "pools": "pool",
+        "classes": "context_class",
+        "tenants": "tenant",
+        "class_prices": "class_price",
+    }
 )
 """By list of tables: the option for one entry."""
 _NO_OPTION = frozenset({"keys", "cluster_secret"})
@@ -129,6 +136,8 @@ _HELP: Mapping[str, str] = MappingProxyType(
         " object. It replaces the classes of the file.",
         "tenant": "A tenant, such as name=team,weight=2, or a JSON object. It replaces the tenants"
         " of the file.",
+        "class_price": "Prices of a context-length class or of batches, such as"
+        " name=batch,input=0.07,output=0.3. It replaces the class prices of the file.",
     }
 )
 """Where the description of the field does not fit."""
@@ -271,6 +280,9 @@ def option_type(field: FieldInfo) -> Any:
     kind = field.annotation
     if kind in (str, int, float, bool) or get_origin(kind) is Literal:
         return kind
+    given = [one for one in get_args(kind) if one is not type(None)]
+    if given == [float]:
+        return float
     return list[str] if kind == tuple[str, ...] else None
 
 

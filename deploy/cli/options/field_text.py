@@ -15,6 +15,8 @@ from baton.config.choices import MIB
 
 _UNITS: tuple[tuple[str, str], ...] = (
     (r"_per_hour$", "currency per hour"),
+    (r"^(cached_)?input$|^output$", "$ per million tokens"),
+    (r"^budget$", "$"),
     (r"_gflops$", "GFLOP/s"),
     (r"_gb_per_s$", "GB/s"),
     (r"^requests_per_minute$", "requests per minute"),

@@ -1,5 +1,5 @@
 // Figures at the top, each with a line of its last two minutes, and a table of them.
-import { byId, count, el, keyed, rate, row, say, seconds, set, share, svg } from "./view.js";
+import { byId, count, dollars, el, keyed, rate, row, say, seconds, set, share, svg } from "./view.js";
 
 const KEPT_S = 120;
 const ROW_S = 10;
@@ -17,6 +17,7 @@ const TILES = [
   { name: "TPOT p95", unit: "", of: (s) => p95(all(s).tpot), show: seconds, more: (s) => `p50 ${seconds(all(s).tpot.lately?.p50)}` },
   { name: "Within SLO", unit: "", of: (s) => s.traffic.good_share, show: share, most: 1, more: (s) => `${rate(s.traffic.good_per_s)} good/s` },
   { name: "Waiting", unit: "", of: (s) => s.traffic.waiting + s.workers.reduce((sum, w) => sum + w.waiting, 0), show: count, more: (s) => `${count(s.traffic.shed)} shed, ${count(s.traffic.failed)} failed` },
+  { name: "Cost", unit: "/h", of: (s) => s.cost?.per_hour ?? null, show: dollars, more: (s) => s.cost ? `${dollars(s.cost.per_request)} a request; per million ${dollars(s.cost.per_million_input)} in, ${dollars(s.cost.per_million_output)} out` : "no prices" },
 ];
 
 export class Tiles {

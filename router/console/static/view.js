@@ -74,6 +74,12 @@ export function rate(value) {
   return value < 10000 ? count(value) : `${(value / 1000).toFixed(value < 99950 ? 1 : 0)}k`;
 }
 
+/** Dollars with three significant digits. */
+export function dollars(amount) {
+  if (!known(amount)) return DASH;
+  return `$${amount === 0 ? 0 : Number(amount.toPrecision(3))}`;
+}
+
 export function share(value) {
   if (!known(value)) return DASH;
   const percent = value * 100;

@@ -1,8 +1,9 @@
-"""Answers of a cluster, whole and streamed, and its end amid one."""
+"""Answers of a cluster, whole and streamed, and how it ends."""
 
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 
 from baton.security.tls import TlsFiles, client_context
-from tests.support.e2e.cluster import END_S, START_S, UpProcess, processes_of
+from tests.support.e2e.cluster import END_S, START_S, UpProcess, processes_of, wait_until_gone
 
 LONG = 96
 """Tokens: it runs for a second or more."""
@@ -66,7 +67,7 @@ def answer_burst(up: UpProcess) -> None:
     """Ask many prompts of several lengths at once: each gets all the tokens that it asked for."""
     asked = [
         body_of(up, tokens, f"Story {number}. " + times * "A fox met a crow at the river. ")
-        for number, (tokens, times) in enumerate(8 * ((8, 1), (24, 60), (16, 300)))
+        for number, (tokens, times) in enumerate(8 * ((8, 1), (24, 60), (16, 150)))
     ]
 
     def ask(body: dict[str, Any]) -> tuple[int, str, int]:
@@ -82,6 +83,25 @@ def answer_burst(up: UpProcess) -> None:
     ):
         found = list(threads.map(ask, asked))
     assert found == [(200, "length", body["max_tokens"]) for body in asked]
+
+
+def end_by_ctrl_c(up: UpProcess) -> None:
+    """Ctrl-C: everything ends, and nothing is left."""
+    cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
+    up.interrupt()
+    assert up.wait() == 0, up.text
+    assert processes_of(cluster_id) == []
+    assert not run_directory.exists()
+    assert "Traceback" not in up.text
+
+
+def end_by_sigkill(up: UpProcess) -> None:
+    """SIGKILL of the launcher: everything ends, and nothing is left."""
+    cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
+    up.kill()
+    assert up.wait() == -signal.SIGKILL
+    assert wait_until_gone(cluster_id) == []
+    assert not run_directory.exists()
 
 
 def end_amid_an_answer(up: UpProcess) -> None:

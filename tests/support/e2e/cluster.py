@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -9,16 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import httpx
 import psutil
 
 from deploy.processes.cluster_state import ClusterState, running_clusters
 
+T = TypeVar("T")
 BATON = str(Path(sys.executable).with_name("baton"))
 START_S = 240.0
 END_S = 120.0
@@ -209,3 +211,17 @@ def wait_until_gone(cluster_id: str, deadline_s: float = END_S) -> list[psutil.P
     while (left := processes_of(cluster_id)) and time.monotonic() < end:
         psutil.wait_procs(left, timeout=max(0.0, end - time.monotonic()))
     return left
+
+
+def told_by(cluster_id: str, ask: Callable[[psutil.Process], T]) -> list[T]:
+    """What every process of the cluster says, but for those that end meanwhile."""
+    told = []
+    for process in processes_of(cluster_id):
+        with contextlib.suppress(psutil.Error):
+            told.append(ask(process))
+    return told
+
+
+def guardian(cluster_id: str) -> psutil.Process:
+    lines = told_by(cluster_id, lambda process: (process, process.cmdline()))
+    return next(process for process, line in lines if "deploy.launcher.guardian" in line)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
@@ -28,6 +28,7 @@ def full_page(kind: type[RouterMetrics] | type[WorkerMetrics] | type[SupervisorM
             names = metric._labelnames
             one: Any = metric.labels(*("x" for _ in names)) if names else metric
             change = one.observe if isinstance(one, Histogram) else one.inc
+            change = one.set if isinstance(one, Gauge) else change
             change(1)
     return generate_latest(metrics.registry).decode()
 

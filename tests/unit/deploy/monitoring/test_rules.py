@@ -72,7 +72,7 @@ def test_a_client_fault_is_no_due_request() -> None:
 
 
 def _is_client_fault(kind: type[BatonError]) -> bool:
-    return kind.http_status in (400, 401, 403, 404, 413) or kind is RateLimitExceeded
+    return kind.http_status in (400, 401, 403, 404, 413) or issubclass(kind, RateLimitExceeded)
 
 
 def test_the_example_names_the_jobs_that_alerts_ask_for() -> None:

@@ -7,8 +7,17 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from baton.config.cluster import Config
+from baton.config.money import PricesConfig
 from router.console.rates import CounterWindow, Key
-from router.console.snapshot import Observation, ObservedWorker, Snapshot, page_counts, snapshot_of
+from router.console.snapshot import (
+    CostView,
+    Observation,
+    ObservedWorker,
+    Snapshot,
+    page_counts,
+    snapshot_of,
+)
 from router.console.worker_page import WorkerPage
 from router.http.sse import to_json
 from tests.support.router.looks import CONFIG, look, record, seen
@@ -16,12 +25,14 @@ from tests.support.router.looks import CONFIG, look, record, seen
 SHORT = CONFIG.classes[0].name
 
 
-def shown(first: Observation, second: Observation, *, seconds: float = 10.0) -> Snapshot:
+def shown(
+    first: Observation, second: Observation, *, seconds: float = 10.0, config: Config = CONFIG
+) -> Snapshot:
     """The second look's snapshot, ``seconds`` after the first one."""
     window = CounterWindow(60)
     window.add(0.0, {**first.counts, **page_counts(first.pages)})
     window.add(seconds, {**second.counts, **page_counts(second.pages)})
-    return snapshot_of(second, window, CONFIG)
+    return snapshot_of(second, window, config)
 
 
 def test_the_first_snapshot_has_workers_and_no_rates() -> None:
@@ -67,6 +78,28 @@ def test_rates_and_shares() -> None:
     assert traffic.cached_share == 0.25
     assert traffic.good_share == 9 / 12, "aborted ones are not due"
     assert (traffic.shed, traffic.failed) == (2, 0)
+
+
+def test_costs_are_those_of_the_window() -> None:
+    def counts(times: int) -> Observation:
+        key: dict[Key, float] = {
+            ("cost_dollars", "input"): 0.25 * times,
+            ("cost_dollars", "cached_input"): 0.25 * times,
+            ("cost_dollars", "output"): 1.5 * times,
+            ("requests", SHORT, "ok", ""): 3.0 * times,
+            ("requests", SHORT, "aborted", ""): 1.0 * times,
+            ("requests", SHORT, "shed", "overloaded"): 9.0 * times,
+            ("prompt_tokens", SHORT): 1e6 * times,
+            ("generated_tokens", SHORT): 5e5 * times,
+        }
+        return look(counts=key)
+
+    priced = CONFIG.model_copy(update={"prices": PricesConfig(input=1.0, output=3.0)})
+    cost = shown(counts(0), counts(1), config=priced).cost
+    assert cost == CostView(2.0 / 10 * 3600, 0.5, 0.5, 3.0)
+    idle = shown(counts(0), counts(0), config=priced).cost
+    assert idle == CostView(0.0, None, None, None)
+    assert shown(counts(0), counts(1)).cost is None, "tokens have no price"
 
 
 def test_percentiles_of_a_class_and_of_all() -> None:

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from baton.config.choices import BACKGROUND_CLASS
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
 from router.access.api_keys import Caller
 from router.core.request import GenerationRequest, OutputDelta, choices_for
 from router.inference.builder import Arrival
-from router.inference.service import BACKGROUND_CLASS
 from tests.support.router.front_fakes import Front, make_front, service_of, silent
 
 CALLER = Caller(Principal("acme", "key"), None)

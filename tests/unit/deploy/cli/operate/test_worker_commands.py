@@ -456,6 +456,8 @@ def test_keys_and_models_for_programs(here: Machine, tmp_path: Path) -> None:
         "requests_per_minute": 0,
         "tokens_per_minute": 0,
         "concurrency": 0,
+        "budget": 0.0,
+        "budget_period": "month",
         "expires_at": None,
         "expired": False,
     }

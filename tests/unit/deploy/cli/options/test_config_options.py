@@ -24,8 +24,13 @@ from deploy.cli.options.config_options import (
 from deploy.cli.serve_command import configuration
 from tests.support.deploy.baton_commands import parse
 
-TABLES = {"tls", "autoscaler", "advanced"}
-LISTS = {"pools": "--pool", "classes": "--context-class", "tenants": "--tenant"}
+TABLES = {"tls", "autoscaler", "prices", "advanced"}
+LISTS = {
+    "pools": "--pool",
+    "classes": "--context-class",
+    "tenants": "--tenant",
+    "class_prices": "--class-price",
+}
 SHOWN = [option for option in config_options() if option.panel]
 VALUES = [option for option in SHOWN if not option.is_entry]
 OTHERS = {
@@ -45,6 +50,11 @@ OTHERS = {
     "chunk_tokens": {"--max-sequences": "1"},
 }
 
+PLAIN = {
+    "otlp_endpoint": "http://127.0.0.1:9",
+    "batch_hours": "22:00-06:00",
+    "batch_time_zone": "Europe/Berlin",
+}
 SMALLEST = {"max_model_len": 32}
 """Where 2 is too small."""
 
@@ -61,11 +71,11 @@ def arguments_for(option: ConfigOption) -> tuple[list[str], Any]:
     elif kind is int:
         value = (default or 0) + SMALLEST.get(option.name, 2)
     elif kind is float:
-        value = round(default / 2, 3)
+        value = round((default or 1.0) / 2, 3)
     elif "HOST:PORT" in str(option.parameter().annotation.__metadata__[0].metavar):
         value = "127.0.0.1:9"
-    elif option.name == "otlp_endpoint":
-        value = "http://127.0.0.1:9"
+    elif option.name in PLAIN:
+        value = PLAIN[option.name]
     else:
         value = "/some/where"
     if kind == list[str]:

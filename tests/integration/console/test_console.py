@@ -14,7 +14,7 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page, Response, expect
 
 from baton.host.background import end_tasks
-from tests.e2e.console.conftest import WAIT_MS, OpenPage
+from tests.integration.console.conftest import WAIT_MS, OpenPage
 from tests.support.e2e.stage import Stage, admin, console_stage
 from tests.support.standing_engine import standing_engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.access.rate_limits import Allowance, duration
+from router.access.visit import Allowance, duration
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import redis
 from redis.commands.core import AsyncScript
 
-from router.access import limit_scripts
-from router.access.limit_scripts import AskedCall, ScriptCall, ScriptQueue
+from router.core import script_queue
+from router.core.script_queue import AskedCall, ScriptCall, ScriptQueue
 
 CALL = ScriptCall(cast(AsyncScript, None), ("key",), (1,))
 
@@ -22,7 +22,7 @@ class Server:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[asyncio.Future[list[Any]]] = []
         self.sizes: list[int] = []
-        monkeypatch.setattr(limit_scripts, "call_together", self._called)
+        monkeypatch.setattr(script_queue, "call_together", self._called)
         self.queue = ScriptQueue(cast(Any, None), connections=2, max_waiting=100)
 
     async def _called(self, client: None, calls: Sequence[ScriptCall]) -> list[Any]:
@@ -86,7 +86,7 @@ async def test_the_queue_is_bounded(server: Server) -> None:
     assert server.queue.put(CALL) is None
     server.sent[0].set_result(["a"])
     await turns()
-    assert server.sizes == [1, 1, limit_scripts.MAX_TOGETHER]
+    assert server.sizes == [1, 1, script_queue.MAX_TOGETHER]
     assert server.queue.put(CALL) is not None
     await server.queue.close()
 

@@ -1,0 +1,164 @@
+"""A bill: what one API request took and cost, as the journal keeps it and Redis adds it up."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.config.choices import BudgetPeriod
+from router.billing.budget_scripts import KEYS_OF_A_BUDGET
+from router.billing.prices import BillLine
+
+_MEASURES = ("r", "i", "c", "o", "n")
+"""Requests, prompt tokens, cached tokens, output tokens, nanodollars: see ``ledger_scripts``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A budget of which a request held its maximum cost."""
+
+    kind: str
+    name: str
+    every: BudgetPeriod
+    period: str
+    """In which the request was admitted. Its cost counts there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """The bill of one API request, possibly of several prompts. It is empty for what failed."""
+
+    answer_id: str
+    tenant: str
+    key: str
+    agent: str
+    at: int
+    """Unix time of its end, in seconds."""
+    entry: str
+    """The name by which it holds its budgets; empty: it holds none."""
+    budgets: tuple[Held, ...]
+    lines: tuple[BillLine, ...]
+
+    @property
+    def cost(self) -> int:
+        """Nanodollars."""
+        return sum(line.cost for line in self.lines)
+
+    def to_line(self, number: int) -> bytes:
+        """A line of the journal."""
+        held = [[one.kind, one.name, one.every, one.period] for one in self.budgets]
+        sums = [
+            [one.context_class, 1, one.input_tokens, one.cached_tokens, one.output_tokens, one.cost]
+            for one in self.lines
+        ]
+        own = [self.answer_id, self.tenant, self.key, self.agent, self.at, self.entry]
+        return json.dumps([number, *own, held, sums], separators=(",", ":")).encode()
+
+
+def number_of(line: bytes) -> int:
+    """The number of a bill in the journal."""
+    return int(line[1 : line.index(b",")])
+
+
+def day_of(at: float) -> str:
+    """The UTC day of a Unix time: ``2026-11-23``."""
+    return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d}"
+
+
+def hour_of(at: float) -> str:
+    """The UTC hour of a Unix time: ``2026-11-23T14``."""
+    return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%dT%H}"
+
+
+def answers_key(prefix: str, tenant: str, at: float) -> str:
+    """The Redis key of the answers of a tenant in the hour of a Unix time."""
+    return f"{prefix}:usage:answers:{tenant}:{hour_of(at)}"
+
+
+def usage_key(prefix: str, day: str) -> str:
+    """The Redis key of the usage of a day."""
+    return f"{prefix}:usage:{day}"
+
+
+class Sums:
+    """Adds up bills, as operations of the script ``SETTLE`` and the keys that these name."""
+
+    def __init__(self, prefix: str, writer: str) -> None:
+        """``prefix`` of all keys; ``writer``: the name of the process that wrote the bills."""
+        self._prefix = prefix
+        self.keys = [f"{prefix}:usage:writer:{writer}"]
+        self._places: dict[str, int] = {}
+        self._usage: list[dict[str, Any]] = []
+        self._numbers: dict[tuple[str, ...], int] = {}
+        """Of operations on usage, from 1, by the day and whose it is."""
+        self._answers: list[dict[str, Any]] = []
+        self._budgets: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def add(self, line: bytes) -> None:
+        """Add a line of a journal."""
+        _, answer_id, tenant, key, agent, at, entry, held, sums = json.loads(line)
+        place = 0
+        for context_class, *amounts in sums:
+            place = self._add_usage((tenant, key, context_class, agent), at, amounts)
+        if place:
+            answers = self._place([answers_key(self._prefix, tenant, at)])
+            day = day_of(at)
+            self._answers.append({"answers": answers, "day": day, "id": answer_id, "usage": place})
+        cost = sum(amounts[-1] for _, *amounts in sums)
+        for kind, name, every, period in held:
+            self._add_budget((kind, name, every), period, entry, cost)
+
+    def operations(self) -> str:
+        """The operations, as the script reads them."""
+        told = {
+            "usage": self._usage,
+            "answers": self._answers,
+            "budgets": list(self._budgets.values()),
+        }
+        # Lua reads an empty list as well as an empty table.
+        return json.dumps(told, separators=(",", ":"))
+
+    def _add_usage(self, whose: tuple[str, ...], at: float, amounts: Sequence[int]) -> int:
+        """Returns the number of its operation, from 1."""
+        day = day_of(at)
+        number = self._numbers.get((day, *whose))
+        if number is None:
+            own = usage_key(self._prefix, day)
+            tenant, key, context_class, agent = whose
+            self._usage.append(
+                {
+                    "day": self._place([own]),
+                    "agents": self._place([f"{own}:agents"]),
+                    "tenant": tenant,
+                    "key": key,
+                    "class": context_class,
+                    "agent": agent,
+                    "sums": dict.fromkeys(_MEASURES, 0),
+                }
+            )
+            number = self._numbers[(day, *whose)] = len(self._usage)
+        sums = self._usage[number - 1]["sums"]
+        for measure, amount in zip(_MEASURES, amounts, strict=True):
+            sums[measure] += amount
+        return number
+
+    def _add_budget(self, whose: tuple[str, str, str], period: str, entry: str, cost: int) -> None:
+        known = self._budgets.get((*whose, period))
+        if known is None:
+            name = ":".join((f"{self._prefix}:budget", *whose))
+            first = self._place([f"{name}:{part}" for part in KEYS_OF_A_BUDGET])
+            known = {"first": first, "period": period, "cost": 0, "holds": []}
+            self._budgets[(*whose, period)] = known
+        known["cost"] += cost
+        known["holds"].append(entry)
+
+    def _place(self, keys: list[str]) -> int:
+        """The place of the first of some keys among all, counted from 1 as Lua does."""
+        place = self._places.get(keys[0])
+        if place is None:
+            place = self._places[keys[0]] = len(self.keys) + 1
+            self.keys += keys
+        return place

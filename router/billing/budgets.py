@@ -1,0 +1,225 @@
+"""The budgets of keys and tenants, as one router process sees them.
+
+    asked ─Redis answers→ held until the bill, or refused
+    asked ─Redis does not answer→ taken from this router's slice, or refused
+
+With each answer of Redis a router holds a slice of the budget, at most 1 % of it, for
+``SLICE_S``. It may spend that much while Redis is away, so a budget is never exceeded, and refuses
+further requests then. What was taken from a slice is billed when Redis is back.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.config.access import KeyConfig, TenantConfig
+from baton.config.choices import BudgetPeriod
+from baton.config.cluster import Config
+from baton.config.money import Budgeted, dollars_text, nanodollars
+from baton.errors import Unavailable
+from baton.telemetry.metrics import RouterMetrics
+from router.billing.budget_scripts import KEYS_OF_A_BUDGET
+
+log = logging.getLogger(__name__)
+
+SLICE_S = 300.0
+"""How long a router may spend its slice after the last answer of Redis."""
+_SLICE_SHARE = 100
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The budget of a key or of a tenant."""
+
+    kind: str
+    """``key`` or ``tenant``."""
+    name: str
+    limit: int
+    """Nanodollars per period."""
+    warn_at: int
+    slow_at: int
+    """Nanodollars from which requests run in the background; the limit: never."""
+    every: BudgetPeriod
+
+    @classmethod
+    def of(cls, kind: str, owner: KeyConfig | TenantConfig) -> Budget | None:
+        """None if the owner has no budget."""
+        settings: Budgeted = owner
+        limit = nanodollars(settings.budget)
+        if not limit:
+            return None
+        warn, slow = settings.budget_warn_ratio, settings.budget_slow_ratio
+        thresholds = round(limit * warn), round(limit * slow)
+        return cls(kind, owner.name, limit, *thresholds, settings.budget_period)
+
+    @property
+    def slice(self) -> int:
+        """The most that a router spends while Redis is away, in nanodollars."""
+        return self.limit // _SLICE_SHARE
+
+    def period(self, now: float) -> str:
+        """Name of the period at a Unix time: ``2026-11-23``, ``2026-11`` or ``total``."""
+        if self.every == "total":
+            return "total"
+        return f"{_utc(now):{'%Y-%m-%d' if self.every == 'day' else '%Y-%m'}}"
+
+    def seconds_left(self, now: float) -> float | None:
+        """Until the next period; None: there is none."""
+        if self.every == "total":
+            return None
+        at = _utc(now)
+        midnight = at.replace(hour=0, minute=0, second=0, microsecond=0)
+        if self.every == "day":
+            ends = midnight + datetime.timedelta(days=1)
+        else:
+            # No month has more than 31 days, and the day after them is in the next one.
+            ends = (midnight.replace(day=1) + datetime.timedelta(days=31)).replace(day=1)
+        return (ends - at).total_seconds()
+
+    def state(self, used: int) -> str:
+        """``ok``, ``warned``, ``slowed`` or ``stopped``, when so many nanodollars are used."""
+        if used >= self.limit:
+            return "stopped"
+        if used >= self.slow_at:
+            return "slowed"
+        return "warned" if used >= self.warn_at else "ok"
+
+    def keys(self, prefix: str) -> list[str]:
+        """Its keys in Redis."""
+        name = f"{prefix}:budget:{self.kind}:{self.name}:{self.every}"
+        return [f"{name}:{part}" for part in KEYS_OF_A_BUDGET]
+
+    def __str__(self) -> str:
+        return f"the budget of {self.kind} {self.name!r}"
+
+
+@dataclass(slots=True)
+class Hold:
+    """What a request holds of its budgets, from its admission until its bill is written."""
+
+    entry: str
+    """Unique name of the request."""
+    budgets: tuple[Budget, ...] = ()
+    periods: tuple[str, ...] = ()
+    """In which it was admitted, by budget. Its cost counts there."""
+    amount: int = 0
+    """Nanodollars that it holds of each budget."""
+    from_slices: bool = False
+    """Whether it holds them of this router's slices, because Redis did not answer."""
+    slow: bool = False
+    """Whether a budget is so far used up that the request runs in the background."""
+
+
+@dataclass(slots=True)
+class _Slice:
+    amount: int = 0
+    """Nanodollars that Redis holds for this router."""
+    until: float = float("-inf")
+    unreported: int = 0
+    """Nanodollars of requests that Redis was not asked for, and of which it has no bill yet."""
+
+
+class Budgets:
+    """Owned by the router's event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        found = (Budget.of("tenant", tenant) for tenant in config.tenants)
+        self._of_tenants = {one.name: one for one in found if one is not None}
+        self._metrics = metrics
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._slices: dict[tuple[str, str], _Slice] = {}
+        self._warned: dict[tuple[str, str], str] = {}
+        self.holder = f"router-{secrets.token_hex(6)}"
+        """Names this process's slices among the holds."""
+
+    def of(self, key: KeyConfig) -> tuple[Budget, ...]:
+        """The budgets that a request of a key counts against."""
+        found = (Budget.of("key", key), self._of_tenants.get(key.tenant))
+        return tuple(one for one in found if one is not None)
+
+    def of_tenants(self) -> Sequence[Budget]:
+        """Those of all tenants."""
+        return tuple(self._of_tenants.values())
+
+    def period(self, budget: Budget) -> str:
+        """The period of a budget now."""
+        return budget.period(self._unix_clock())
+
+    def seconds_left(self, budget: Budget) -> float | None:
+        """Until the next period of a budget; None: there is none."""
+        return budget.seconds_left(self._unix_clock())
+
+    def arguments(self, budget: Budget) -> tuple[int | str, ...]:
+        """What the script that charges a request is told of a budget."""
+        unreported = self._slice(budget).unreported
+        return budget.limit, self.period(budget), budget.slice, unreported
+
+    def learn(self, budget: Budget, used: int, held: int, asked_at: float) -> None:
+        """Redis has answered a call of the monotonic time ``asked_at``.
+
+        ``used``: nanodollars that are spent and held. ``held``: this router's slice.
+        """
+        mine = self._slice(budget)
+        mine.amount, mine.until = held, asked_at + SLICE_S
+        if budget.kind == "tenant":
+            ratio = used / budget.limit
+            self._metrics.budget_used_ratio.labels(budget.name).set(ratio)
+        period = self.period(budget)
+        place = budget.kind, budget.name
+        if used >= budget.warn_at and self._warned.get(place) != period:
+            self._warned[place] = period
+            log.warning(
+                "%s for %s is used up to %d %%: $%s of $%s",
+                budget,
+                period,
+                100 * used // budget.limit,
+                dollars_text(used),
+                dollars_text(budget.limit),
+            )
+
+    def hold(self, hold: Hold, cost: int) -> None:
+        """Redis has granted a hold of this maximum cost."""
+        hold.amount, hold.from_slices = cost, False
+        hold.periods = tuple(map(self.period, hold.budgets))
+
+    def hold_of_slices(self, hold: Hold, cost: int) -> None:
+        """Redis does not answer: hold this maximum cost of this router's slices.
+
+        Raises Unavailable.
+        """
+        for budget in hold.budgets:
+            mine = self._slice(budget)
+            if self._clock() >= mine.until or mine.unreported + cost > mine.amount:
+                raise Unavailable(
+                    f"{budget} cannot be checked, because Redis does not answer, and this router"
+                    " has spent the part of it that it may spend meanwhile: try again later",
+                    retry_after=_RETRY_S,
+                )
+        self.hold(hold, cost)
+        hold.from_slices = True
+        self.correct(hold.budgets, cost)
+
+    def correct(self, budgets: Sequence[Budget], amount: int) -> None:
+        """Correct what was taken from slices: the bill is lower, or Redis has it now."""
+        for budget in budgets:
+            self._slice(budget).unreported += amount
+
+    def _slice(self, budget: Budget) -> _Slice:
+        return self._slices.setdefault((budget.kind, budget.name), _Slice())
+
+
+def _utc(now: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(now, datetime.UTC)

@@ -1,0 +1,213 @@
+"""The ledger: the bills of a router process, from the end of their requests to the sums in Redis.
+
+    a request ends ─journal→ it outlives this process ─SETTLE→ added to usage and budgets, once
+
+A bill is written before the client has the end of its answer. The journals of processes that died
+are reported by the next one of the cluster that starts on their machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import redis
+import redis.asyncio
+
+from baton.config.cluster import Config
+from baton.host.background import end_tasks, spawn
+from baton.request import Principal
+from baton.telemetry.metrics import RouterMetrics
+from router.billing.bill import Bill, Held, Sums, number_of
+from router.billing.budgets import Budget, Budgets, Hold
+from router.billing.journal import Journal
+from router.billing.ledger_scripts import SETTLE
+from router.billing.prices import BillLine, PriceTable
+from router.core.script_queue import ScriptCall, call_together
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 0.2
+"""Bills that end within this time are reported together."""
+AWAY_S = 1.0
+CLOSE_S = 2.0
+"""How long a process that ends goes on reporting. What is left stays in its journal."""
+OTHER_TENANTS = "other"
+"""Label of tenants that the configuration does not name."""
+
+
+class Ledger:
+    """Owned by the router's event loop.
+
+    new ─start→ reporting ─close→ closed
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        cluster_id: str,
+        config: Config,
+        metrics: RouterMetrics,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.prices = PriceTable(config)
+        self.budgets = Budgets(config, metrics, unix_clock=unix_clock)
+        self._client = client
+        self._script = client.register_script(SETTLE)
+        self._cluster_id = cluster_id
+        self._prefix = f"baton:{{{cluster_id}}}"
+        self._folder: Path = config.data_folder / "bills"
+        self._metrics = metrics
+        self._tenants = frozenset(config.tenant_weights)
+        self._unix_clock = unix_clock
+        self._writer = secrets.token_hex(8)
+        self._journal: Journal | None = None
+        self._written = 0
+        """The number of the last bill that was written."""
+        self._settled = 0
+        """The number of the last bill that Redis has."""
+        self._of_slices: deque[tuple[int, tuple[Budget, ...], int]] = deque()
+        """Bills of requests that held slices: number, budgets and nanodollars, until Redis has
+        them."""
+        self._woken = asyncio.Event()
+        self._reporting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to report: first what processes that died have left."""
+        self._reporting = spawn(self._report(), "bills")
+
+    async def close(self) -> None:
+        """Report what is left, for ``CLOSE_S`` at most."""
+        if self._reporting is not None:
+            await end_tasks([self._reporting])
+        if self._journal is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._report_all(self._journal, self._writer)
+        except (TimeoutError, redis.RedisError) as error:
+            log.warning("some bills stay in %s for the next router: %s", self._folder, error)
+        self._journal.close(remove=not self._journal.has_more)
+        self._journal = None
+
+    def settle(
+        self,
+        principal: Principal,
+        agent: str,
+        answer_id: str,
+        hold: Hold | None,
+        lines: Sequence[BillLine],
+    ) -> None:
+        """Write the bill of a request that ended, and let go of what it holds. Does not wait.
+
+        ``lines``: nothing for a request that is not billed. ``hold`` None: it has no budgets.
+        """
+        held = () if hold is None or not hold.amount else self._held(hold)
+        if not lines and not held:
+            return
+        entry = hold.entry if hold is not None and held else ""
+        bill = Bill(
+            answer_id,
+            principal.tenant,
+            principal.key_id,
+            agent,
+            int(self._unix_clock()),
+            entry,
+            held,
+            tuple(lines),
+        )
+        self._count(bill)
+        try:
+            if self._journal is None:
+                self._journal = Journal.create(self._folder, self._cluster_id, self._writer)
+            self._journal.append(bill.to_line(self._written + 1))
+        except OSError as error:
+            self._metrics.lost_bills.inc()
+            log.error("the bill of %s is lost: %s", answer_id, error)
+            return
+        self._written += 1
+        if hold is not None and held:
+            self._let_go(hold, bill.cost)
+        self._woken.set()
+
+    def _held(self, hold: Hold) -> tuple[Held, ...]:
+        return tuple(
+            Held(budget.kind, budget.name, budget.every, period)
+            for budget, period in zip(hold.budgets, hold.periods, strict=True)
+        )
+
+    def _let_go(self, hold: Hold, cost: int) -> None:
+        if hold.from_slices:
+            self.budgets.correct(hold.budgets, cost - hold.amount)
+            self._of_slices.append((self._written, hold.budgets, cost))
+        hold.amount, hold.from_slices = 0, False
+
+    def _count(self, bill: Bill) -> None:
+        tenant = bill.tenant if bill.tenant in self._tenants else OTHER_TENANTS
+        for line in bill.lines:
+            for kind, cost in zip(("input", "cached_input", "output"), line.costs, strict=True):
+                if cost:
+                    series = self._metrics.cost_dollars.labels(tenant, line.context_class, kind)
+                    series.inc(cost / 1e9)
+
+    async def _report(self) -> None:
+        found = False
+        while True:
+            try:
+                if not found:
+                    await self._report_left()
+                    found = True
+                await self._woken.wait()
+                await asyncio.sleep(PAUSE_S)
+                self._woken.clear()
+                if self._journal is not None:
+                    await self._report_all(self._journal, self._writer)
+            except (redis.RedisError, OSError) as error:
+                log.warning("bills are reported later: %s", error)
+                self._woken.set()
+                await asyncio.sleep(AWAY_S)
+
+    async def _report_left(self) -> None:
+        """Report the journals of processes that died. Raises ``redis.RedisError``, OSError."""
+        for writer, journal in Journal.left(self._folder, self._cluster_id):
+            remove = False
+            try:
+                await self._report_all(journal, writer)
+                remove = True
+                log.info("the bills of a router that died are in Redis now")
+            finally:
+                journal.close(remove=remove)
+
+    async def _report_all(self, journal: Journal, writer: str) -> None:
+        """Report the bills of a journal that Redis does not have. Raises ``redis.RedisError``."""
+        settled = self._settled if writer == self._writer else 0
+        while lines := journal.lines():
+            fresh = [line for line in lines if number_of(line) > settled]
+            if fresh:
+                settled = await self._send(writer, settled, fresh)
+                if writer == self._writer:
+                    self._settled = settled
+            if number_of(lines[-1]) <= settled:
+                journal.read_over(lines)
+                self._forget_slices()
+
+    async def _send(self, writer: str, settled: int, lines: Sequence[bytes]) -> int:
+        """Returns the number of the last bill that Redis has."""
+        sums = Sums(self._prefix, writer)
+        for line in lines:
+            sums.add(line)
+        args = (settled, number_of(lines[-1]), sums.operations())
+        (answer,) = await call_together(self._client, [ScriptCall(self._script, sums.keys, args)])
+        if isinstance(answer, Exception):
+            raise answer
+        return int(answer)
+
+    def _forget_slices(self) -> None:
+        while self._of_slices and self._of_slices[0][0] <= self._settled:
+            _, budgets, cost = self._of_slices.popleft()
+            self.budgets.correct(budgets, -cost)

@@ -1,0 +1,148 @@
+"""A queue of calls of Lua scripts in Redis, which share a few connections.
+
+    waiting ─a connection is free→ sent ─→ answered, or failed
+    waiting ─given up→ never sent
+
+Calls that come while all connections are busy wait, and go together with the next free one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+import redis.asyncio
+from redis.commands.core import AsyncScript
+
+from baton.host.background import end_tasks, spawn
+
+MAX_TOGETHER = 64
+"""Maximum calls sent together: a few milliseconds of the server's time."""
+CALL_S = 2.0
+"""Deadline of calls sent together, seconds. Callers have shorter deadlines."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCall:
+    """A call of a script."""
+
+    script: AsyncScript
+    keys: Sequence[str]
+    args: Sequence[int | str]
+
+
+@dataclass(slots=True, eq=False)
+class AskedCall:
+    """A call in the queue, or sent."""
+
+    call: ScriptCall
+    answer: asyncio.Future[Any]
+    """Fails with ``redis.RedisError``. A caller cancels it to give up a call that is not sent."""
+    sent: bool = False
+
+
+async def call_together(client: redis.asyncio.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
+    """Make calls in one round trip. Returns an answer, or the server's error, for each call.
+
+    Raises ``redis.RedisError`` if some have no answer after ``CALL_S``.
+    """
+    try:
+        async with asyncio.timeout(CALL_S):
+            answers = await _execute(client, calls, by_name=True)
+            unknown = [
+                place
+                for place, answer in enumerate(answers)
+                if isinstance(answer, redis.exceptions.NoScriptError)
+            ]
+            if unknown:
+                again = await _execute(client, [calls[one] for one in unknown], by_name=False)
+                for place, answer in zip(unknown, again, strict=True):
+                    answers[place] = answer
+            return answers
+    except (TimeoutError, OSError) as error:
+        raise redis.ConnectionError(f"Redis did not answer: {error!r}") from error
+
+
+async def _execute(
+    client: redis.asyncio.Redis, calls: Sequence[ScriptCall], *, by_name: bool
+) -> list[Any]:
+    async with client.pipeline(transaction=False) as pipeline:
+        send = cast(Any, pipeline.evalsha if by_name else pipeline.eval)
+        for call in calls:
+            name = call.script.sha if by_name else call.script.script
+            send(name, len(call.keys), *call.keys, *call.args)
+        return await pipeline.execute(raise_on_error=False)
+
+
+class ScriptQueue:
+    """A queue of calls that wait for a connection. Owned by one event loop."""
+
+    def __init__(self, client: redis.asyncio.Redis, *, connections: int, max_waiting: int) -> None:
+        """``connections``: maximum in use. ``max_waiting``: maximum calls that wait for one."""
+        self._client = client
+        self._connections = connections
+        self._max_waiting = max_waiting
+        self._waiting: deque[AskedCall] = deque()
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    def put(self, call: ScriptCall) -> AskedCall | None:
+        """Call a script as soon as a connection is free. Returns None if the queue is full."""
+        if len(self._waiting) >= self._max_waiting:
+            return None
+        loop = asyncio.get_running_loop()
+        asked = AskedCall(call, loop.create_future())
+        self._waiting.append(asked)
+        # The calls of a burst go together.
+        loop.call_soon(self._send)
+        return asked
+
+    async def close(self) -> None:
+        """End the calls in flight. A call without an answer fails."""
+        waiting, self._waiting = self._waiting, deque()
+        for asked in waiting:
+            if not asked.answer.done():
+                asked.answer.set_exception(_stopping())
+        await end_tasks(self._carrying)
+
+    def _send(self) -> None:
+        while self._waiting and len(self._carrying) < self._connections:
+            together: list[AskedCall] = []
+            while self._waiting and len(together) < MAX_TOGETHER:
+                asked = self._waiting.popleft()
+                if not asked.answer.done():
+                    asked.sent = True
+                    together.append(asked)
+            if together:
+                task = spawn(self._carry(together), "scripts")
+                self._carrying.add(task)
+                task.add_done_callback(self._carried)
+
+    def _carried(self, task: asyncio.Task[None]) -> None:
+        self._carrying.discard(task)
+        self._send()
+
+    async def _carry(self, together: Sequence[AskedCall]) -> None:
+        answers: Sequence[Any] = [redis.ConnectionError("the call ended without an answer")] * len(
+            together
+        )
+        try:
+            answers = await call_together(self._client, [asked.call for asked in together])
+        except redis.RedisError as error:
+            answers = [error] * len(together)
+        except asyncio.CancelledError:
+            answers = [_stopping()] * len(together)
+            raise
+        finally:
+            for asked, answer in zip(together, answers, strict=True):
+                if isinstance(answer, Exception):
+                    asked.answer.set_exception(answer)
+                else:
+                    asked.answer.set_result(answer)
+
+
+def _stopping() -> redis.RedisError:
+    return redis.ConnectionError("the router is stopping")

@@ -1,0 +1,182 @@
+"""Reads the ledger's sums, and keeps feedback and the time of devices. All of it is in Redis.
+
+``router/billing/ledger_scripts.py`` has the scripts, and lists the keys.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from baton.errors import NotFound, Unavailable
+from router.billing.bill import answers_key, day_of, usage_key
+from router.billing.budgets import Budget
+from router.billing.ledger_scripts import ANSWERS_KEPT_S, DEVICES, FEEDBACK, MEASURES
+from router.usage.usage_report import UsageEntry
+
+_AT_ONCE = 1000
+_HOUR_S = 3600
+_TRIES = 3
+_NAMES = {letter: name for name, letter in MEASURES.items()}
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What a client says of an answer's task."""
+
+    success: bool
+    score: float | None = None
+    """0 to 1."""
+    comment: str = ""
+
+
+class UsageStore:
+    """Methods raise Unavailable while Redis does not answer. Owned by the router's event loop."""
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        cluster_id: str,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._client = client
+        self._prefix = f"baton:{{{cluster_id}}}"
+        self._feedback = client.register_script(FEEDBACK)
+        self._devices = client.register_script(DEVICES)
+        self._unix_clock = unix_clock
+
+    async def entries(self, days: Sequence[str], tenant: str | None) -> list[UsageEntry]:
+        """The sums of some days, of one tenant or of all."""
+        found = []
+        async with _answered():
+            for day in days:
+                async for place, letter, amount in self._sums(day):
+                    if tenant in (None, place[0]) and letter in _NAMES:
+                        entry = UsageEntry((day, *place), _NAMES[letter], amount)
+                        found.append(entry)
+        return found
+
+    async def _sums(self, day: str) -> AsyncIterator[tuple[tuple[str, str, str, str], str, int]]:
+        seen: set[bytes] = set()
+        key = usage_key(self._prefix, day)
+        async for field, amount in self._client.hscan_iter(key, count=_AT_ONCE):
+            # A scan may give a field twice.
+            if field not in seen:
+                seen.add(field)
+                tenant, api_key, context_class, agent, letter = json.loads(field)
+                yield (tenant, api_key, context_class, agent), letter, int(amount)
+
+    async def device_seconds(self, days: Sequence[str]) -> dict[str, float]:
+        """Seconds of devices in some days, by pool."""
+        found: dict[str, float] = {}
+        async with _answered():
+            for day in days:
+                told: Any = await self._client.hgetall(f"{usage_key(self._prefix, day)}:devices")
+                for pool, spent in told.items():
+                    name = pool.decode()
+                    found[name] = found.get(name, 0.0) + int(spent) / 1000
+        return found
+
+    async def count_devices(self, devices: Mapping[str, int]) -> None:
+        """Count the time since the last call of any router for these devices, by pool."""
+        day = usage_key(self._prefix, day_of(self._unix_clock()))
+        keys = [f"{self._prefix}:usage:devices", f"{day}:devices"]
+        args: list[str | int] = []
+        for pool, number in devices.items():
+            args += [pool, number]
+        async with _answered():
+            await self._devices(keys=keys, args=args)
+
+    async def used(self, budget: Budget) -> int:
+        """Nanodollars that are spent and held of a budget in its present period."""
+        period = budget.period(self._unix_clock())
+        async with _answered():
+            told: Any = await self._client.hmget(
+                budget.keys(self._prefix)[0], ["period", "spent", "held"]
+            )
+        if told[0] is None or told[0].decode() != period:
+            return 0
+        return int(told[1]) + int(told[2])
+
+    # Feedback
+
+    async def rate(self, tenant: str, answer_id: str, feedback: Feedback) -> None:
+        """Keep feedback on an answer in place of an earlier one. Raises NotFound."""
+        for _ in range(_TRIES):
+            key, raw = await self._answer(tenant, answer_id)
+            record = json.loads(raw)
+            changes = _changes(_feedback_of(record), feedback)
+            fresh = record | {
+                "success": feedback.success,
+                "score": feedback.score,
+                "comment": feedback.comment,
+            }
+            keys = [key, usage_key(self._prefix, record["day"])]
+            args: list[str | bytes] = [answer_id, json.dumps(fresh), json.dumps(changes), raw]
+            async with _answered():
+                if await self._feedback(keys=keys, args=args):
+                    return
+        raise Unavailable("other feedback on this answer came at the same time", retry_after=1.0)
+
+    async def rating(self, tenant: str, answer_id: str) -> Feedback | None:
+        """The feedback on an answer; None: it has none. Raises NotFound."""
+        _, raw = await self._answer(tenant, answer_id)
+        return _feedback_of(json.loads(raw))
+
+    async def _answer(self, tenant: str, answer_id: str) -> tuple[str, bytes]:
+        """Where the record of an answer is, and what it says. Raises NotFound."""
+        now = self._unix_clock()
+        hours = range(0, ANSWERS_KEPT_S, _HOUR_S)
+        keys = [answers_key(self._prefix, tenant, now - back) for back in hours]
+        async with _answered(), self._client.pipeline(transaction=False) as calls:
+            for key in keys:
+                calls.hget(key, answer_id)
+            found = await calls.execute()
+        place = next(((key, raw) for key, raw in zip(keys, found, strict=True) if raw), None)
+        if place is None:
+            raise NotFound(
+                "there is no such answer: feedback is taken for a day, on billed answers of the"
+                " key's tenant, at most 10,000 of an hour",
+                param="id",
+            )
+        return place
+
+
+def _feedback_of(record: Mapping[str, Any]) -> Feedback | None:
+    if "success" not in record:
+        return None
+    return Feedback(record["success"], record.get("score"), record.get("comment", ""))
+
+
+def _changes(before: Feedback | None, now: Feedback) -> dict[str, int]:
+    """How feedback changes sums, by the letters of measures."""
+    changes: dict[str, int] = {}
+    for feedback, sign in ((before, -1), (now, 1)):
+        if feedback is None:
+            continue
+        counts = {"successes" if feedback.success else "failures": 1}
+        if feedback.score is not None:
+            counts |= {"scored": 1, "score": round(1000 * feedback.score)}
+        for measure, count in counts.items():
+            letter = MEASURES[measure]
+            changes[letter] = changes.get(letter, 0) + sign * count
+    return {letter: change for letter, change in changes.items() if change}
+
+
+@asynccontextmanager
+async def _answered() -> AsyncIterator[None]:
+    """Raises Unavailable where Redis does not answer."""
+    try:
+        yield
+    except (redis.RedisError, OSError):
+        raise Unavailable(
+            "usage and feedback are in Redis, which does not answer now", retry_after=_RETRY_S
+        ) from None
