@@ -25,13 +25,14 @@ def registered_server(
     """As ``grpc.aio.server``. Services must register their methods, as generated code does."""
     server = grpc.aio.server()
     # grpc.aio.server() takes no other kind of core server.
-    core = _CoreServer(server._loop, None, (), tuple(gates), tuple(options), None)
-    core.add_registered_method_handlers({UNKNOWN: _NO_SUCH_METHOD})
-    server._server = core
+    parts: Any = server
+    core = _CoreServer(parts._loop, None, (), tuple(gates), tuple(options), None)
+    core.add_registered_method_handlers({UNKNOWN: grpc.stream_stream_rpc_method_handler(_refuse)})
+    parts._server = core
     return server
 
 
-class _CoreServer(cygrpc.AioServer):  # type: ignore[misc, name-defined]
+class _CoreServer(cygrpc.AioServer):  # type: ignore[misc]
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
         """The next call of a registered ``method``; None stands for those of all others."""
         if method is None:
@@ -42,8 +43,5 @@ class _CoreServer(cygrpc.AioServer):  # type: ignore[misc, name-defined]
         return found
 
 
-async def _refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _refuse(_: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
-
-
-_NO_SUCH_METHOD = grpc.stream_stream_rpc_method_handler(_refuse)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def test_a_plain_checkpoint_stays_plain(model: Path, quantization: str) -> None:
 def test_the_kind_of_most_values_counts() -> None:
     """That of a mixed file, as GGUF's are; embeddings, heads and norms do not count."""
     small, large = torch.randn(32, 32), torch.randn(32, 96)
-    weights = {
+    weights: dict[str, torch.Tensor | QuantizedWeight] = {
         "model.embed_tokens.weight": torch.randn(500, 32),
         "model.layers.0.self_attn.q_proj.weight": quantize(small, "int8"),
         "model.layers.0.mlp.up_proj.weight": quantize(large, "int4"),

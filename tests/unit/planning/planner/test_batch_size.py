@@ -58,7 +58,7 @@ def test_one_miss_in_a_hundred_is_kept() -> None:
     kept = replace(figures, missed_ttft=0.01, missed_tpot=0.01, shed=0, failed=0)
     assert _keeps(kept, 1.0, 1.0)
     for missed in ({"missed_ttft": 0.02}, {"missed_tpot": 0.02}, {"shed": 1}, {"failed": 1}):
-        assert not _keeps(replace(kept, requests=40, **missed), 1.0, 1.0), missed  # type: ignore[arg-type] # by name
+        assert not _keeps(replace(kept, requests=40, **missed), 1.0, 1.0), missed
     # Requests that no worker serves in time do not count.
     long = replace(kept, missed_ttft=0.05, missed_tpot=0.2)
     assert _keeps(long, 0.95, 0.80)
