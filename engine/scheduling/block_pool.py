@@ -28,6 +28,9 @@ from typing import Protocol
 from engine.scheduling.sequence import Sequence
 
 
+_NONE: OrderedDict[int, float] = OrderedDict()
+
+
 class OutOfBlocks(Exception):
     """Fewer blocks are free or evictable than were asked for."""
 
@@ -142,9 +145,14 @@ class BlockPool:
             for block in blocks:
                 if self._references[block] == 0:
                     listener.busy(block)
+        # As in ``release``, nothing below calls a function.
         for block in blocks:
             if self._references[block] == 0:
-                self._leave_cached(block)
+                retained = self._hash_of[block] in self._retained
+                del (self._retained_cached if retained else self._cached)[block]
+                if block in self._ttl_of:
+                    self._newly_cached.pop(block, None)
+                    self._expiring.get(self._ttl_of[block], _NONE).pop(block, None)
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -167,10 +175,14 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         """Free a cached block."""
+        queue = self._queue_of(block)
         for listener in self._listeners:
             listener.evicted(block)
-        self._leave_cached(block)
-        self._ttl_of.pop(block, None)
+        # As in ``release``, nothing below calls a function.
+        del queue[block]
+        if block in self._ttl_of:
+            self._newly_cached.pop(block, None)
+            self._expiring.get(self._ttl_of.pop(block), _NONE).pop(block, None)
         self._free.append(block)
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
@@ -189,30 +201,22 @@ class BlockPool:
             if self._listeners and self._references[block] == count and block in self._hash_of:
                 for listener in self._listeners:
                     listener.idle(block)
+        # Nothing below calls a function: one that raised midway would lose blocks.
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._hash_of:
-                    self._enter_cached(block)
-                else:
+                digest = self._hash_of.get(block)
+                if digest is None:
                     self._free.append(block)
+                    continue
+                queue = self._retained_cached if digest in self._retained else self._cached
+                queue[block] = None
+                if block in self._ttl_of:
+                    self._newly_cached[block] = None
 
     def _queue_of(self, block: int) -> OrderedDict[int, None]:
         is_retained = self._hash_of[block] in self._retained
         return self._retained_cached if is_retained else self._cached
-
-    def _enter_cached(self, block: int) -> None:
-        self._queue_of(block)[block] = None
-        if block in self._ttl_of:
-            self._newly_cached[block] = None
-
-    def _leave_cached(self, block: int) -> None:
-        del self._queue_of(block)[block]
-        ttl_s = self._ttl_of.get(block)
-        if ttl_s is not None:
-            self._newly_cached.pop(block, None)
-            if ttl_s in self._expiring:
-                self._expiring[ttl_s].pop(block, None)
 
     def register(
         self, block: int, digest: bytes, leading: Several[bytes] = (), ttl_s: float = 0.0
@@ -267,9 +271,11 @@ class BlockPool:
             if block is None or self._references[block] > 0:
                 change(digest)
                 continue
-            del self._queue_of(block)[block]
+            # As in ``release``: ``change`` is a method of a set.
+            (self._retained_cached if digest in self._retained else self._cached).pop(block)
             change(digest)
-            self._queue_of(block)[block] = None
+            queue = self._retained_cached if digest in self._retained else self._cached
+            queue[block] = None
 
     def expires(self, block: int) -> bool:
         """Whether a findable block has a time to live."""

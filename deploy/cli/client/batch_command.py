@@ -109,6 +109,7 @@ class BatchCommand:
                         total=counts.total or None,
                         completed=counts.completed + counts.failed,
                         failed=f"{counts.failed} failed" if counts.failed else "",
+                        refresh=True,
                     )
                     if batch.status not in UNFINISHED:
                         return batch

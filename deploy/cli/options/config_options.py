@@ -97,6 +97,7 @@ _LISTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """By list of tables: the option for one entry."""
+_MANY_CHOICES = 10
 _NO_OPTION = frozenset({"keys", "cluster_secret"})
 _SHORT: Mapping[Path, str] = MappingProxyType(
     {
@@ -201,7 +202,8 @@ class ConfigOption:
             choices = get_args(kind)
             kind = str
             settings = {
-                "metavar": "|".join(choices),
+                # Many are wrapped between two, and not within one.
+                "metavar": ("|" if len(choices) < _MANY_CHOICES else " | ").join(choices),
                 "autocompletion": lambda: list(choices),
                 "callback": lambda value: self._chosen(value, choices),
             }

@@ -86,6 +86,7 @@ class Living:
         self.intake = Intake()
         session = self.session = WorkerSession.__new__(WorkerSession)
         context = SimpleNamespace(
+            settings=SimpleNamespace(pool=SimpleNamespace(ranks=1)),
             incarnation="decode-0:1",
             intake=self.intake,
             exchange=SimpleNamespace(
@@ -110,7 +111,10 @@ class Living:
 
         session.role = cast(Role, SimpleNamespace(heartbeat=heartbeat))
         gauges = mock.create_autospec(WorkerGauges, instance=True)
-        session.runtime = cast(WorkerRuntime, SimpleNamespace(gauges=gauges))
+        runner = SimpleNamespace(device=torch.device("cpu"))
+        core = SimpleNamespace(engine=SimpleNamespace(runner=runner))
+        session.runtime = cast(WorkerRuntime, SimpleNamespace(gauges=gauges, core=core))
+        session._device_shown_at = 0.0
         session._next_check_at = math.inf
         process = self.process = WorkerProcess.__new__(WorkerProcess)
         config = SimpleNamespace(advanced=AdvancedConfig(heartbeat_s=heartbeat_s))
