@@ -27,7 +27,6 @@ from typing import Protocol
 
 from engine.scheduling.sequence import Sequence
 
-
 _NONE: OrderedDict[int, float] = OrderedDict()
 
 
