@@ -92,8 +92,15 @@ class Ledger:
                 await self._report_all(self._journal, self._writer)
         except (TimeoutError, redis.RedisError) as error:
             log.warning("some bills stay in %s for the next router: %s", self._folder, error)
-        self._journal.close(remove=not self._journal.has_more)
+        remove = not self._journal.has_more
+        self._journal.close(remove=remove)
         self._journal = None
+        if remove:
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._forget_writer(self._writer)
+            except (TimeoutError, redis.RedisError) as error:
+                log.debug("the number of the last bill stays in Redis: %s", error)
 
     def settle(
         self,
@@ -182,6 +189,11 @@ class Ledger:
                 log.info("the bills of a router that died are in Redis now")
             finally:
                 journal.close(remove=remove)
+            await self._forget_writer(writer)
+
+    async def _forget_writer(self, writer: str) -> None:
+        """Delete the number of its last bill, once the journal is gone: no more can come of it."""
+        await self._client.delete(*Sums(self._prefix, writer).keys)
 
     async def _report_all(self, journal: Journal, writer: str) -> None:
         """Report the bills of a journal that Redis does not have. Raises ``redis.RedisError``."""

@@ -2,7 +2,8 @@
 
 Redis keys, all with the cluster's hash tag:
 
-    …:usage:writer:<name>           the number of the last bill of a router process that is in here
+    …:usage:writer:<name>           the number of the last bill of a router process that is in here,
+                                    until its journal is gone
     …:usage:<day>                   hash: sums, by [tenant, key, class, agent, measure] as JSON
     …:usage:<day>:agents            hash: the agents of each tenant, and their number
     …:usage:<day>:devices           hash: milliseconds of devices, by pool

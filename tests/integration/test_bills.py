@@ -253,7 +253,11 @@ async def test_the_bills_of_a_router_that_died_are_reported_by_the_next_one(
         while bills(cluster.folder):
             await asyncio.sleep(0.01)
     assert (await cluster.sums())["requests"] == 4
+    following.settle((1, 0, 1))
+    await until_reported(following)
     await following.close()
+    # Nothing of a process stays: no more bills can come of it.
+    assert not await cluster.client.keys("*:usage:writer:*")
 
 
 async def test_bills_wait_for_redis(client: redis.asyncio.Redis, tmp_path: Path) -> None:
