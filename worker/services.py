@@ -6,7 +6,7 @@ Owned by the worker's event loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,11 +15,14 @@ import grpc.aio
 from baton.config.cluster import Config
 from baton.rpc import convert
 from baton.rpc.grpc_errors import guarded
+from baton.rpc.registered_server import NO_SUCH_METHOD
 from baton.v1 import (
     cache_pb2,
     cache_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
+    decode_pb2,
+    prefill_pb2,
     transfer_pb2,
     transfer_pb2_grpc,
 )
@@ -130,34 +133,44 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.ChangeRoleResponse(took_ms=int(took_s * 1e3))
 
 
-class DynamicServices(grpc.GenericRpcHandler):
+class RoleServices(grpc.aio.ServerInterceptor):
     """The services of the role, which change with it on a server that has started.
 
-    A server takes no more handlers once it runs, so it gets one that looks up, call by call, those
-    of the mounted role. It takes the place of a server where generated code adds services to one.
+    A server finds no methods that are registered once it runs. So those of every role are
+    registered before, and this looks up, call by call, whether the mounted role has them. It takes
+    the place of a server where generated code adds services to one.
     """
 
     def __init__(self) -> None:
-        self._handlers: tuple[grpc.GenericRpcHandler, ...] = ()
+        self._handlers: dict[str, Any] = {}
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Have a server that has not started find the methods of every role."""
+        for file in (prefill_pb2.DESCRIPTOR, decode_pb2.DESCRIPTOR):
+            for service in file.services_by_name.values():
+                absent = {method.name: NO_SUCH_METHOD for method in service.methods}
+                server.add_registered_method_handlers(service.full_name, absent)
 
     def clear(self) -> None:
         """Forget the services: their methods are unknown from now on. Open calls go on."""
-        self._handlers = ()
+        self._handlers = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """As a server's."""
-        self._handlers += tuple(handlers)
-
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """As a server's: generated code says the same twice."""
 
-    def service(self, handler_call_details: Any) -> Any:
-        """As gRPC asks: the method's handler, None where the role has none."""
-        for handler in self._handlers:
-            found = handler.service(handler_call_details)
-            if found is not None:
-                return found
-        return None
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """As a server's."""
+        for method, handler in handlers.items():
+            self._handlers[f"/{service}/{method}"] = handler
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See ``grpc.aio.ServerInterceptor``."""
+        found = self._handlers.get(handler_call_details.method)
+        return found or await continuation(handler_call_details)
 
 
 _PER_HANG = 4

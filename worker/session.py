@@ -42,7 +42,7 @@ from worker.services import (
     CacheServicer,
     ControlServicer,
     Drainable,
-    DynamicServices,
+    RoleServices,
     TransferServicer,
 )
 from worker.settings import WorkerSettings
@@ -64,18 +64,21 @@ class WorkerSession:
         runtime: WorkerRuntime,
         roles: Mapping[str, RoleFactory],
         server: grpc.aio.Server,
+        role_services: RoleServices,
         record: WorkerRecord,
         publisher: IndexPublisher,
     ) -> None:
-        """``server`` has a port and has not started; ``record`` is that of the registry entry."""
+        """``server`` has a port and has not started, and asks ``role_services`` at each call.
+
+        ``record`` is that of the registry entry.
+        """
         self.context = context
         self.runtime = runtime
         self.server = server
         self.record = record
         self.publisher = publisher
         self._roles = roles
-        self._role_services = DynamicServices()
-        server.add_generic_rpc_handlers((self._role_services,))
+        self._role_services = role_services
         self.role, self._unsubscribe = self._mount()
         self._next_check_at = 0.0
         self._device_shown_at = time.monotonic()
@@ -96,7 +99,9 @@ class WorkerSession:
         incarnation = f"{settings.slot}:{secrets.token_hex(6)}"
         core, tiers = runtime.core, runtime.tiers
         plane = _plane(settings.config)
-        server = plane.server()
+        role_services = RoleServices()
+        server = plane.server(role_services)
+        role_services.register(server)
         address = f"{settings.host}:{listen(server, f'{settings.host}:0', plane.tls)}"
         context = WorkerContext(
             settings=settings,
@@ -118,6 +123,7 @@ class WorkerSession:
             runtime,
             roles,
             server,
+            role_services,
             _record(settings, runtime, incarnation, address),
             IndexPublisher(index, blocks, incarnation),
         )

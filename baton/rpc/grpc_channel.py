@@ -95,17 +95,14 @@ def make_server(
     shares_port: bool = False,
     gates: Sequence[grpc.aio.ServerInterceptor] = (),
     bounds: Mapping[str, int] = _NO_BOUNDS,
-    registered: bool = False,
 ) -> grpc.aio.Server:
     """A server without services and ports. ``shares_port``: others may listen on the same one.
 
     Every call passes the ``gates`` first. ``bounds``: options of gRPC's core, by name, in place of
-    those that servers within the cluster have. ``registered``: see ``registered_server``.
+    those that servers within the cluster have. Services are found if they register their methods.
     """
     options = {**dict(_server_options(shares_port=shares_port)), **bounds}
-    if registered:
-        return registered_server(gates, [*options.items()])
-    return grpc.aio.server(interceptors=gates, options=[*options.items()])
+    return registered_server(gates, [*options.items()])
 
 
 def listen(server: grpc.aio.Server | grpc.Server, address: str, tls: TlsFiles | None = None) -> int:

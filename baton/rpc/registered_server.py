@@ -27,7 +27,7 @@ def registered_server(
     # grpc.aio.server() takes no other kind of core server.
     parts: Any = server
     core = _CoreServer(parts._loop, None, (), tuple(gates), tuple(options), None)
-    core.add_registered_method_handlers({UNKNOWN: grpc.stream_stream_rpc_method_handler(_refuse)})
+    core.add_registered_method_handlers({UNKNOWN: NO_SUCH_METHOD})
     parts._server = core
     return server
 
@@ -45,3 +45,7 @@ class _CoreServer(cygrpc.AioServer):  # type: ignore[misc]
 
 async def _refuse(_: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method")
+
+
+NO_SUCH_METHOD: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
+"""Ends a call with ``UNIMPLEMENTED``."""

@@ -43,10 +43,13 @@ class WorkerPlane:
         channel = open_channel(address, self.tls, "worker")
         return channel if self.tls is not None else _TokenChannel(channel, self.token)
 
-    def server(self) -> grpc.aio.Server:
-        """A worker's server, without services and ports. It refuses callers of other clusters."""
+    def server(self, *inner: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
+        """A worker's server, without services and ports. It refuses callers of other clusters.
+
+        ``inner``: interceptors that see the calls of this cluster alone.
+        """
         gate = _TokenGate(self.token) if self.tls is None else PeerRoles()
-        return make_server(gates=(gate,))
+        return make_server(gates=(gate, *inner))
 
 
 OPEN_PLANE = WorkerPlane()

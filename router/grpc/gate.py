@@ -57,9 +57,7 @@ def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
         "grpc.http2.bdp_probe": 0,
     }
     gate = GrpcGate(access, config.request_deadline_s)
-    return make_server(
-        shares_port=config.routers > 1, gates=(gate,), bounds=bounds, registered=True
-    )
+    return make_server(shares_port=config.routers > 1, gates=(gate,), bounds=bounds)
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from baton.rpc.grpc_channel import listen, open_channel
 from baton.rpc.worker_plane import OPEN_PLANE, TOKEN_KEY, WorkerPlane
 from baton.security.cluster_secret import new_secret
 from baton.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc
+from loadtest.router.http2_client import Http2Connection, call_headers
 
 DEADLINE_S = 30.0
 PLANE = WorkerPlane.of(None, "a secret of the tests")
@@ -68,6 +70,19 @@ async def test_a_caller_of_the_cluster_shows_its_token_beside_its_own_metadata()
             assert (await stream.read()).call == number
         await stream.done_writing()
         assert await stream.code() is grpc.StatusCode.OK
+
+
+async def test_a_method_that_is_no_text_stops_no_worker() -> None:
+    async with worker(PLANE) as (_, address), PLANE.channel(address) as channel:
+        host, port = address.rsplit(":", 1)
+        loop = asyncio.get_running_loop()
+        _, stranger = await loop.create_connection(Http2Connection, host, int(port))
+        stranger.call(1, call_headers("/baton.v1.ControlService/Dr\udcff"), b"")
+        while 1 not in stranger.ended:
+            stranger.changed.clear()
+            await asyncio.wait_for(stranger.changed.wait(), DEADLINE_S)
+        stranger.close()
+        assert await drain(channel) is grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize(
