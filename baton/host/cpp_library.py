@@ -106,7 +106,9 @@ class CppLibrary:
         while (lock := _locked(place)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another process has locked {place} for {_WAITS_S:.0f} s")
-            done = len(list(place.glob("*/*.o")))
+            # The other process removes what it made; os.walk passes over folders that are gone.
+            found = (name for _, _, names in os.walk(place) for name in names)
+            done = sum(name.endswith(".o") for name in found)
             if done > told:
                 tell(f"another process compiles, {done} of {len(self._sources)} files are done")
                 told = done
@@ -154,8 +156,9 @@ def _locked(place: Path) -> int | None:
     try:
         place.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:
-        # Another process has just removed the folder.
+    except (FileNotFoundError, FileExistsError):
+        # Another process has just removed the folder. mkdir says that it exists where it is
+        # removed before mkdir has looked what it is.
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -116,6 +116,55 @@ def test_one_of_several_compiles_and_the_others_wait(folder: Path, counted: Path
 
 
 @needs_compiler
+def test_a_build_whose_files_vanish_while_they_are_counted_is_waited_for(
+    folder: Path, counted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, other = CppLibrary(folder, NATIVE), CppLibrary(folder, NATIVE)
+    hold = counted.with_name("hold")
+    hold.touch()
+    builder = threading.Thread(target=other.build)
+    builder.start()
+    end = time.monotonic() + WAIT_S
+    while not counted.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    scandir = os.scandir
+
+    def vanished(place: str | Path) -> os._ScandirIterator[str]:
+        if threading.current_thread() is waiter and str(place).endswith(unfinished.name):
+            hold.unlink(missing_ok=True)
+            raise FileNotFoundError(place)
+        return scandir(place)
+
+    (unfinished,) = (path for path in library.path.parent.glob("*.build/*") if path.is_dir())
+    told: list[str] = []
+    waiter = threading.Thread(target=library.build, args=(told.append,))
+    monkeypatch.setattr(os, "scandir", vanished)
+    waiter.start()
+    waiter.join(WAIT_S)
+    builder.join(WAIT_S)
+    assert told == ["another process compiles, 0 of 2 files are done"]
+    assert library.is_built
+
+
+@needs_compiler
+def test_a_folder_that_another_build_removes_while_it_is_made_is_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = CppLibrary(folder, NATIVE)
+    place = library.path.with_suffix(".build")
+    place.mkdir(parents=True)
+    is_dir = Path.is_dir
+
+    def removed(path: Path) -> bool:
+        if path == place:
+            shutil.rmtree(path, ignore_errors=True)
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", removed)
+    assert answer(library.load()) == 42
+
+
+@needs_compiler
 def test_what_a_killed_process_has_left_is_no_obstacle(folder: Path, counted: Path) -> None:
     program = (
         "from pathlib import Path; from baton.host.cpp_library import *;"
