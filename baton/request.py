@@ -102,7 +102,7 @@ class SequenceSpec:
     """The prompt's embedding is wanted, beside one token that nobody reads."""
     retentions: tuple[Retention, ...] = ()
     cache_ttl_s: float = 0.0
-    """Its blocks are forgotten when nobody has used them for so many seconds; 0 sets no bound."""
+    """Seconds after their last use until its blocks are forgotten; 0 sets no bound."""
     trace: TraceContext = NO_TRACE
     """Of what is above the spans of the worker."""
     reasoning: ReasoningSpan | None = None

@@ -159,7 +159,7 @@ class SequenceSpec(_message.Message):
     without_speculation: _builtins.bool
     """No tokens are drafted for it."""
     cache_ttl_ms: _builtins.int
-    """Its blocks are forgotten when nobody has used them for so long; 0 sets no bound."""
+    """Seconds after their last use until its blocks are forgotten; 0 sets no bound."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens that the router has already accepted."""

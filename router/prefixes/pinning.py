@@ -69,7 +69,7 @@ class PrefixPinning:
     ) -> Pinned:
         """Compute a prompt and pin its full blocks for ``ttl_s`` seconds.
 
-        ``request`` is one whose answer nobody wants. Raises InvalidRequest for a prompt without a
+        The answer of ``request`` is discarded. Raises InvalidRequest for a prompt without a
         full block, CacheShareExceeded, and what running a request raises.
         """
         hashes = self._dispatcher.block_hashes(request)

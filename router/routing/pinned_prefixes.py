@@ -1,8 +1,8 @@
 """The pinned prefixes as a router process knows them, so that requests keep them alive.
 
-A pin is of the prefix and not of a worker: whoever computes a prompt that begins with it pins its
-blocks for the time that is left. So a pin that was lost with its worker comes back with the next
-request that uses it. Owned by the router's event loop.
+A pin is of the prefix and not of a worker: each worker that computes a prompt that begins with it
+pins its blocks for the time that is left. So a pin that was lost with its worker comes back with
+the next request that uses it. Owned by the router's event loop.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A router that requires keys, with a real store, stands before an echo worker. Inputs are sent one
 after another, so that each has its own figures. An input is a fault if, each time of three, it
 holds the event loop for more than ``MAX_HOLD_S`` of CPU time; if the router's memory has grown by
-more than ``MAX_GROWTH``; or if the router ends, logs an error that nobody meant or bytes that it
+more than ``MAX_GROWTH``; or if the router ends, logs an unexpected error or bytes that it
 was sent, or answers no more. A fault is kept by its kind and number: ``python -m tests.fuzz router
 --input http:17``.
 """
