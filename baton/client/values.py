@@ -116,7 +116,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelCard:
     """A model that is served."""
 
     id: str
