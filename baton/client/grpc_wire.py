@@ -78,6 +78,7 @@ def piece(response: pb.GenerateResponse) -> Piece:
             response.usage.prompt_tokens,
             response.usage.completion_tokens,
             response.usage.cached_prompt_tokens,
+            response.usage.written_prompt_tokens,
             response.usage.reasoning_tokens,
         )
     scores = tuple(map(_score, response.logprobs)) if response.logprobs else ()
