@@ -42,9 +42,9 @@ _MAX_HEADER_CHARACTERS = 256
 _HEADER = re.compile(
     r"\s*(?:<\|start\|>assistant)?(?P<first>\s+to=[^\s<]+)?\s*"
     # At times the model writes a header to itself before that of its message.
-    r"(?:<\|channel\|>\w+\s+to=assistant\s*(?=<\|channel\|>))?"
+    r"(?:<\|channel\|>(?:analysis|commentary)\s+to=assistant\s*)?"
     r"<\|channel\|>(?P<channel>analysis|commentary|final)(?P<second>\s+to=[^\s<]+)?"
-    r"(?:(?:\s+|\s*<\|constrain\|>\s*)[\w-]+)?\s*<\|message\|>"
+    r"(?:\s*(?:<\|constrain\|>)?\s*(?:json|code))?\s*<\|message\|>"
 )
 _BEGINNINGS = (START, CHANNEL, "to=")
 _FUNCTION = re.compile(rf"to=functions\.{NAME}")

@@ -18,7 +18,7 @@ from tests.support.router.front_fakes import create_app
 from tests.support.router.reasoning import OPENED, SWITCHED
 
 TEXT = 'Où est la "mer" ? <b>\n' * 8
-NOTE = {
+NOTE: dict[str, Any] = {
     "type": "object",
     "properties": {
         "text": {"type": "string", "enum": [TEXT, TEXT + "Ici."]},
@@ -33,7 +33,7 @@ NOTE = {
     "additionalProperties": False,
 }
 BUDGET = 100
-ASKED = {
+ASKED: dict[str, Any] = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "Note the sea."}],
     "tools": [{"type": "function", "function": {"name": "note", "parameters": NOTE}}],
@@ -49,12 +49,12 @@ ASKED = {
 
 async def streamed(cluster: MiniCluster, *, reasons: bool) -> list[dict[str, Any]]:
     """The chunks of one answer."""
-    asked = ASKED | ({"thinking_token_budget": BUDGET} if reasons else {"enable_thinking": False})
+    more = {"thinking_token_budget": BUDGET} if reasons else {"enable_thinking": False}
     model = ServedModel.of("tiny", cluster.model)
     app = create_app(cluster.dispatcher, cluster.tokenizer, model, cluster.stats, cluster.config)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
-        response = await client.post("/v1/chat/completions", json=asked, timeout=DEADLINE_S)
+        response = await client.post("/v1/chat/completions", json=ASKED | more, timeout=DEADLINE_S)
     assert response.status_code == 200, response.text
     lines = (line.removeprefix("data: ") for line in response.text.splitlines() if line)
     return [json.loads(line) for line in lines if line != "[DONE]"]

@@ -58,6 +58,14 @@ class Case:
     begins_in: AnswerPart = "start"
 
 
+BEGINNINGS: tuple[tuple[str, AnswerPart], ...] = (("", "reasoning"), ("<think>", "start"))
+
+
+def rows(form: str, prefix: str, *given: tuple[Any, ...]) -> list[Case]:
+    """Cases of one format: each the end of its source, and the other fields from the text on."""
+    return [Case(f"{prefix}{source}", form, *rest) for source, *rest in given]
+
+
 CASES = [
     # Hermes, Qwen 2.5 and 3: white space around the object, calls that follow each other directly,
     # arguments as text, and an answer without its last tag.
@@ -147,7 +155,7 @@ CASES = [
             "I look.",
             begins_in,
         )
-        for before, begins_in in (("", "reasoning"), ("<think>", "start"))
+        for before, begins_in in BEGINNINGS
     ),
     # DeepSeek V3 and R1: a line between two calls, or none, and one behind the block of code.
     *(
@@ -194,84 +202,83 @@ CASES = [
         for text in (f"Let me see.{OPEN}weather", f'{OPEN}weather{SEP}{{"x":1}}{CLOSE}')
     ),
     # Mistral up to version 7: with a space, with ids, with arguments first.
-    *(
-        Case(source, "mistral", text, content, calls)
-        for source, text, content, calls in (
-            (
-                "vllm tool_parsers/test_mistral_tool_parser.py: argument_before_name",
-                '[TOOL_CALLS] [{"arguments":{"city": "Paris"}, "name": "weather"}]',
-                "",
-                PARIS,
-            ),
-            (
-                "vllm tool_parsers/test_mistral_tool_parser.py: single_tool_add",
-                '[TOOL_CALLS]  [ {"name":"weather" , "arguments" : {"city": "Paris"} } ]',
-                "",
-                PARIS,
-            ),
-            (
-                "vllm tool_parsers/test_mistral_tool_parser.py: trailing_data_after_json",
-                'Hello[TOOL_CALLS] [{"name": "weather", "arguments":{"city": "Paris"}}]\nmore',
-                "Hello\nmore",
-                PARIS,
-            ),
-            (
-                "mistral-common: versions 3 and 7, SentencePiece",
-                'I look.[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}, "id": '
-                '"a1B2c3d4e"}, {"name": "clock", "arguments": {}, "id": "a1B2c3d4f"}]',
-                "I look.",
-                PARIS + CLOCK,
-            ),
-            (
-                "mistral-common: versions 3 and 7, Tekken",
-                '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}, "id": '
-                '"a1B2c3d4e"}, {"name": "clock", "arguments": {}, "id": "a1B2c3d4f"}]',
-                "",
-                PARIS + CLOCK,
-            ),
-        )
+    *rows(
+        "mistral",
+        "",
+        (
+            "vllm tool_parsers/test_mistral_tool_parser.py: argument_before_name",
+            '[TOOL_CALLS] [{"arguments":{"city": "Paris"}, "name": "weather"}]',
+            "",
+            PARIS,
+        ),
+        (
+            "vllm tool_parsers/test_mistral_tool_parser.py: single_tool_add",
+            '[TOOL_CALLS]  [ {"name":"weather" , "arguments" : {"city": "Paris"} } ]',
+            "",
+            PARIS,
+        ),
+        (
+            "vllm tool_parsers/test_mistral_tool_parser.py: trailing_data_after_json",
+            'Hello[TOOL_CALLS] [{"name": "weather", "arguments":{"city": "Paris"}}]\nmore',
+            "Hello\nmore",
+            PARIS,
+        ),
+        (
+            "mistral-common: versions 3 and 7, SentencePiece",
+            'I look.[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}, "id": '
+            '"a1B2c3d4e"}, {"name": "clock", "arguments": {}, "id": "a1B2c3d4f"}]',
+            "I look.",
+            PARIS + CLOCK,
+        ),
+        (
+            "mistral-common: versions 3 and 7, Tekken",
+            '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}, "id": '
+            '"a1B2c3d4e"}, {"name": "clock", "arguments": {}, "id": "a1B2c3d4f"}]',
+            "",
+            PARIS + CLOCK,
+        ),
     ),
     # Mistral from version 11 on: without a marker before the arguments, with one, and with an id.
-    *(
-        Case(source, "mistral_args", text, content, calls)
-        for source, text, content, calls in (
-            (
-                "vllm tool_parsers/test_mistral_tool_parser.py: multiple_tool_calls, complex",
-                'hi{hi[TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]clock{}',
-                "hi{hi",
-                PARIS + CLOCK,
-            ),
-            (
-                "mistral-common: version 13",
-                'I look.[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock[ARGS]{}',
-                "I look.",
-                PARIS + CLOCK,
-            ),
-            (
-                "mistral-common: version 11",
-                '[TOOL_CALLS]weather[CALL_ID]a1B2c3d4e[ARGS]{"city": "Paris"}[TOOL_CALLS]clock'
-                "[CALL_ID]a1B2c3d4f[ARGS]{}",
-                "",
-                PARIS + CLOCK,
-            ),
-        )
+    *rows(
+        "mistral_args",
+        "",
+        (
+            "vllm tool_parsers/test_mistral_tool_parser.py: multiple_tool_calls, complex",
+            'hi{hi[TOOL_CALLS]weather{"city": "Paris"}[TOOL_CALLS]clock{}',
+            "hi{hi",
+            PARIS + CLOCK,
+        ),
+        (
+            "mistral-common: version 13",
+            'I look.[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock[ARGS]{}',
+            "I look.",
+            PARIS + CLOCK,
+        ),
+        (
+            "mistral-common: version 11",
+            '[TOOL_CALLS]weather[CALL_ID]a1B2c3d4e[ARGS]{"city": "Paris"}[TOOL_CALLS]clock'
+            "[CALL_ID]a1B2c3d4f[ARGS]{}",
+            "",
+            PARIS + CLOCK,
+        ),
     ),
     # Magistral.
-    *(
-        Case(f"vllm reasoning/test_mistral_reasoning_parser.py: {name}", "mistral_args", *rest)
-        for name, *rest in (
-            ("REASONING_WITH_THINK", "[THINK]Hm.[/THINK]Yes.", "Yes.", None, "Hm."),
-            ("NEW_LINE", "\n[THINK]Hm.[/THINK]\nYes.", "Yes.", None, "Hm."),
-            ("MULTIPLE_LINES_WITH_THINK", "[THINK]A\nB[/THINK]C\nD", "C\nD", None, "A\nB"),
-            ("THINK_NO_END", "[THINK]Hm.", "", None, "Hm."),
-            ("SIMPLE_REASONING", "Hm.[/THINK]Yes.", "Yes.", None, "Hm.", "reasoning"),
-        )
+    *rows(
+        "mistral_args",
+        "vllm reasoning/test_mistral_reasoning_parser.py: ",
+        ("REASONING_WITH_THINK", "[THINK]Hm.[/THINK]Yes.", "Yes.", None, "Hm."),
+        ("NEW_LINE", "\n[THINK]Hm.[/THINK]\nYes.", "Yes.", None, "Hm."),
+        ("MULTIPLE_LINES_WITH_THINK", "[THINK]A\nB[/THINK]C\nD", "C\nD", None, "A\nB"),
+        ("THINK_NO_END", "[THINK]Hm.", "", None, "Hm."),
+        ("SIMPLE_REASONING", "Hm.[/THINK]Yes.", "Yes.", None, "Hm.", "reasoning"),
     ),
     # Llama 3: text before and behind, other separators, the token again, the type of the call.
     *(
-        Case(f"vllm tool_parsers/test_llama3_json_tool_parser.py: {name}", name_of, *rest)
-        for name_of in ("llama3", "llama4_json")
-        for name, *rest in (
+        case
+        for form in ("llama3", "llama4_json")
+        for case in rows(
+            form,
+            "vllm tool_parsers/test_llama3_json_tool_parser.py: ",
             (
                 "simple",
                 'I look: {"name": "weather", "parameters": {"city": "Paris"}} More?',
@@ -323,39 +330,38 @@ CASES = [
         PARIS,
     ),
     # Llama 4.
-    *(
-        Case(f"vllm tool_parsers/test_llama4_pythonic_tool_parser.py: {name}", "llama4", *rest)
-        for name, *rest in (
-            (
-                "parallel_calls",
-                "<|python_start|>[weather(city='Paris',days=2),clock()]",
-                "",
-                [("weather", {"city": "Paris", "days": 2}), *CLOCK],
-            ),
-            ("python_tag", "<|python_start|>[weather(city='Paris')]<|python_end|>", "", PARIS),
-            (
-                "ESCAPED_STRING",
-                r"[weather(city='Martha\'s Vineyard', state='\"cool\"')]",
-                "",
-                [("weather", {"city": "Martha's Vineyard", "state": '"cool"'})],
-            ),
-            (
-                "MORE_TYPES",
-                "[weather(city='LA', area={'x': 'CA', 'y': ['a', 'b']}, either=None, open=True)]",
-                "",
-                [
-                    (
-                        "weather",
-                        {
-                            "city": "LA",
-                            "area": {"x": "CA", "y": ["a", "b"]},
-                            "either": None,
-                            "open": True,
-                        },
-                    )
-                ],
-            ),
-        )
+    *rows(
+        "llama4",
+        "vllm tool_parsers/test_llama4_pythonic_tool_parser.py: ",
+        (
+            "parallel_calls",
+            "<|python_start|>[weather(city='Paris',days=2),clock()]",
+            "",
+            [("weather", {"city": "Paris", "days": 2}), *CLOCK],
+        ),
+        ("python_tag", "<|python_start|>[weather(city='Paris')]<|python_end|>", "", PARIS),
+        (
+            "ESCAPED_STRING",
+            r"[weather(city='Martha\'s Vineyard', state='\"cool\"')]",
+            "",
+            [("weather", {"city": "Martha's Vineyard", "state": '"cool"'})],
+        ),
+        (
+            "MORE_TYPES",
+            "[weather(city='LA', area={'x': 'CA', 'y': ['a', 'b']}, either=None, open=True)]",
+            "",
+            [
+                (
+                    "weather",
+                    {
+                        "city": "LA",
+                        "area": {"x": "CA", "y": ["a", "b"]},
+                        "either": None,
+                        "open": True,
+                    },
+                )
+            ],
+        ),
     ),
     Case(
         "sglang: detect_and_parse_with_python_start_and_end_token",
@@ -401,95 +407,93 @@ CASES = [
         "Hm.",
     ),
     # gpt-oss.
-    *(
-        Case(source, "harmony", *rest)
-        for source, *rest in (
+    *rows(
+        "harmony",
+        "",
+        (
+            "harmony docs/format.md: preambles",
+            f"{ANALYSIS}<|channel|>commentary<|message|>**Plan**<|end|><|start|>assistant"
+            "<|channel|>commentary to=functions.weather<|constrain|>json<|message|>"
+            '{"city": "Paris"}<|call|>',
+            "**Plan**",
+            PARIS,
+            "Hm.",
+        ),
+        (
+            "harmony tests/test_harmony.py: constrain_marker_adjacent",
+            ' to=functions.weather<|channel|>commentary<|constrain|>json<|message|>{"city": '
+            '"Paris"}<|call|>',
+            "",
+            PARIS,
+        ),
+        (
+            "llama.cpp openai-gpt-oss-120b.jinja",
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>',
+            "",
+            PARIS,
+        ),
+        (
+            "llama.cpp: tool call with recipient in channel header",
+            '<|channel|>analysis to=functions.weather<|message|>{"city": "Paris"}',
+            "",
+            PARIS,
+        ),
+        (
+            "llama.cpp: a header to the assistant before the reasoning",
+            "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>Yes.",
+            "Yes.",
+            None,
+            "Hm.",
+        ),
+        *(
             (
-                "harmony docs/format.md: preambles",
-                f"{ANALYSIS}<|channel|>commentary<|message|>**Plan**<|end|><|start|>assistant"
-                "<|channel|>commentary to=functions.weather<|constrain|>json<|message|>"
-                '{"city": "Paris"}<|call|>',
-                "**Plan**",
-                PARIS,
-                "Hm.",
-            ),
-            (
-                "harmony tests/test_harmony.py: constrain_marker_adjacent",
-                ' to=functions.weather<|channel|>commentary<|constrain|>json<|message|>{"city": '
-                '"Paris"}<|call|>',
+                "vllm tool_parsers/test_openai_tool_parser.py: no_args",
+                f"{ANALYSIS}<|channel|>commentary to=functions.clock <|constrain|>json"
+                f"<|message|>{end}",
                 "",
-                PARIS,
-            ),
-            (
-                "llama.cpp openai-gpt-oss-120b.jinja",
-                " to=functions.weather<|channel|>commentary json<|message|>"
-                '{"city": "Paris"}<|call|>',
-                "",
-                PARIS,
-            ),
-            (
-                "llama.cpp: tool call with recipient in channel header",
-                '<|channel|>analysis to=functions.weather<|message|>{"city": "Paris"}',
-                "",
-                PARIS,
-            ),
-            (
-                "llama.cpp: a header to the assistant before the reasoning",
-                "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|>"
-                "<|start|>assistant<|channel|>final<|message|>Yes.",
-                "Yes.",
-                None,
+                CLOCK,
                 "Hm.",
-            ),
-            *(
-                (
-                    "vllm tool_parsers/test_openai_tool_parser.py: no_args",
-                    f"{ANALYSIS}<|channel|>commentary to=functions.clock <|constrain|>json"
-                    f"<|message|>{end}",
-                    "",
-                    CLOCK,
-                    "Hm.",
-                )
-                for end in ("", "\n", "<|call|>", "\n<|call|>")
-            ),
-            (
-                "vllm tool_parsers/test_openai_tool_parser.py: multiple_tools",
-                " to=functions.clock<|channel|>commentary json<|message|><|call|><|start|>assistant"
-                ' to=functions.weather<|channel|>commentary json<|message|>{"city":"Paris"}<|call|>'
-                "<|start|>assistant<|channel|>final<|message|>Done.",
-                "Done.",
-                CLOCK + PARIS,
-            ),
-            (
-                "harmony tests/test_harmony.py: simple_tool_call",
-                f"{ANALYSIS}<|channel|>analysis to=functions.weather code<|message|>"
-                '{"city": "Paris"}<|call|>',
-                "",
-                PARIS,
-                "Hm.",
-            ),
-            # Headers that have broken: no message behind them is lost.
-            (
-                "vllm issue 58384",
-                "<|channel|>comment<|message|>text<|end|><|start|>assistant<|channel|>final"
-                "<|message|>Yes.",
-                "<|channel|>comment<|message|>text\n\nYes.",
-            ),
-            (
-                "llama.cpp issue 27720",
-                "<|channel|>??<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.",
-                "<|channel|>??",
-                None,
-                "Hm.",
-            ),
-            (
-                "vllm parser/test_harmony.py: malformed_msgs",
-                f'{ANALYSIS}<|channel|>final {{"answer": "hi"}}<|return|>',
-                '<|start|>assistant<|channel|>final {"answer": "hi"}',
-                None,
-                "Hm.",
-            ),
-        )
+            )
+            for end in ("", "\n", "<|call|>", "\n<|call|>")
+        ),
+        (
+            "vllm tool_parsers/test_openai_tool_parser.py: multiple_tools",
+            " to=functions.clock<|channel|>commentary json<|message|><|call|><|start|>assistant"
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city":"Paris"}<|call|>'
+            "<|start|>assistant<|channel|>final<|message|>Done.",
+            "Done.",
+            CLOCK + PARIS,
+        ),
+        (
+            "harmony tests/test_harmony.py: simple_tool_call",
+            f"{ANALYSIS}<|channel|>analysis to=functions.weather code<|message|>"
+            '{"city": "Paris"}<|call|>',
+            "",
+            PARIS,
+            "Hm.",
+        ),
+        # Headers that have broken: no message behind them is lost.
+        (
+            "vllm issue 58384",
+            "<|channel|>comment<|message|>text<|end|><|start|>assistant<|channel|>final"
+            "<|message|>Yes.",
+            "<|channel|>comment<|message|>text\n\nYes.",
+        ),
+        (
+            "llama.cpp issue 27720",
+            "<|channel|>??<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.",
+            "<|channel|>??",
+            None,
+            "Hm.",
+        ),
+        (
+            "vllm parser/test_harmony.py: malformed_msgs",
+            f'{ANALYSIS}<|channel|>final {{"answer": "hi"}}<|return|>',
+            '<|start|>assistant<|channel|>final {"answer": "hi"}',
+            None,
+            "Hm.",
+        ),
     ),
 ]
 
