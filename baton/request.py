@@ -182,6 +182,8 @@ class LoadSnapshot:
     """Tokens of the prompts that were computed since the worker began."""
     cached_prompt_tokens: int = 0
     """Those of them whose KV was found in its caches, or fetched from another worker's."""
+    pinned_blocks: int = 0
+    """Blocks that pinned prefixes cover, whether they are cached at this moment or not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from planning.common.report import this_machine, write_json
 from planning.common.slo import Slo
 from planning.common.traces import read_trace
 from planning.planner.alternatives import median_input
-from planning.planner.cluster_kind import DEFAULT_TRANSPORTS, Budget
+from planning.planner.cluster_kind import DEFAULT_TRANSPORTS, ResourceBudget
 from planning.planner.evaluation import Evaluation, Trial
 from planning.planner.planner import CapacityPlanner
 from planning.planner.report.plan_config import plan_file
@@ -41,7 +41,7 @@ class PlanSettings:
     """See ``planning.common.slo``; what it does not name, or all, is the configuration's."""
     gpus: tuple[str, ...]
     """Accelerators, or files of `baton calibrate`."""
-    budget: Budget
+    budget: ResourceBudget
     target: float = 0.9
     """Share of requests that must meet every SLO."""
     model_config: str = ""

@@ -15,7 +15,7 @@ from baton.client.headers import request_headers, retry_after_s
 from baton.client.values import (
     Answer,
     Message,
-    ModelInfo,
+    ModelCard,
     Piece,
     Sampling,
     TokenScore,
@@ -33,7 +33,7 @@ __all__ = [
     "Grammar",
     "GrammarKind",
     "Message",
-    "ModelInfo",
+    "ModelCard",
     "Piece",
     "Sampling",
     "TlsFiles",

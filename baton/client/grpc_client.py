@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from baton.client import grpc_wire as wire
-from baton.client.values import Answer, Message, ModelInfo, Piece, Sampling
+from baton.client.values import Answer, Message, ModelCard, Piece, Sampling
 from baton.rpc.grpc_channel import open_blocking_channel, open_channel
 from baton.security.tls import TlsFiles
 from baton.v1 import inference_pb2 as pb
@@ -142,7 +142,7 @@ class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateRespon
         """Abort requests in flight, and close the connection."""
         self._channel.close()
 
-    def models(self, *, deadline_s: float = MODELS_DEADLINE_S) -> tuple[ModelInfo, ...]:
+    def models(self, *, deadline_s: float = MODELS_DEADLINE_S) -> tuple[ModelCard, ...]:
         """Return the models that are served. Raises Unavailable without a router."""
         request = pb.ListModelsRequest()
         try:
@@ -218,7 +218,7 @@ class AsyncClient(
         """Abort requests in flight, and close the connection."""
         await self._channel.close()
 
-    async def models(self, *, deadline_s: float = MODELS_DEADLINE_S) -> tuple[ModelInfo, ...]:
+    async def models(self, *, deadline_s: float = MODELS_DEADLINE_S) -> tuple[ModelCard, ...]:
         """Return the models that are served. Raises Unavailable without a router."""
         request = pb.ListModelsRequest()
         try:

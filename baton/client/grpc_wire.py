@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from baton.client.values import Message, ModelInfo, Piece, Sampling, TokenScore, Usage
+from baton.client.values import Message, ModelCard, Piece, Sampling, TokenScore, Usage
 from baton.errors import BatonError, Unavailable
 from baton.rpc.convert import write_grammar
 from baton.rpc.grpc_errors import CODE_KEY, error_from_rpc
@@ -78,6 +78,7 @@ def piece(response: pb.GenerateResponse) -> Piece:
             response.usage.prompt_tokens,
             response.usage.completion_tokens,
             response.usage.cached_prompt_tokens,
+            response.usage.written_prompt_tokens,
             response.usage.reasoning_tokens,
         )
     scores = tuple(map(_score, response.logprobs)) if response.logprobs else ()
@@ -91,9 +92,9 @@ def _score(token: pb.TokenLogprob) -> TokenScore:
     return TokenScore(token.text, token.logprob, top)
 
 
-def models(answer: pb.ListModelsResponse) -> tuple[ModelInfo, ...]:
+def models(answer: pb.ListModelsResponse) -> tuple[ModelCard, ...]:
     return tuple(
-        ModelInfo(model.id, model.created, model.context_length) for model in answer.models
+        ModelCard(model.id, model.created, model.context_length) for model in answer.models
     )
 
 

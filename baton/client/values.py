@@ -57,6 +57,8 @@ class Usage:
     completion_tokens: int
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV was found in a cache."""
+    written_prompt_tokens: int = 0
+    """Prompt tokens that were computed and are kept in the cache for longer: those of pins."""
     reasoning_tokens: int = 0
     """Those of ``completion_tokens`` that are reasoning."""
 
@@ -116,7 +118,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class ModelCard:
     """A model that is served."""
 
     id: str

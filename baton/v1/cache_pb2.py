@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/cache.proto\x12\x08\x62\x61ton.v1\"\x12\n\x10\x44ropCacheRequest\"#\n\x11\x44ropCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\",\n\x0cUnpinRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"#\n\rUnpinResponse\x12\x12\n\nwas_pinned\x18\x01 \x01(\x08\"\x16\n\x14GetCacheStatsRequest\"\xa4\x02\n\x0bWorkerCache\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x13\n\x0bused_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x13 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x14 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x15 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x16 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x17 \x01(\x04\"\xca\x01\n\x15GetCacheStatsResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.baton.v1.WorkerCache\x12\x19\n\x0cindex_blocks\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0bindex_bytes\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\x04\x42\x0f\n\r_index_blocksB\x0e\n\x0c_index_bytes\"\x13\n\x11\x44ropCachesRequest\"=\n\x12\x44ropCachesResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.DroppedCache\";\n\x0c\x44roppedCache\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t2\x8e\x01\n\x0c\x43\x61\x63heService\x12\x44\n\tDropCache\x12\x1a.baton.v1.DropCacheRequest\x1a\x1b.baton.v1.DropCacheResponse\x12\x38\n\x05Unpin\x12\x16.baton.v1.UnpinRequest\x1a\x17.baton.v1.UnpinResponse2\xac\x01\n\x0fOperatorService\x12P\n\rGetCacheStats\x12\x1e.baton.v1.GetCacheStatsRequest\x1a\x1f.baton.v1.GetCacheStatsResponse\x12G\n\nDropCaches\x12\x1b.baton.v1.DropCachesRequest\x1a\x1c.baton.v1.DropCachesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/cache.proto\x12\x08\x62\x61ton.v1\"\x12\n\x10\x44ropCacheRequest\"#\n\x11\x44ropCacheResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\",\n\x0cUnpinRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"#\n\rUnpinResponse\x12\x12\n\nwas_pinned\x18\x01 \x01(\x08\"\x16\n\x14GetCacheStatsRequest\"\xbb\x02\n\x0bWorkerCache\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rcached_blocks\x18\x06 \x01(\r\x12\x13\n\x0bused_blocks\x18\x07 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x08 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x13 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x14 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x15 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x16 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x17 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x18 \x01(\r\"\xca\x01\n\x15GetCacheStatsResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.baton.v1.WorkerCache\x12\x19\n\x0cindex_blocks\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0bindex_bytes\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\x04\x42\x0f\n\r_index_blocksB\x0e\n\x0c_index_bytes\"\x13\n\x11\x44ropCachesRequest\"=\n\x12\x44ropCachesResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.baton.v1.DroppedCache\";\n\x0c\x44roppedCache\x12\x0c\n\x04slot\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t2\x8e\x01\n\x0c\x43\x61\x63heService\x12\x44\n\tDropCache\x12\x1a.baton.v1.DropCacheRequest\x1a\x1b.baton.v1.DropCacheResponse\x12\x38\n\x05Unpin\x12\x16.baton.v1.UnpinRequest\x1a\x17.baton.v1.UnpinResponse2\xac\x01\n\x0fOperatorService\x12P\n\rGetCacheStats\x12\x1e.baton.v1.GetCacheStatsRequest\x1a\x1f.baton.v1.GetCacheStatsResponse\x12G\n\nDropCaches\x12\x1b.baton.v1.DropCachesRequest\x1a\x1c.baton.v1.DropCachesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,17 +42,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCACHESTATSREQUEST']._serialized_start=174
   _globals['_GETCACHESTATSREQUEST']._serialized_end=196
   _globals['_WORKERCACHE']._serialized_start=199
-  _globals['_WORKERCACHE']._serialized_end=491
-  _globals['_GETCACHESTATSRESPONSE']._serialized_start=494
-  _globals['_GETCACHESTATSRESPONSE']._serialized_end=696
-  _globals['_DROPCACHESREQUEST']._serialized_start=698
-  _globals['_DROPCACHESREQUEST']._serialized_end=717
-  _globals['_DROPCACHESRESPONSE']._serialized_start=719
-  _globals['_DROPCACHESRESPONSE']._serialized_end=780
-  _globals['_DROPPEDCACHE']._serialized_start=782
-  _globals['_DROPPEDCACHE']._serialized_end=841
-  _globals['_CACHESERVICE']._serialized_start=844
-  _globals['_CACHESERVICE']._serialized_end=986
-  _globals['_OPERATORSERVICE']._serialized_start=989
-  _globals['_OPERATORSERVICE']._serialized_end=1161
+  _globals['_WORKERCACHE']._serialized_end=514
+  _globals['_GETCACHESTATSRESPONSE']._serialized_start=517
+  _globals['_GETCACHESTATSRESPONSE']._serialized_end=719
+  _globals['_DROPCACHESREQUEST']._serialized_start=721
+  _globals['_DROPCACHESREQUEST']._serialized_end=740
+  _globals['_DROPCACHESRESPONSE']._serialized_start=742
+  _globals['_DROPCACHESRESPONSE']._serialized_end=803
+  _globals['_DROPPEDCACHE']._serialized_start=805
+  _globals['_DROPPEDCACHE']._serialized_end=864
+  _globals['_CACHESERVICE']._serialized_start=867
+  _globals['_CACHESERVICE']._serialized_end=1009
+  _globals['_OPERATORSERVICE']._serialized_start=1012
+  _globals['_OPERATORSERVICE']._serialized_end=1184
 # @@protoc_insertion_point(module_scope)

@@ -129,6 +129,7 @@ class WorkerCache(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     slot: _builtins.str
     role: _builtins.str
     """prefill or decode."""
@@ -149,6 +150,8 @@ class WorkerCache(_message.Message):
     was found.
     """
     cached_prompt_tokens: _builtins.int
+    pinned_blocks: _builtins.int
+    """Blocks that pinned prefixes cover, whether they are cached at this moment or not."""
     def __init__(
         self,
         *,
@@ -165,10 +168,11 @@ class WorkerCache(_message.Message):
         block_bytes: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        pinned_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "disk_blocks", b"disk_blocks", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "prompt_tokens", b"prompt_tokens", "quarantined_blocks", b"quarantined_blocks", "role", b"role", "slot", b"slot", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "disk_blocks", b"disk_blocks", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "pinned_blocks", b"pinned_blocks", "prompt_tokens", b"prompt_tokens", "quarantined_blocks", b"quarantined_blocks", "role", b"role", "slot", b"slot", "total_blocks", b"total_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

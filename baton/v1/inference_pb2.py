@@ -27,17 +27,17 @@ from baton.v1 import tools_pb2 as baton_dot_v1_dot_tools__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\x1a\x14\x62\x61ton/v1/tools.proto\x1a\x1cgoogle/protobuf/struct.proto\"}\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18P \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9b\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.baton.v1.SamplingParameters\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\t\n\x01n\x18\x08 \x01(\r\x12\x1e\n\x05tools\x18\t \x01(\x0b\x32\x0f.baton.v1.Tools\x12\x1b\n\x13include_stop_string\x18\x32 \x01(\x08\x12\x1b\n\x13show_special_tokens\x18\x33 \x01(\x08\x12#\n\x16truncate_prompt_tokens\x18\x34 \x01(\x05H\x02\x88\x01\x01\x12\x18\n\x10\x63ontinuous_usage\x18\x35 \x01(\x08\x12\x33\n\x10template_options\x18\x36 \x01(\x0b\x32\x19.baton.v1.TemplateOptions\x12-\n\treasoning\x18P \x01(\x0b\x32\x1a.baton.v1.ReasoningOptionsB\x07\n\x05inputB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"\x9d\x01\n\x10ReasoningOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12)\n\x06\x65\x66\x66ort\x18\x02 \x01(\x0e\x32\x19.baton.v1.ReasoningEffort\x12\x1a\n\rbudget_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06hidden\x18\x04 \x01(\x08\x42\n\n\x08_enabledB\x10\n\x0e_budget_tokens\"{\n\x0fTemplateOptions\x12\x1e\n\x16\x63ontinue_final_message\x18\x01 \x01(\x08\x12\x1c\n\x14no_generation_prompt\x18\x02 \x01(\x08\x12*\n\tvariables\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"q\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18P \x01(\r\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"b\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12!\n\x03top\x18\x04 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"\x84\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12(\n\x08logprobs\x18\x07 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12/\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12*\n\ntool_calls\x18\t \x03(\x0b\x32\x16.baton.v1.ToolCallPart\x12\x13\n\x0bstop_string\x18\x32 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x33 \x01(\t\x12\x15\n\rdecode_worker\x18\x34 \x01(\t\x12\x11\n\treasoning\x18P \x01(\t\"\x13\n\x11ListModelsRequest\"N\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x10\n\x08owned_by\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model*\xbe\x01\n\x0fReasoningEffort\x12 \n\x1cREASONING_EFFORT_UNSPECIFIED\x10\x00\x12\x19\n\x15REASONING_EFFORT_NONE\x10\x01\x12\x1c\n\x18REASONING_EFFORT_MINIMAL\x10\x02\x12\x18\n\x14REASONING_EFFORT_LOW\x10\x03\x12\x1b\n\x17REASONING_EFFORT_MEDIUM\x10\x04\x12\x19\n\x15REASONING_EFFORT_HIGH\x10\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa0\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\x1a\x14\x62\x61ton/v1/tools.proto\x1a\x1cgoogle/protobuf/struct.proto\"}\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18P \x01(\t\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x9b\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.baton.v1.SamplingParameters\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12\t\n\x01n\x18\x08 \x01(\r\x12\x1e\n\x05tools\x18\t \x01(\x0b\x32\x0f.baton.v1.Tools\x12\x1b\n\x13include_stop_string\x18\x32 \x01(\x08\x12\x1b\n\x13show_special_tokens\x18\x33 \x01(\x08\x12#\n\x16truncate_prompt_tokens\x18\x34 \x01(\x05H\x02\x88\x01\x01\x12\x18\n\x10\x63ontinuous_usage\x18\x35 \x01(\x08\x12\x33\n\x10template_options\x18\x36 \x01(\x0b\x32\x19.baton.v1.TemplateOptions\x12-\n\treasoning\x18P \x01(\x0b\x32\x1a.baton.v1.ReasoningOptionsB\x07\n\x05inputB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"\x9d\x01\n\x10ReasoningOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12)\n\x06\x65\x66\x66ort\x18\x02 \x01(\x0e\x32\x19.baton.v1.ReasoningEffort\x12\x1a\n\rbudget_tokens\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06hidden\x18\x04 \x01(\x08\x42\n\n\x08_enabledB\x10\n\x0e_budget_tokens\"{\n\x0fTemplateOptions\x12\x1e\n\x16\x63ontinue_final_message\x18\x01 \x01(\x08\x12\x1c\n\x14no_generation_prompt\x18\x02 \x01(\x08\x12*\n\tvariables\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x90\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x1d\n\x15written_prompt_tokens\x18\x04 \x01(\r\x12\x18\n\x10reasoning_tokens\x18P \x01(\r\"=\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"b\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12!\n\x03top\x18\x04 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"\x84\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12(\n\x08logprobs\x18\x07 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12/\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12*\n\ntool_calls\x18\t \x03(\x0b\x32\x16.baton.v1.ToolCallPart\x12\x13\n\x0bstop_string\x18\x32 \x01(\t\x12\x16\n\x0eprefill_worker\x18\x33 \x01(\t\x12\x15\n\rdecode_worker\x18\x34 \x01(\t\x12\x11\n\treasoning\x18P \x01(\t\"\x13\n\x11ListModelsRequest\"N\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x10\n\x08owned_by\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model*\xbe\x01\n\x0fReasoningEffort\x12 \n\x1cREASONING_EFFORT_UNSPECIFIED\x10\x00\x12\x19\n\x15REASONING_EFFORT_NONE\x10\x01\x12\x1c\n\x18REASONING_EFFORT_MINIMAL\x10\x02\x12\x18\n\x14REASONING_EFFORT_LOW\x10\x03\x12\x1b\n\x17REASONING_EFFORT_MEDIUM\x10\x04\x12\x19\n\x15REASONING_EFFORT_HIGH\x10\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa0\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REASONINGEFFORT']._serialized_start=1977
-  _globals['_REASONINGEFFORT']._serialized_end=2167
-  _globals['_FINISHREASON']._serialized_start=2169
-  _globals['_FINISHREASON']._serialized_end=2264
+  _globals['_REASONINGEFFORT']._serialized_start=2009
+  _globals['_REASONINGEFFORT']._serialized_end=2199
+  _globals['_FINISHREASON']._serialized_start=2201
+  _globals['_FINISHREASON']._serialized_end=2296
   _globals['_CHATMESSAGE']._serialized_start=115
   _globals['_CHATMESSAGE']._serialized_end=240
   _globals['_CHATMESSAGES']._serialized_start=242
@@ -50,20 +50,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REASONINGOPTIONS']._serialized_end=1024
   _globals['_TEMPLATEOPTIONS']._serialized_start=1026
   _globals['_TEMPLATEOPTIONS']._serialized_end=1149
-  _globals['_USAGE']._serialized_start=1151
-  _globals['_USAGE']._serialized_end=1264
-  _globals['_TOPLOGPROB']._serialized_start=1266
-  _globals['_TOPLOGPROB']._serialized_end=1327
-  _globals['_TOKENLOGPROB']._serialized_start=1329
-  _globals['_TOKENLOGPROB']._serialized_end=1427
-  _globals['_GENERATERESPONSE']._serialized_start=1430
-  _globals['_GENERATERESPONSE']._serialized_end=1818
-  _globals['_LISTMODELSREQUEST']._serialized_start=1820
-  _globals['_LISTMODELSREQUEST']._serialized_end=1839
-  _globals['_MODEL']._serialized_start=1841
-  _globals['_MODEL']._serialized_end=1919
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1921
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1974
-  _globals['_INFERENCESERVICE']._serialized_start=2267
-  _globals['_INFERENCESERVICE']._serialized_end=2427
+  _globals['_USAGE']._serialized_start=1152
+  _globals['_USAGE']._serialized_end=1296
+  _globals['_TOPLOGPROB']._serialized_start=1298
+  _globals['_TOPLOGPROB']._serialized_end=1359
+  _globals['_TOKENLOGPROB']._serialized_start=1361
+  _globals['_TOKENLOGPROB']._serialized_end=1459
+  _globals['_GENERATERESPONSE']._serialized_start=1462
+  _globals['_GENERATERESPONSE']._serialized_end=1850
+  _globals['_LISTMODELSREQUEST']._serialized_start=1852
+  _globals['_LISTMODELSREQUEST']._serialized_end=1871
+  _globals['_MODEL']._serialized_start=1873
+  _globals['_MODEL']._serialized_end=1951
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1953
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2006
+  _globals['_INFERENCESERVICE']._serialized_start=2299
+  _globals['_INFERENCESERVICE']._serialized_end=2459
 # @@protoc_insertion_point(module_scope)

@@ -311,6 +311,7 @@ class LoadSnapshot(_message.Message):
     STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     running: _builtins.int
     waiting: _builtins.int
@@ -340,6 +341,8 @@ class LoadSnapshot(_message.Message):
     KV was found in its caches or fetched from another worker's.
     """
     cached_prompt_tokens: _builtins.int
+    pinned_blocks: _builtins.int
+    """Blocks that pinned prefixes cover, whether they are cached at this moment or not."""
     def __init__(
         self,
         *,
@@ -361,10 +364,11 @@ class LoadSnapshot(_message.Message):
         steps_in_flight: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        pinned_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "prompt_tokens", b"prompt_tokens", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "steps_in_flight", b"steps_in_flight", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_prompt_tokens", b"cached_prompt_tokens", "context_tokens", b"context_tokens", "disk_blocks", b"disk_blocks", "engine_steps", b"engine_steps", "free_blocks", b"free_blocks", "host_blocks", b"host_blocks", "incarnation", b"incarnation", "pinned_blocks", b"pinned_blocks", "prompt_tokens", b"prompt_tokens", "quarantined_blocks", b"quarantined_blocks", "running", b"running", "step_batch", b"step_batch", "step_context_tokens", b"step_context_tokens", "step_ms", b"step_ms", "steps_in_flight", b"steps_in_flight", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,15 +45,22 @@ class RetentionBook:
         """By the tenant and the name, or the last hash without one; the latest is the last."""
         self._blocks: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
         """By tenant: how many claims cover each hash."""
+        self._pinned: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
+        """The same of pins alone."""
 
     @property
     def total(self) -> int:
         """Blocks that claims cover, held in the pool or not."""
         return sum(map(len, self._blocks.values()))
 
+    @property
+    def total_pinned(self) -> int:
+        """Blocks that the pins of all tenants cover, held in the pool or not."""
+        return sum(map(len, self._pinned.values()))
+
     def pinned(self, tenant: str) -> int:
         """Blocks that the pins of a tenant cover."""
-        return len(self._pinned(tenant))
+        return len(self._pinned.get(tenant, ()))
 
     def claim(
         self,
@@ -80,6 +87,8 @@ class RetentionBook:
             self._drop(next(self._unnamed(tenant)))
         self._claims[key] = _Claim(tenant, kept, until, bool(name))
         self._blocks[tenant].update(kept)
+        if name:
+            self._pinned[tenant].update(kept)
         self._pool.retain(kept)
         self._drop_covered(key)
         return len(kept)
@@ -100,13 +109,9 @@ class RetentionBook:
         """Blocks that the tenant's claims cover, and ``more``."""
         return len(self._blocks.get(tenant, Counter[bytes]()).keys() | set(more))
 
-    def _pinned(self, tenant: str) -> set[bytes]:
-        claims = (one for one in self._claims.values() if one.is_pin and one.tenant == tenant)
-        return {digest for claim in claims for digest in claim.digests}
-
     def _fitting(self, tenant: str, digests: Sequence[bytes], room: int) -> int:
         """How many of the leading hashes have room beside the tenant's pins."""
-        covered = self._pinned(tenant)
+        covered = set(self._pinned.get(tenant, ()))
         for count, digest in enumerate(digests):
             covered.add(digest)
             if len(covered) > room:
@@ -130,13 +135,9 @@ class RetentionBook:
 
     def _drop(self, key: tuple[str, bytes | str]) -> None:
         claim = self._claims.pop(key)
-        own = self._blocks[claim.tenant]
-        own.subtract(claim.digests)
-        ended = [digest for digest in claim.digests if not own[digest]]
-        for digest in ended:
-            del own[digest]
-        if not own:
-            del self._blocks[claim.tenant]
+        if claim.is_pin:
+            _subtract(self._pinned, claim)
+        ended = _subtract(self._blocks, claim)
         others = self._blocks.values()
         self._pool.end_retention(
             [digest for digest in ended if not any(digest in blocks for blocks in others)]
@@ -145,8 +146,24 @@ class RetentionBook:
     def check(self) -> None:
         """Assert that the books agree."""
         counted: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
+        pinned: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
         for claim in self._claims.values():
             counted[claim.tenant].update(claim.digests)
+            if claim.is_pin:
+                pinned[claim.tenant].update(claim.digests)
         assert counted == self._blocks, "the claims and their counts disagree"
+        assert pinned == self._pinned, "the pins and their counts disagree"
         retained = {digest for own in counted.values() for digest in own}
         assert retained == self._pool.retained, "the pool retains other blocks"
+
+
+def _subtract(counts: dict[str, Counter[bytes]], claim: _Claim) -> list[bytes]:
+    """Count a claim no more. Returns the hashes of which none is left."""
+    own = counts[claim.tenant]
+    own.subtract(claim.digests)
+    ended = [digest for digest in claim.digests if not own[digest]]
+    for digest in ended:
+        del own[digest]
+    if not own:
+        del counts[claim.tenant]
+    return ended

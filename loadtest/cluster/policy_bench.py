@@ -1,4 +1,4 @@
-"""A trace replayed through the router's own ledger, policy and prefix index.
+"""A trace replayed through the router's own routing state, policy and prefix index.
 
     python -m loadtest.cluster.policy_bench --trace FILE --workers 4
 
@@ -42,9 +42,9 @@ from loadtest.common.child_processes import bench_store
 from planning.common.report import print_whole, this_machine, whole_table, write_json
 from planning.common.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest, read_trace
 from router.routing.cost_model import PREFILL_DEFAULT, mean_context
-from router.routing.ledger import Ledger, Promise
 from router.routing.policies import make_policy
 from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
+from router.routing.routing_state import Promise, RoutingState
 
 
 class LruCache:
@@ -169,8 +169,8 @@ class Replayer:
         self._hash_block = max(1, round(settings.block_tokens / settings.scale_length))
         route = ClassRoute(slo_tpot_ms=float("inf"))
         routes = RouteSettings(self._hash_block, default=route, pulls=False)
-        self._ledgers = [
-            Ledger(make_policy(settings.policy, routes, _SEED + number), self._hash_block)
+        self._states = [
+            RoutingState(make_policy(settings.policy, routes, _SEED + number), self._hash_block)
             for number in range(settings.routers)
         ]
         self._told_at = 0.0
@@ -192,7 +192,7 @@ class Replayer:
             worker.generation, worker.sequence = await self._index.snapshot(worker.name, ())
         self._join("decode-0", "decode")
         uncached = dict.fromkeys(self._workers, 0)
-        for row, ledger in zip(rows, itertools.cycle(self._ledgers), strict=False):
+        for row, state in zip(rows, itertools.cycle(self._states), strict=False):
             hashes = row.chained_hashes()
             self._catch_up(row.arrival_s)
             self._tell_loads(row.arrival_s)
@@ -200,9 +200,9 @@ class Replayer:
             held = await self._index.lookup(hashes)
             request = RouteRequest(row.input_tokens, session=row.session)
             began = time.perf_counter()
-            decision = ledger.decide(request, hashes, held, row.arrival_s)
+            decision = state.decide(request, hashes, held, row.arrival_s)
             result.decision_us.append((time.perf_counter() - began) * 1e6)
-            promise = ledger.promise(decision, request, hashes, row.arrival_s)
+            promise = state.promise(decision, request, hashes, row.arrival_s)
             worker = self._workers[decision.prefill]
             found = self._compute(worker, row, hashes, promise)
             result.ttft_ms.append((worker.free_at - row.arrival_s) * 1e3)
@@ -226,20 +226,20 @@ class Replayer:
             max_sequences=_PLENTY,
             load=LoadSnapshot(free_blocks=_PLENTY),
         )
-        for ledger in self._ledgers:
-            ledger.table.add(record)
-            ledger.table.set_load(name, record.load, 0.0)
-            ledger.table.set_up(name, True)
+        for state in self._states:
+            state.table.add(record)
+            state.table.set_load(name, record.load, 0.0)
+            state.table.set_up(name, True)
 
     def _tell_loads(self, now: float) -> None:
         """What other routers have sent; one that is alone knows it all."""
-        if len(self._ledgers) == 1 or now - self._told_at < HEARTBEAT_S:
+        if len(self._states) == 1 or now - self._told_at < HEARTBEAT_S:
             return
         self._told_at = now
         for worker in self._workers.values():
             load = worker.load(now)
-            for ledger in self._ledgers:
-                ledger.table.set_load(worker.name, load, now * 1e3)
+            for state in self._states:
+                state.table.set_load(worker.name, load, now * 1e3)
 
     def _compute(
         self, worker: _Worker, row: TracedRequest, hashes: list[bytes], promise: Promise

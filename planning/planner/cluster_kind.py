@@ -138,7 +138,7 @@ class ClusterKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class ResourceBudget:
     """What there is at most; either may be unbounded."""
 
     gpus: float = float("inf")

@@ -23,7 +23,7 @@ from planning.planner.alternatives import (
     same_money,
 )
 from planning.planner.batch_size import best_size, with_size
-from planning.planner.cluster_kind import Budget, ClusterKind, Counts, Transport
+from planning.planner.cluster_kind import ClusterKind, Counts, ResourceBudget, Transport
 from planning.planner.evaluation import Evaluation
 from planning.planner.lower_bound import lower_bound
 from planning.planner.plan import Plan, PlannedCluster, SizeSearch
@@ -42,7 +42,7 @@ class CapacityPlanner:
         evaluation: Evaluation,
         roles: Roles,
         transports: Sequence[Transport],
-        budget: Budget,
+        budget: ResourceBudget,
         target: float,
     ) -> None:
         """``transports``: those first that ask for less; at least one."""

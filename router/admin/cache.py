@@ -51,6 +51,8 @@ class WorkerCache:
     """Tokens of the prompts that the worker computed since it began."""
     cached_prompt_tokens: int = 0
     """Those of them whose KV it found in its caches, or fetched from another worker's."""
+    pinned_blocks: int = 0
+    """Blocks that pinned prefixes cover, whether they are cached at this moment or not."""
 
     @property
     def entries(self) -> int:
@@ -140,6 +142,7 @@ def _worker(link: WorkerLink) -> WorkerCache:
         block_bytes=link.record.block_bytes,
         prompt_tokens=load.prompt_tokens,
         cached_prompt_tokens=load.cached_prompt_tokens,
+        pinned_blocks=load.pinned_blocks,
     )
 
 
@@ -174,6 +177,8 @@ class WorkerCacheObject(BaseModel):
     """Tokens of the prompts that the worker computed since it began."""
     cached_prompt_tokens: int
     """Those of them whose KV was found."""
+    pinned_blocks: int
+    """Blocks that pinned prefixes cover. Dropped and evicted ones count until they come back."""
     total_entries: int
     """Blocks that are kept for requests to come, in the pool, in the host's memory and on disk."""
     total_size_mb: float
@@ -204,6 +209,8 @@ class CacheStatsObject(BaseModel):
     """Their size in millions of bytes."""
     hit_rate: float
     """`cached_prompt_tokens` over `prompt_tokens`, 0 … 1; 0 before the first prompt."""
+    pinned_blocks: int
+    """Blocks that pinned prefixes cover. One that several workers pin counts for each."""
     workers: list[WorkerCacheObject]
     index: IndexSize | None
     """null while Redis is unreachable."""
@@ -253,6 +260,7 @@ class CacheApi:
             total_entries=sum(one.entries for one in workers),
             total_size_mb=_megabytes(sum(one.size_bytes for one in workers)),
             hit_rate=_share(stats.cached_prompt_tokens, stats.prompt_tokens),
+            pinned_blocks=sum(one.pinned_blocks for one in workers),
             workers=[WorkerCacheObject.of(one) for one in workers],
             index=stats.index,
             prompt_tokens=stats.prompt_tokens,
@@ -319,6 +327,7 @@ def _stats_message(stats: CacheStats) -> cache_pb2.GetCacheStatsResponse:
                 block_bytes=one.block_bytes,
                 prompt_tokens=one.prompt_tokens,
                 cached_prompt_tokens=one.cached_prompt_tokens,
+                pinned_blocks=one.pinned_blocks,
             )
             for one in stats.workers
         ],

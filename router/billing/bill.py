@@ -17,7 +17,7 @@ _MEASURES = ("r", "i", "c", "o", "n")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBudget:
     """A budget of which a request held its maximum cost."""
 
     kind: str
@@ -39,7 +39,7 @@ class Bill:
     """Unix time of its end, in seconds."""
     entry: str
     """The name by which it holds its budgets; empty: it holds none."""
-    budgets: tuple[Held, ...]
+    budgets: tuple[HeldBudget, ...]
     lines: tuple[BillLine, ...]
 
     @property

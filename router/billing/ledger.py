@@ -23,7 +23,7 @@ from baton.config.cluster import Config
 from baton.host.background import end_tasks, spawn
 from baton.request import Principal
 from baton.telemetry.metrics import RouterMetrics
-from router.billing.bill import Bill, Held, Sums, number_of
+from router.billing.bill import Bill, HeldBudget, Sums, number_of
 from router.billing.budgets import Budget, Budgets, Hold
 from router.billing.journal import Journal
 from router.billing.ledger_scripts import SETTLE
@@ -142,9 +142,9 @@ class Ledger:
             self._let_go(hold, bill.cost)
         self._woken.set()
 
-    def _held(self, hold: Hold) -> tuple[Held, ...]:
+    def _held(self, hold: Hold) -> tuple[HeldBudget, ...]:
         return tuple(
-            Held(budget.kind, budget.name, budget.every, period)
+            HeldBudget(budget.kind, budget.name, budget.every, period)
             for budget, period in zip(hold.budgets, hold.periods, strict=True)
         )
 

@@ -31,11 +31,11 @@ from router.dispatch.placement import Placement
 from router.dispatch.retry_limits import Quarantine, RetryBudget
 from router.dispatch.running_request import RunningRequest
 from router.dispatch.traffic_report import TrafficReport
-from router.routing.ledger import Ledger
 from router.routing.pinned_prefixes import PinnedPrefixes
 from router.routing.policies import make_policy
 from router.routing.policy import route_settings
 from router.routing.route_finder import PrefixLookup, RouteFinder
+from router.routing.routing_state import RoutingState
 from router.text.output_processor import OutputProcessor
 from router.text.reasoning_counter import reasoning_counter
 from router.text.tokenizer import Tokenizer
@@ -77,15 +77,15 @@ class ClusterDispatcher:
         )
         self._discovery = WorkerDiscovery(config, registry, index, self._links, metrics)
         policy = make_policy(config.policy, route_settings(config))
-        self._ledger = Ledger(policy, config.block_size, traffic)
+        self._routing = RoutingState(policy, config.block_size, traffic)
         self._prefixes = PrefixLookup(index, metrics)
         self.pins = PinnedPrefixes(pins, config.block_size)
         self._routes = routes = RouteFinder(
-            config, self._links, self._ledger, self._prefixes, metrics
+            config, self._links, self._routing, self._prefixes, metrics
         )
         self._queue = AdmissionQueue(config, metrics, self._capacity)
         self._placement = Placement(
-            self.router_id, config, self._links, self._ledger, routes, self.pins, metrics
+            self.router_id, config, self._links, self._routing, routes, self.pins, metrics
         )
         self._budget = RetryBudget.of(config)
         self._quarantine = Quarantine()
@@ -163,7 +163,7 @@ class ClusterDispatcher:
             prefill = prefill or decode
         if not prefill or not decode:
             return None
-        cost = self._ledger.table.prefill_cost(prefill[0].record.role)
+        cost = self._routing.table.prefill_cost(prefill[0].record.role)
         return capacity_of(self._config.block_size, prefill, decode, cost)
 
     # Its own life
@@ -227,7 +227,7 @@ class ClusterDispatcher:
     @property
     def transfer_line(self) -> tuple[float, float]:
         """The transfer costs of a usual pair of workers: see ``router.routing.cost_model``."""
-        return self._ledger.transfers.usual
+        return self._routing.transfers.usual
 
     def health(self) -> tuple[str, str]:
         """``ok``, ``degraded`` or ``down``, and the reason in words."""

@@ -29,10 +29,10 @@ from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import begin_span, context_of
 from baton.v1 import prefill_pb2
 from router.dispatch.running_request import Attempt, RunningRequest
-from router.routing.ledger import Ledger
 from router.routing.pinned_prefixes import PinnedPrefixes
 from router.routing.policy import Decision, RouteRequest
 from router.routing.route_finder import RouteFinder
+from router.routing.routing_state import RoutingState
 from router.workers.worker_link import error_from_gone
 from router.workers.worker_links import Unsubscribe, WorkerLinks
 
@@ -75,7 +75,7 @@ class Placement:
         router_id: str,
         config: Config,
         links: WorkerLinks,
-        ledger: Ledger,
+        routing: RoutingState,
         routes: RouteFinder,
         pins: PinnedPrefixes,
         metrics: RouterMetrics,
@@ -84,7 +84,7 @@ class Placement:
         self._router_id = router_id
         self._class_of = config.class_of
         self._links = links
-        self._ledger = ledger
+        self._routing = routing
         self._routes = routes
         self._pins = pins
         self._cache_ttls = {tenant.name: tenant.cache_ttl_s for tenant in config.tenants}
@@ -213,7 +213,7 @@ class Placement:
             spec,
             source,
             target,
-            self._ledger.promise(decision, route.request, route.hashes, now),
+            self._routing.promise(decision, route.request, route.hashes, now),
             span,
             now,
             set(route.choices),

@@ -32,7 +32,7 @@ from baton.request import LOWEST_PRIORITY, Retention, SequenceSpec, TokenOutput,
 from baton.rpc.grpc_errors import error_from_code
 from router.core.request import GenerationRequest, OutputDelta, without_answer
 from router.dispatch.retry_limits import FailedWorkers
-from router.routing.ledger import Promise
+from router.routing.routing_state import Promise
 from router.text.output_processor import OutputProcessor
 from router.workers.worker_link import WorkerLink
 

@@ -239,6 +239,7 @@ def _usage(choices: Sequence[Choice]) -> inference_pb2.Usage:
         prompt_tokens=choices[0].prompt_tokens,
         completion_tokens=sum(choice.completion_tokens for choice in choices),
         cached_prompt_tokens=sum(choice.cached_tokens for choice in choices),
+        written_prompt_tokens=sum(choice.written_tokens for choice in choices),
         reasoning_tokens=sum(choice.reasoning_tokens for choice in choices),
     )
 

@@ -21,8 +21,8 @@ from baton.request import LoadSnapshot
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
-from router.routing.ledger import Ledger
 from router.routing.policy import Decision, RouteRequest
+from router.routing.routing_state import RoutingState
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_links import WorkerLinks
 
@@ -120,14 +120,14 @@ class RouteFinder:
         self,
         config: Config,
         links: WorkerLinks,
-        ledger: Ledger,
+        routing: RoutingState,
         prefixes: PrefixLookup,
         metrics: RouterMetrics,
     ) -> None:
         self._block_size = config.block_size
         self._links = links
-        self._ledger = ledger
-        self._sync = TableSync(ledger, links)
+        self._routing = routing
+        self._sync = TableSync(routing, links)
         self._prefixes = prefixes
         self._metrics = metrics
         self._found = metrics.prefix_blocks.labels("found")
@@ -195,7 +195,7 @@ class RouteFinder:
                 " request's deadline",
                 retry_after=max(1.0, decision.queue_ms / 1e3),
             )
-        is_forced = decision.local and not len(self._ledger.table.group("prefill"))
+        is_forced = decision.local and not len(self._routing.table.group("prefill"))
         self._metrics.route_decisions.labels(
             decision="local" if decision.local else "remote",
             reason=NO_PREFILL_WORKER if is_forced else decision.reason,
@@ -210,7 +210,7 @@ class RouteFinder:
             # Nor is anything fetched from an excluded worker.
             held = {name: count for name, count in held.items() if name not in asked.excluded}
         try:
-            decision = self._ledger.decide(asked, hashes, held, now)
+            decision = self._routing.decide(asked, hashes, held, now)
             chosen = {decision.prefill, decision.decode}
             links = [link for name in chosen if (link := self._links.get(name)) is not None]
             if len(links) == len(chosen) and all(map(self._links.is_usable, links)):
@@ -218,14 +218,14 @@ class RouteFinder:
         except Unavailable:
             pass
         self._sync.refresh(now, at_once=True)
-        return self._ledger.decide(asked, hashes, held, now)
+        return self._routing.decide(asked, hashes, held, now)
 
 
 class TableSync:
-    """Keeps the ledger's table of workers in step with the links to them."""
+    """Keeps the routing state's table of workers in step with the links to them."""
 
-    def __init__(self, ledger: Ledger, links: WorkerLinks) -> None:
-        self._ledger = ledger
+    def __init__(self, routing: RoutingState, links: WorkerLinks) -> None:
+        self._routing = routing
         self._links = links
         self._seen: dict[str, tuple[WorkerRecord, LoadSnapshot]] = {}
         self._refreshed_at = float("-inf")
@@ -245,10 +245,10 @@ class TableSync:
             self._take(link, now)
         for gone in self._seen.keys() - {link.record.incarnation for link in links}:
             del self._seen[gone]
-            self._ledger.remove(gone)
+            self._routing.remove(gone)
 
     def _take(self, link: WorkerLink, now: float) -> None:
-        record, table = link.record, self._ledger.table
+        record, table = link.record, self._routing.table
         name = record.incarnation
         known, load = self._seen.get(name, (None, None))
         if known is not record:

@@ -38,7 +38,7 @@ async def failing(status: grpc.StatusCode, *trailers: tuple[str, str]) -> AsyncI
 
     server = make_server()
     methods: dict[str, Any] = {"Generate": grpc.unary_stream_rpc_method_handler(fail)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+    server.add_registered_method_handlers(SERVICE, methods)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -19,6 +19,7 @@ from baton.store.pin_store import PinStore
 from baton.store.redis_client import redis_client
 from engine.scheduling.retention import RetentionBook
 from router.access.access import Access
+from router.admin.cache import CacheApi, CacheControl
 from router.core.served_model import ServedModel
 from router.prefixes.api import PATH, PrefixApi
 from router.prefixes.pinning import PrefixPinning
@@ -73,6 +74,21 @@ class Client:
             await self.cluster.answer(prompt_of(25 * BLOCK + 3, salt), GREEDY)
         await self.cluster.until_idle()
 
+    async def pinned_blocks(self) -> dict[str, int]:
+        """By worker, and of ``all``, as the operators read them."""
+        answer = await self.http.get("/v1/cache/stats")
+        assert answer.status_code == 200, answer.text
+        stats = answer.json()
+        found = {worker["slot"]: worker["pinned_blocks"] for worker in stats["workers"]}
+        return found | {"all": stats["pinned_blocks"]}
+
+    async def until_pinned(self, slot: str, blocks: int) -> None:
+        """Until the operators read that one worker alone pins so many blocks."""
+        wanted = dict.fromkeys(("prefill-0", "decode-0"), 0) | {slot: blocks, "all": blocks}
+        async with asyncio.timeout(DEADLINE_S):
+            while (await self.pinned_blocks()) != wanted:
+                await asyncio.sleep(0.05)
+
     @property
     def book(self) -> RetentionBook:
         """That of the worker that computes prompts."""
@@ -94,7 +110,8 @@ async def client_of(model: Path, redis_url: str, **changes: Any) -> AsyncIterato
         service = service_of(*parts, access)
         store = PinStore(cluster.redis, cluster.cluster_id)
         api = PrefixApi(service, PrefixPinning(service, cluster.dispatcher, store))
-        app = create_app(*parts, access, more=(api,))
+        control = CacheControl(cluster.dispatcher.workers.all, cluster.index, cluster.metrics)
+        app = create_app(*parts, access, more=(api, CacheApi(control, access)))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", timeout=DEADLINE_S
         ) as http:
@@ -110,6 +127,8 @@ async def test_a_pinned_prefix_stays_until_it_is_unpinned(
         assert answer.status_code == 200, answer.text
         body = answer.json()
         assert (body["tokens"], body["pinned_tokens"]) == (len(PREFIX), BLOCKS * BLOCK)
+        worker = "decode-0" if local == "always" else "prefill-0"
+        await client.until_pinned(worker, BLOCKS)
         usage = {"prompt_tokens": len(PREFIX), "cached_tokens": 0}
         assert body["usage"] == usage | {"cache_write_tokens": BLOCKS * BLOCK}
         await client.fill_the_pool()
@@ -121,6 +140,7 @@ async def test_a_pinned_prefix_stays_until_it_is_unpinned(
         assert await client.unpin(body["id"]) == 200
         assert await client.pins() == []
         assert client.book.total == 0
+        await client.until_pinned(worker, 0)
         assert await client.unpin(body["id"]) == 404
         await client.fill_the_pool()
         assert await client.ask() == (0, 0)

@@ -63,7 +63,7 @@ async def test_a_class_may_compute_elsewhere_than_the_others(
 
 async def test_reports_teach_and_every_promise_ends(tiny_model: Path, redis_url: str) -> None:
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
-        ledger = cluster.dispatcher._ledger
+        routing = cluster.dispatcher._routing
         for salt in range(3):
             await asyncio.gather(
                 *(cluster.answer(prompt_of(n, salt), GREEDY) for n in (40, 80, 160))
@@ -71,13 +71,13 @@ async def test_reports_teach_and_every_promise_ends(tiny_model: Path, redis_url:
         source, target = (cluster.workers[slot].record for slot in ("prefill-0", "decode-0"))
         assert source is not None
         assert target is not None
-        assert ledger.transfers.told
-        row = ledger.table.row(source.incarnation)
+        assert routing.transfers.told
+        row = routing.table.row(source.incarnation)
         assert row is not None
-        learned = ledger.table.prefill_a[row], ledger.table.prefill_b[row]
+        learned = routing.table.prefill_a[row], routing.table.prefill_b[row]
         assert learned != source.prefill_cost[:2]
-        assert ledger.table.own_sequences.max() == ledger.table.outstanding.max() == 0
-        assert ledger.table.promised_blocks.max() == ledger.table.own_ms.max() == 0
+        assert routing.table.own_sequences.max() == routing.table.outstanding.max() == 0
+        assert routing.table.promised_blocks.max() == routing.table.own_ms.max() == 0
 
 
 async def test_a_prompt_waits_for_room_where_it_is_to_be_computed(

@@ -374,6 +374,7 @@ class EngineCore:
             steps_in_flight=self.scheduler.plans_in_flight,
             prompt_tokens=self._prompt_tokens,
             cached_prompt_tokens=self._cached_prompt_tokens,
+            pinned_blocks=self.retention.total_pinned,
         )
 
     def count_prompt(self, sequence: Sequence) -> None:

@@ -134,7 +134,7 @@ def plan(
     """
     from baton.errors import BatonError  # noqa: PLC0415
     from planning.plan_command import PlanOutputs, PlanSettings, plan_command  # noqa: PLC0415
-    from planning.planner.cluster_kind import Budget  # noqa: PLC0415
+    from planning.planner.cluster_kind import ResourceBudget  # noqa: PLC0415
 
     if budget is None and budget_per_hour is None:
         fail("give --budget in GPUs, --budget-per-hour in dollars, or both", code=ExitCode.USAGE)
@@ -142,7 +142,7 @@ def plan(
         traces=tuple(trace),
         slo=slo,
         gpus=names_in(gpu),
-        budget=Budget(
+        budget=ResourceBudget(
             math.inf if budget is None else budget,
             math.inf if budget_per_hour is None else budget_per_hour,
         ),

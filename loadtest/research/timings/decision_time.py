@@ -21,9 +21,9 @@ from baton.config.choices import LocalPrefill, PolicyName
 from baton.request import Geometry, LoadSnapshot
 from baton.store.registry import WorkerRecord
 from planning.common.report import print_whole, this_machine, whole_table
-from router.routing.ledger import Ledger, Promise
 from router.routing.policies import make_policy
 from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
+from router.routing.routing_state import Promise, RoutingState
 
 _HOLDERS = 16
 _DEEPEST = 128
@@ -36,11 +36,11 @@ def measure(
     workers: int, decisions: int, policy: PolicyName, route: ClassRoute, *, shared_block: bool
 ) -> list[float]:
     """Microseconds of each decision, the expected blocks' share included."""
-    ledger = Ledger(make_policy(policy, RouteSettings(_BLOCK, default=route), 1), _BLOCK)
+    routing = RoutingState(make_policy(policy, RouteSettings(_BLOCK, default=route), 1), _BLOCK)
     for number in range(workers):
-        _join(ledger, number)
+        _join(routing, number)
     dice = random.Random(1)  # noqa: S311 - lengths and holders, no secret
-    names = ledger.table.incarnations()
+    names = routing.table.incarnations()
     placed: deque[tuple[float, Promise]] = deque()
     took = []
     for count in range(decisions):
@@ -52,13 +52,13 @@ def measure(
             held[name] = dice.randint(1, _DEEPEST)
         request = RouteRequest(dice.randint(50, 4000))
         began = time.perf_counter()
-        decision = ledger.decide(request, (), held, now)
+        decision = routing.decide(request, (), held, now)
         took.append((time.perf_counter() - began) * 1e6)
-        placed.append((now + _LASTS_S, ledger.promise(decision, request, (), now)))
+        placed.append((now + _LASTS_S, routing.promise(decision, request, (), now)))
     return took
 
 
-def _join(ledger: Ledger, number: int) -> None:
+def _join(routing: RoutingState, number: int) -> None:
     role = "decode" if number % 2 else "prefill"
     record = WorkerRecord(
         incarnation=f"{role}-{number}",
@@ -73,10 +73,10 @@ def _join(ledger: Ledger, number: int) -> None:
         total_blocks=4000,
         max_sequences=64,
     )
-    ledger.table.add(record)
+    routing.table.add(record)
     load = LoadSnapshot(running=number % 7, free_blocks=3000, context_tokens=100 * (number % 7))
-    ledger.table.set_load(record.incarnation, load, 0.0)
-    ledger.table.set_up(record.incarnation, True)
+    routing.table.set_load(record.incarnation, load, 0.0)
+    routing.table.set_up(record.incarnation, True)
 
 
 def main(

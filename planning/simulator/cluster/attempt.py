@@ -10,7 +10,7 @@ from __future__ import annotations
 from baton.request import SequenceSpec
 from planning.simulator.cluster.simulated_request import SimulatedRequest, SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
-from router.routing.ledger import Promise
+from router.routing.routing_state import Promise
 
 
 class SimulatedAttempt:

@@ -1,4 +1,4 @@
-"""One router without connections: the real admission, ledger and policy in virtual time.
+"""One router without connections: the real admission, routing and policy in virtual time.
 
 arrived ─no place, no hope→ refused
 arrived → waiting ─its turn→ placed ─first token→ begun ─last token→ done
@@ -24,8 +24,8 @@ from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from planning.simulator.cluster.workers_side import WorkersSide
 from router.admission.capacity import Capacity
 from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
-from router.routing.ledger import Ledger
 from router.routing.policy import Policy, RouteRequest
+from router.routing.routing_state import RoutingState
 
 TICK_S = 0.05
 CAPACITY_AGE_S = 0.02
@@ -60,7 +60,7 @@ class SimulatedRouter:
         self._block_tokens = block_tokens
         self.traffic = TrafficMeter()
         """For the autoscaler."""
-        self._ledger = Ledger(policy, block_tokens, self.traffic.counts)
+        self._routing = RoutingState(policy, block_tokens, self.traffic.counts)
         self._admission = AdmissionController(
             config.tenant_weights,
             config,
@@ -84,7 +84,7 @@ class SimulatedRouter:
             self._join(worker)
 
     def _join(self, worker: SimulatedWorker) -> None:
-        table, record = self._ledger.table, self.record(worker)
+        table, record = self._routing.table, self.record(worker)
         table.add(record)
         table.set_load(worker.name, record.load, self._events.now * 1e3)
         table.set_up(worker.name, True)
@@ -112,7 +112,7 @@ class SimulatedRouter:
 
     def leave_out(self, worker: SimulatedWorker) -> None:
         """It takes nothing more."""
-        self._ledger.table.set_up(worker.name, False)
+        self._routing.table.set_up(worker.name, False)
         for workers in (self._prefill, self._decode):
             if worker in workers:
                 workers.remove(worker)
@@ -193,7 +193,7 @@ class SimulatedRouter:
             max_sequences=sum(worker.profile.max_sequences for worker in decode),
             available_blocks=tuple(worker.pool.available for worker in decode),
             total_blocks=tuple(worker.pool.total for worker in decode),
-            prefill_cost=self._ledger.table.prefill_cost("prefill" if self._prefill else "decode"),
+            prefill_cost=self._routing.table.prefill_cost("prefill" if self._prefill else "decode"),
         )
 
     def _tell_generated(self, request: SimulatedRequest) -> None:
@@ -218,11 +218,11 @@ class SimulatedRouter:
         try:
             if left_s <= 0:
                 raise DeadlineExceeded("the request's deadline passed while it waited")
-            decision = self._ledger.decide(asked, hashes, held, now)
+            decision = self._routing.decide(asked, hashes, held, now)
         except BatonError as error:
             self._end(request, error.code or "unavailable")
             return
-        promise = self._ledger.promise(decision, asked, hashes, now)
+        promise = self._routing.promise(decision, asked, hashes, now)
         source, target = self._workers[decision.prefill], self._workers[decision.decode]
         request.prefill, request.decode = source.number, target.number
         request.is_local = decision.local
@@ -236,7 +236,7 @@ class SimulatedRouter:
         if now - self._refreshed_at < REFRESH_S:
             return
         self._refreshed_at = now
-        table = self._ledger.table
+        table = self._routing.table
         for worker in self._workers.values():
             if not worker.is_idle or self._seen.get(worker.name) != worker.changes:
                 self._seen[worker.name] = worker.changes

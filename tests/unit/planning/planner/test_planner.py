@@ -11,9 +11,9 @@ from planning.common.traces import Trace, TracedRequest
 from planning.planner.batch_size import with_size
 from planning.planner.cluster_kind import (
     DEFAULT_TRANSPORTS,
-    Budget,
     ClusterKind,
     Counts,
+    ResourceBudget,
     WorkerKind,
 )
 from planning.planner.evaluation import Evaluation
@@ -27,14 +27,14 @@ _TARGET = 0.9
 _SMALL_ROLES = Roles((SMALL,), (SMALL,), (), reachable=True)
 
 
-def small_plan(tried: Evaluation, budget: Budget) -> Plan:
+def small_plan(tried: Evaluation, budget: ResourceBudget) -> Plan:
     planner = CapacityPlanner(tried, _SMALL_ROLES, transports(DEFAULT_TRANSPORTS), budget, _TARGET)
     return planner.plan()
 
 
 def test_nothing_cheaper_meets_the_target() -> None:
     tried = evaluation(trace(40, 0.03, prompt=500, answer=40))
-    plan = small_plan(tried, Budget(gpus=12))
+    plan = small_plan(tried, ResourceBudget(gpus=12))
     assert plan.is_met
     chosen = plan.chosen
     assert chosen.whole is not None
@@ -53,7 +53,7 @@ def test_nothing_cheaper_meets_the_target() -> None:
 
 
 def test_what_stands_beside_it() -> None:
-    plan = small_plan(evaluation(trace(40, 0.03, prompt=500, answer=40)), Budget(gpus=12))
+    plan = small_plan(evaluation(trace(40, 0.03, prompt=500, answer=40)), ResourceBudget(gpus=12))
     names = [one.name for one in plan.others]
     assert "one prefill worker more" in names
     assert "wisdom, 1:1" in names
@@ -74,7 +74,7 @@ def test_what_stands_beside_it() -> None:
 
 
 def test_plans_repeat() -> None:
-    plans = [small_plan(evaluation(trace(30, 0.04)), Budget(gpus=8)) for _ in range(2)]
+    plans = [small_plan(evaluation(trace(30, 0.04)), ResourceBudget(gpus=8)) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
@@ -84,7 +84,7 @@ def test_the_search_looks_at_the_peak_and_serves_the_whole() -> None:
     busy = [TracedRequest(20.0 + n * 0.05, 300, 30) for n in range(40)]
     rows = sorted([TracedRequest(0.0, 300, 30), *quiet, *busy], key=lambda one: one.arrival_s)
     tried = evaluation(Trace(tuple(rows), 32), peak_s=2.0)
-    plan = small_plan(tried, Budget(gpus=10))
+    plan = small_plan(tried, ResourceBudget(gpus=10))
     assert plan.is_met
     assert plan.chosen.whole is not None
     assert min(plan.chosen.whole.attainment, plan.chosen.peak.attainment) >= _TARGET
@@ -92,22 +92,26 @@ def test_the_search_looks_at_the_peak_and_serves_the_whole() -> None:
 
 
 def test_a_budget_that_is_too_small() -> None:
-    plan = small_plan(evaluation(trace(60, 0.01, prompt=500, answer=4)), Budget(gpus=4))
+    plan = small_plan(evaluation(trace(60, 0.01, prompt=500, answer=4)), ResourceBudget(gpus=4))
     assert not plan.is_met
     assert plan.chosen.gpus == 4
     assert plan.chosen.counts == (3, 1)
     assert plan.limits.startswith("the prefill pool")
     with pytest.raises(ConfigError, match="too little"):
-        small_plan(evaluation(), Budget(gpus=1))
+        small_plan(evaluation(), ResourceBudget(gpus=1))
 
 
 def test_dollars_are_a_budget_too() -> None:
-    plan = small_plan(evaluation(trace(60, 0.01, prompt=500, answer=10)), Budget(per_hour=9.0))
+    plan = small_plan(
+        evaluation(trace(60, 0.01, prompt=500, answer=10)), ResourceBudget(per_hour=9.0)
+    )
     assert plan.chosen.price_per_hour == 8.0
-    assert Budget(8, 9.5).text() == "8 GPUs and $9.5/h"
+    assert ResourceBudget(8, 9.5).text() == "8 GPUs and $9.5/h"
 
 
-def _gpu_plan(trace: Trace, degrees: tuple[int, ...], budget: Budget, ttft_s: float) -> Plan:
+def _gpu_plan(
+    trace: Trace, degrees: tuple[int, ...], budget: ResourceBudget, ttft_s: float
+) -> Plan:
     tried = evaluation(trace, settings=config(ttft_s=ttft_s))
     kinds = [
         WorkerKind("h100", read_profile("h100", tensor_parallel=degree), 3.0) for degree in degrees
@@ -118,12 +122,12 @@ def _gpu_plan(trace: Trace, degrees: tuple[int, ...], budget: Budget, ttft_s: fl
 
 
 def test_of_transports_the_one_is_taken_that_asks_for_least() -> None:
-    short = _gpu_plan(trace(12, 0.5, prompt=300, answer=20), (1,), Budget(gpus=4), 1.0)
+    short = _gpu_plan(trace(12, 0.5, prompt=300, answer=20), (1,), ResourceBudget(gpus=4), 1.0)
     assert short.chosen.kind.transport.name == "grpc"
     assert short.chosen.counts == (1, 1)
     assert {"over nixl", "over cuda_ipc"} <= {one.name for one in short.others}
     # A prompt of 16k tokens has 2.1 GB of KV, which take 1.3 s: a token every 0.03 s is too much.
-    long = _gpu_plan(trace(12, 2.0, prompt=16_000, answer=20), (1,), Budget(gpus=4), 2.0)
+    long = _gpu_plan(trace(12, 2.0, prompt=16_000, answer=20), (1,), ResourceBudget(gpus=4), 2.0)
     assert long.is_met
     assert long.chosen.kind.transport.name == "nixl"
     over = next(one for one in long.others if one.name == "over grpc")
@@ -131,7 +135,7 @@ def test_of_transports_the_one_is_taken_that_asks_for_least() -> None:
 
 
 def test_slow_prompts_get_workers_of_several_gpus() -> None:
-    plan = _gpu_plan(trace(10, 2.0, prompt=30_000, answer=20), (1, 2), Budget(gpus=8), 1.0)
+    plan = _gpu_plan(trace(10, 2.0, prompt=30_000, answer=20), (1, 2), ResourceBudget(gpus=8), 1.0)
     assert plan.is_met
     assert plan.chosen.kind.prefill.gpus == 2
     assert plan.chosen.kind.decode.gpus == 1
@@ -139,16 +143,16 @@ def test_slow_prompts_get_workers_of_several_gpus() -> None:
 
 
 def test_no_number_of_workers_is_enough() -> None:
-    plan = _gpu_plan(trace(10, 2.0, prompt=30_000, answer=20), (1,), Budget(gpus=6), 0.05)
+    plan = _gpu_plan(trace(10, 2.0, prompt=30_000, answer=20), (1,), ResourceBudget(gpus=6), 0.05)
     assert not plan.is_met
     assert plan.limits.startswith("no number of workers")
 
 
 def test_links_end_at_the_machine() -> None:
     kind = ClusterKind(SMALL, SMALL, transports(["cuda_ipc"])[0])
-    assert Budget().allows(kind, Counts(4, 4))
-    assert not Budget().allows(kind, Counts(5, 4))
-    assert not Budget().allows(KIND, Counts(1025, 1))
+    assert ResourceBudget().allows(kind, Counts(4, 4))
+    assert not ResourceBudget().allows(kind, Counts(5, 4))
+    assert not ResourceBudget().allows(KIND, Counts(1025, 1))
 
 
 def test_a_plan_has_the_batch_that_serves_most() -> None:
@@ -156,7 +160,7 @@ def test_a_plan_has_the_batch_that_serves_most() -> None:
     few = with_size(KIND, BatchSize(2, 512))
     found = Roles((few.prefill,), (few.decode,), (), reachable=True)
     plan = CapacityPlanner(
-        tried, found, transports(DEFAULT_TRANSPORTS), Budget(gpus=40), _TARGET
+        tried, found, transports(DEFAULT_TRANSPORTS), ResourceBudget(gpus=40), _TARGET
     ).plan()
     assert plan.is_met
     assert plan.sizes is not None
@@ -167,5 +171,5 @@ def test_a_plan_has_the_batch_that_serves_most() -> None:
 
 
 def test_a_plan_that_misses_its_target_looks_for_no_batch() -> None:
-    plan = small_plan(evaluation(trace(60, 0.01, prompt=500, answer=4)), Budget(gpus=4))
+    plan = small_plan(evaluation(trace(60, 0.01, prompt=500, answer=4)), ResourceBudget(gpus=4))
     assert plan.sizes is None

@@ -49,8 +49,8 @@ class FakeControl:
 
     async def stats(self) -> CacheStats:
         workers = (
-            WorkerCache("decode-0", "decode", 16, 100, 60, 30, 10, 0, 5, 7, 50_000, 400, 100),
-            WorkerCache("prefill-0", "prefill", 16, 100, 100, 0, 0, 0, block_bytes=50_000),
+            WorkerCache("decode-0", "decode", 16, 100, 60, 30, 10, 0, 5, 7, 50_000, 400, 100, 6),
+            WorkerCache("prefill-0", "prefill", 16, 100, 100, 0, 0, 0, 0, 0, 50_000, 0, 0, 3),
         )
         return CacheStats(workers, self.index, 1000, 250)
 
@@ -95,6 +95,8 @@ async def test_cache_statistics_over_http_and_grpc() -> None:
         assert (body["prompt_tokens"], body["cached_prompt_tokens"]) == (1000, 250)
         assert (body["total_entries"], body["total_size_mb"], body["hit_rate"]) == (42, 2.1, 0.25)
         worker, other = body["workers"]
+        pinned = body["pinned_blocks"], worker["pinned_blocks"], other["pinned_blocks"]
+        assert pinned == (9, 6, 3)
         assert (worker["total_entries"], worker["total_size_mb"]) == (30 + 5 + 7, 2.1)
         assert (worker["prompt_tokens"], worker["hit_rate"]) == (400, 0.25)
         assert (other["total_entries"], other["total_size_mb"], other["hit_rate"]) == (0, 0, 0)
@@ -108,6 +110,7 @@ async def test_cache_statistics_over_http_and_grpc() -> None:
         assert (told.workers[0].host_blocks, told.workers[0].disk_blocks) == (5, 7)
         assert (told.workers[0].block_bytes, told.workers[0].prompt_tokens) == (50_000, 400)
         assert told.workers[0].cached_prompt_tokens == 100
+        assert [one.pinned_blocks for one in told.workers] == [6, 3]
         assert (told.index_blocks, told.index_bytes, told.prompt_tokens) == (7, 400, 1000)
         assert told.workers[0].cached_blocks == 30
         there.control.index = None

@@ -44,10 +44,10 @@ from router.dispatch.hang_detector import HangDetector
 from router.dispatch.placement import Placement
 from router.dispatch.retry_limits import PROGRESS_TOKENS, QUARANTINE_S, Quarantine, RetryBudget
 from router.dispatch.running_request import RunningRequest
-from router.routing.ledger import Ledger
 from router.routing.pinned_prefixes import PinnedPrefixes
 from router.routing.policy import Decision, RouteRequest
 from router.routing.route_finder import RouteFinder
+from router.routing.routing_state import RoutingState
 from router.text.output_processor import ByteDetokenizer, OutputProcessor
 from router.workers import breaker as breaker_module
 from router.workers.breaker import Breaker
@@ -148,13 +148,13 @@ class World:
         self.listeners: list[tuple[Any, Any]] = []
         self.readers: dict[tuple[str, int], Any] = {}
         self.metrics = RouterMetrics(CollectorRegistry())
-        ledger = SimpleNamespace(promise=lambda *_: Promised())
+        routing = SimpleNamespace(promise=lambda *_: Promised())
         config, links = Config(**changes), cast(WorkerLinks, self)
         self.placement = Placement(
             "router",
             config,
             links,
-            cast(Ledger, ledger),
+            cast(RoutingState, routing),
             cast(RouteFinder, self),
             PinnedPrefixes(None, config.block_size),
             self.metrics,

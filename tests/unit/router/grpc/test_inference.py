@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]
 )
 
 from baton import errors
+from baton.client.grpc_wire import piece
 from baton.config.access import KeyConfig
 from baton.config.choices import Scope
 from baton.request import FinishReason
@@ -53,6 +54,24 @@ async def test_generate() -> None:
     assert last.usage.completion_tokens == sum(len(r.token_ids) for r in responses)
     assert last.usage.cached_prompt_tokens == 1
     assert front.requests() == {("short", "ok", ""): 1}
+
+
+async def test_usage_has_what_was_read_from_the_cache_and_written_to_it() -> None:
+    """They come with the first delta of a request, and the last message counts all choices."""
+
+    async def speak(_: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        yield OutputDelta("a", (5,), None, cached_prompt_tokens=2, written_prompt_tokens=3)
+        yield OutputDelta("b", (6,), FinishReason.STOP)
+        yield OutputDelta("c", (7,), FinishReason.STOP, choice=1)
+
+    async with serve(make_front(speak)) as channel:
+        responses = await generate(channel, Request(prompt="Hello", n=2))
+    usage = responses[-1].usage
+    assert (usage.cached_prompt_tokens, usage.written_prompt_tokens) == (2, 3)
+    told = piece(responses[-1]).usage
+    assert told is not None
+    assert (told.cached_prompt_tokens, told.written_prompt_tokens) == (2, 3)
+    assert (told.completion_tokens, told.reasoning_tokens) == (3, 0)
 
 
 def shown_key(name: str, *scopes: Scope) -> KeyConfig:

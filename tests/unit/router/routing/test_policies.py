@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 
 from baton.config.choices import PolicyName
 from baton.request import LoadSnapshot
-from router.routing.ledger import Ledger
 from router.routing.policies import make_policy
 from router.routing.policy import Decision, RouteRequest, RouteSettings
+from router.routing.routing_state import RoutingState
 from router.routing.worker_table import hash_of, scores
 from tests.support.router.workers import BLOCK, list_worker, record
 
 SLOTS = ("p-0", "p-1", "p-2", "d-0", "d-1")
 
 
-def ledger(name: PolicyName, *slots: str) -> Ledger:
-    made = Ledger(make_policy(name, RouteSettings(), 1), BLOCK)
+def routing(name: PolicyName, *slots: str) -> RoutingState:
+    made = RoutingState(make_policy(name, RouteSettings(), 1), BLOCK)
     for slot in slots or SLOTS:
         list_worker(made.table, record(slot))
     return made
 
 
 def place(
-    made: Ledger,
+    made: RoutingState,
     held: dict[str, int] | None = None,
     *,
     tokens: int = 100,
@@ -41,7 +41,7 @@ def place(
 
 
 def test_round_robin_takes_everybody_in_turn() -> None:
-    made = ledger("round_robin")
+    made = routing("round_robin")
     found = [place(made, {"p-0": 6}) for _ in range(6)]
     assert [one.prefill for one in found] == ["p-0", "p-1", "p-2"] * 2
     assert [one.decode for one in found] == ["d-0", "d-1"] * 3
@@ -51,7 +51,7 @@ def test_round_robin_takes_everybody_in_turn() -> None:
 
 
 def test_least_loaded_takes_the_shortest_queue_and_the_emptiest_batch() -> None:
-    made = ledger("least_loaded")
+    made = routing("least_loaded")
     made.table.promise_prompt("p-0", 10.0, 0.0)
     made.table.promise_prompt("p-1", 500.0, 0.0)
     made.table.promise_prompt("p-2", 20.0, 0.0)
@@ -62,14 +62,14 @@ def test_least_loaded_takes_the_shortest_queue_and_the_emptiest_batch() -> None:
 
 
 def test_prefix_herds() -> None:
-    made = ledger("prefix")
+    made = routing("prefix")
     made.table.promise_prompt("p-1", 1e6, 0.0)
     assert place(made, {"p-1": 2, "p-0": 1, "d-1": 1}).prefill == "p-1"
     assert place(made).prefill != "p-1", "of equals the least loaded"
 
 
 def test_power_of_two_spreads_and_avoids_the_busiest() -> None:
-    made = ledger("power_of_two")
+    made = routing("power_of_two")
     made.table.promise_prompt("p-0", 1e9, 0.0)
     counts = Counter(place(made, now=float(n)).prefill for n in range(200))
     assert counts["p-0"] == 0
@@ -77,7 +77,7 @@ def test_power_of_two_spreads_and_avoids_the_busiest() -> None:
 
 
 def test_a_session_stays_while_workers_come_and_go() -> None:
-    made = ledger("session")
+    made = routing("session")
     names = [f"chat {n}" for n in range(60)]
     before = {name: place(made, session=name) for name in names}
     assert {one.prefill for one in before.values()} == {"p-0", "p-1", "p-2"}
@@ -94,7 +94,7 @@ def test_a_session_stays_while_workers_come_and_go() -> None:
 
 
 def test_requests_without_a_session_go_to_the_least_loaded() -> None:
-    made = ledger("session")
+    made = routing("session")
     made.table.promise_prompt("p-0", 10.0, 0.0)
     made.table.promise_prompt("p-1", 10.0, 0.0)
     assert place(made).prefill == "p-2"
@@ -102,7 +102,7 @@ def test_requests_without_a_session_go_to_the_least_loaded() -> None:
 
 def test_room_comes_first_where_sequences_decode() -> None:
     for name in ("round_robin", "least_loaded", "prefix", "power_of_two", "session"):
-        made = ledger(name)
+        made = routing(name)
         made.table.set_load("d-0", LoadSnapshot(free_blocks=2), 0.0)
         made.table.set_load("d-1", LoadSnapshot(running=60, free_blocks=1000), 0.0)
         decisions = {place(made, session=str(n)).decode for n in range(4)}

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from baton.config.choices import LocalPrefill
 from baton.request import LoadSnapshot
 from router.routing.cost_model import TransferCosts
-from router.routing.ledger import Ledger
 from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings
 from router.routing.predictive_policy import (
     ANSWER_TOKENS,
@@ -31,6 +30,7 @@ from router.routing.predictive_policy import (
     TIE,
     PredictivePolicy,
 )
+from router.routing.routing_state import RoutingState
 from router.routing.worker_table import WorkerTable, preferred_row
 from tests.support.router.workers import BLOCK, PREFILL_COST, list_worker, record, table_of
 
@@ -353,9 +353,9 @@ def replay(
 
     ``instant``: every prompt is computed before the next one comes.
     """
-    ledger = Ledger(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
+    routing = RoutingState(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
     for slot in table_slots:
-        list_worker(ledger.table, record(slot))
+        list_worker(routing.table, record(slot))
     caches: dict[str, set[bytes]] = {}
     counts: Counter[str] = Counter()
     for now, tokens, hashes in prompts:
@@ -364,8 +364,8 @@ def replay(
             for name, cache in caches.items()
         }
         request = RouteRequest(tokens)
-        decision = ledger.decide(request, hashes, held, now)
-        promise = ledger.promise(decision, request, hashes, now)
+        decision = routing.decide(request, hashes, held, now)
+        promise = routing.promise(decision, request, hashes, now)
         if instant:
             promise.ended(now)
         caches.setdefault(decision.prefill, set()).update(hashes)
@@ -394,29 +394,29 @@ def test_a_first_block_that_all_share_does_not_herd(every_s: float, *, instant: 
 
 def test_a_burst_with_one_prefix_lands_together() -> None:
     """No event has come yet: the blocks are expected where the first one went."""
-    ledger = Ledger(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
+    routing = RoutingState(PredictivePolicy(RouteSettings(pulls=False)), BLOCK)
     for slot in ("p-0", "p-1", "p-2", "d-0"):
-        list_worker(ledger.table, record(slot))
+        list_worker(routing.table, record(slot))
     hashes = [bytes([n]) * 16 for n in range(1, 61)]
     chosen = set()
     for _ in range(5):
         request = RouteRequest(60 * BLOCK + 5)
-        decision = ledger.decide(request, hashes, {}, 0.0)
-        ledger.promise(decision, request, hashes, 0.0)
+        decision = routing.decide(request, hashes, {}, 0.0)
+        routing.promise(decision, request, hashes, 0.0)
         chosen.add(decision.prefill)
     assert len(chosen) == 1
 
 
 def test_equal_workers_are_used_equally() -> None:
-    ledger = Ledger(PredictivePolicy(RouteSettings()), BLOCK)
+    routing = RoutingState(PredictivePolicy(RouteSettings()), BLOCK)
     for slot in ("p-0", "p-1", "p-2", "d-0", "d-1"):
-        list_worker(ledger.table, record(slot))
+        list_worker(routing.table, record(slot))
     prefill: Counter[str] = Counter()
     decode: Counter[str] = Counter()
     for number in range(60):
         request = RouteRequest(100)
-        decision = ledger.decide(request, (), {}, float(number))
-        ledger.promise(decision, request, (), float(number)).ended(float(number))
+        decision = routing.decide(request, (), {}, float(number))
+        routing.promise(decision, request, (), float(number)).ended(float(number))
         prefill[decision.prefill] += 1
         decode[decision.decode] += 1
     assert set(prefill.values()) == {20}

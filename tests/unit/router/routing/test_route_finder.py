@@ -18,33 +18,33 @@ from baton.request import LoadSnapshot
 from baton.store.prefix_index import PrefixIndex
 from baton.telemetry.metrics import RouterMetrics
 from router.routing import route_finder
-from router.routing.ledger import Ledger
 from router.routing.policies import make_policy
 from router.routing.policy import RouteSettings
 from router.routing.route_finder import REFRESH_S, PrefixLookup, TableSync
+from router.routing.routing_state import RoutingState
 from router.workers.worker_links import WorkerLinks
 from tests.support.router.workers import BLOCK, record
 
 
 @asynccontextmanager
-async def synced(*slots: str) -> AsyncIterator[tuple[TableSync, Ledger, WorkerLinks]]:
+async def synced(*slots: str) -> AsyncIterator[tuple[TableSync, RoutingState, WorkerLinks]]:
     """Links that nobody answers, said to be connected."""
     links = WorkerLinks("r", heartbeat_s=1.0)
-    ledger = Ledger(make_policy("predictive", RouteSettings()), BLOCK)
+    routing = RoutingState(make_policy("predictive", RouteSettings()), BLOCK)
     try:
         links.update({slot: record(slot) for slot in slots})
         for link in links.all():
             link.connected = True
-        yield TableSync(ledger, links), ledger, links
+        yield TableSync(routing, links), routing, links
     finally:
         await links.close()
 
 
 async def test_workers_come_go_and_change() -> None:
-    async with synced("p-0", "p-1", "d-0") as (sync, ledger, links):
+    async with synced("p-0", "p-1", "d-0") as (sync, routing, links):
         now = time.monotonic()
         sync.refresh(now)
-        table = ledger.table
+        table = routing.table
         assert len(table.group("prefill")) == 2
         assert (sync.context_length, sync.fingerprint) == (8192, "f")
         first = links.get("p-0")
@@ -63,8 +63,8 @@ async def test_workers_come_go_and_change() -> None:
 
 
 async def test_a_call_that_failed_takes_a_worker_out() -> None:
-    async with synced("p-0", "p-1", "d-0") as (sync, ledger, links):
-        table = ledger.table
+    async with synced("p-0", "p-1", "d-0") as (sync, routing, links):
+        table = routing.table
         link = links.get("p-0")
         assert link is not None
         link.failed(time.monotonic())

@@ -10,7 +10,7 @@ import yaml
 
 from baton.config.cluster import Config, load_config
 from baton.config.pools import ContextClass
-from planning.planner.cluster_kind import DEFAULT_TRANSPORTS, Budget, WorkerKind
+from planning.planner.cluster_kind import DEFAULT_TRANSPORTS, ResourceBudget, WorkerKind
 from planning.planner.evaluation import Evaluation
 from planning.planner.plan import Plan
 from planning.planner.planner import CapacityPlanner
@@ -23,7 +23,9 @@ from tests.support.loadtest.plans import SMALL, evaluation, trace
 
 def _plan(tried: Evaluation, kind: WorkerKind, other: WorkerKind) -> Plan:
     found = Roles((kind,), (other,), (), reachable=True)
-    return CapacityPlanner(tried, found, transports(DEFAULT_TRANSPORTS), Budget(gpus=8), 0.9).plan()
+    return CapacityPlanner(
+        tried, found, transports(DEFAULT_TRANSPORTS), ResourceBudget(gpus=8), 0.9
+    ).plan()
 
 
 def _loaded(tmp_path: Path, text: str) -> Config:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from planning.common.report import Machine
-from planning.planner.cluster_kind import TRANSPORTS, Budget
+from planning.planner.cluster_kind import TRANSPORTS, ResourceBudget
 from planning.planner.planner import CapacityPlanner
 from planning.planner.report.plan_page import page
 from planning.planner.report.plan_report import COLUMNS, PlanReport, cells
@@ -22,7 +22,7 @@ _MACHINE = Machine("cpu", 2, 1 << 30, "Linux", "abc", "2026-11-21")
 def report(request: pytest.FixtureRequest) -> PlanReport:
     tried = evaluation(trace(40, 0.03, prompt=500))
     found = Roles((SMALL,), (SMALL,), ("a < b",), reachable=True)
-    budget = Budget(gpus=request.param)
+    budget = ResourceBudget(gpus=request.param)
     plan = CapacityPlanner(tried, found, [TRANSPORTS["grpc"]], budget, 0.9).plan()
     assert plan.is_met == (request.param == 8)
     return PlanReport(

@@ -1,4 +1,4 @@
-"""The routing ledger: decides where requests go, and counts what workers were promised.
+"""The routing state: decides where requests go, and counts what workers were promised.
 
     decided ─promise→ computing ─first token→ running ─end→ ended
 
@@ -25,7 +25,7 @@ MAX_BLOCKS = 1_000_000
 """Expected at a time; more are not noted."""
 
 
-class Ledger:
+class RoutingState:
     """The policy's memory: workers, their costs, and the blocks that decisions will create."""
 
     def __init__(
@@ -82,11 +82,11 @@ class Promise:
     """What one request was promised. Each method has an effect once."""
 
     def __init__(
-        self, ledger: Ledger, decision: Decision, prompt_tokens: int, choices: int
+        self, routing: RoutingState, decision: Decision, prompt_tokens: int, choices: int
     ) -> None:
         self.decision = decision
         self._choices = choices
-        self._ledger = ledger
+        self._routing = routing
         self._prompt_tokens = prompt_tokens
         self.is_computed = False
         """Whether the first token has come, or none will come."""
@@ -97,19 +97,19 @@ class Promise:
         if self.is_computed:
             return
         self.is_computed = True
-        decision, table = self.decision, self._ledger.table
+        decision, table = self.decision, self._routing.table
         context = mean_context(self._prompt_tokens, self._prompt_tokens - computed_tokens)
         table.learn_prefill(decision.prefill, computed_tokens, context, compute_ms)
         if computed_tokens and not decision.local:
-            self._ledger.traffic.prefilled_tokens += self._prompt_tokens
-            self._ledger.traffic.prefill_s += compute_ms / 1e3
+            self._routing.traffic.prefilled_tokens += self._prompt_tokens
+            self._routing.traffic.prefill_s += compute_ms / 1e3
         table.prompt_computed(decision.prefill, decision.prefill_ms, now * 1e3)
         table.sequence_settled(decision.decode, decision.missing_blocks)
 
     def committed(self, *, pinned_blocks: int, transfer_ms: float) -> None:
         """Note the end of the handoff; the receiver held ``pinned_blocks`` already."""
-        blocks = -(-self._prompt_tokens // self._ledger.table.hash_block) - pinned_blocks
-        self._ledger.transfers.observe(
+        blocks = -(-self._prompt_tokens // self._routing.table.hash_block) - pinned_blocks
+        self._routing.transfers.observe(
             self.decision.prefill, self.decision.decode, max(0, blocks), transfer_ms
         )
 
@@ -118,7 +118,7 @@ class Promise:
         self.computed(now)
         if self._running:
             self._running = False
-            self._ledger.table.sequence_ended(
+            self._routing.table.sequence_ended(
                 self.decision.decode, self._prompt_tokens, self._choices
             )
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.routing.ledger import EXPECTED_MS, ExpectedBlocks, Ledger
 from router.routing.policies import make_policy
 from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
+from router.routing.routing_state import EXPECTED_MS, ExpectedBlocks, RoutingState
 from tests.support.router.workers import BLOCK, list_worker, record
 
 
-def ledger(local: bool = False) -> Ledger:
+def routing(local: bool = False) -> RoutingState:
     route = ClassRoute("always" if local else "never")
-    made = Ledger(make_policy("predictive", RouteSettings(default=route)), BLOCK)
+    made = RoutingState(make_policy("predictive", RouteSettings(default=route)), BLOCK)
     for slot in ("p-0", "d-0"):
         list_worker(made.table, record(slot))
     return made
@@ -22,7 +22,7 @@ def ledger(local: bool = False) -> Ledger:
 
 @pytest.mark.parametrize("local", [False, True])
 def test_a_promise_is_kept_account_of_once(*, local: bool) -> None:
-    made = ledger(local)
+    made = routing(local)
     table = made.table
     hashes = [bytes([n]) * 16 for n in range(6)]
     request = RouteRequest(100)
@@ -49,7 +49,7 @@ def test_a_promise_is_kept_account_of_once(*, local: bool) -> None:
 
 
 def test_a_request_that_ends_early_gives_everything_back() -> None:
-    made = ledger()
+    made = routing()
     request = RouteRequest(100)
     promise = made.promise(made.decide(request, (), {}, 0.0), request, (), 0.0)
     promise.ended(0.1)
@@ -60,7 +60,7 @@ def test_a_request_that_ends_early_gives_everything_back() -> None:
 
 @pytest.mark.parametrize("local", [False, True])
 def test_what_prefill_workers_take_is_counted_for_the_autoscaler(*, local: bool) -> None:
-    made = ledger(local)
+    made = routing(local)
     request = RouteRequest(100)
     for computed, milliseconds in ((60, 80.0), (0, 0.0)):
         promise = made.promise(made.decide(request, (), {}, 0.0), request, (), 0.0)
@@ -71,7 +71,7 @@ def test_what_prefill_workers_take_is_counted_for_the_autoscaler(*, local: bool)
 
 
 def test_it_learns_from_reports() -> None:
-    made = ledger()
+    made = routing()
     before = made.decide(RouteRequest(1000), (), {}, 0.0)
     for number in range(300):
         tokens = 200 + number
@@ -87,7 +87,7 @@ def test_it_learns_from_reports() -> None:
 
 
 def test_a_worker_that_left_is_forgotten() -> None:
-    made = ledger()
+    made = routing()
     request = RouteRequest(100)
     promise = made.promise(made.decide(request, (), {}, 0.0), request, (), 0.0)
     made.remove("d-0")
