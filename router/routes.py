@@ -61,10 +61,11 @@ from router.openai.tokenize_api import (
 from router.responses.api import ResponsesApi
 from router.responses.protocol import ResponsesRequest
 
-_DESCRIPTION = """Large language models, served with prefill and decode apart.
+_DESCRIPTION = """Large language models, served with disaggregated prefill and decode.
 
-The OpenAI API as far as it goes; fields marked as extensions are common to other servers.
-Fields that are not known, or not served, are refused by name.
+The APIs of OpenAI and Anthropic, and endpoints of Baton itself. A field that is marked as an
+extension is not in OpenAI's API; other servers have many of them, too. An unknown or unsupported
+field is refused by name.
 """
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
@@ -273,26 +274,26 @@ def _add_operations(
         return {"version": baton_version()}
 
     async def load() -> dict[str, int]:
-        """Requests that have not ended, of all processes of this router."""
+        """Active requests of all processes of this router."""
         return {"server_load": await asyncio.to_thread(lambda: _active(metrics.shown()))}
 
     async def own_metrics(request: Request) -> Response:
-        """This router's series, summed over its processes, for Prometheus.
+        """This router's metrics, summed over its processes, for Prometheus.
 
-        As OpenMetrics where that is asked for: then with exemplars, traces of TTFT's buckets.
+        In the OpenMetrics format, if the client accepts it, with traces as exemplars of TTFT.
         """
         draw, kind = choose_encoder(request.headers.get("accept", ""))
         page = await asyncio.to_thread(lambda: draw(metrics.shown()))
         return Response(page, media_type=kind)
 
     async def all_metrics() -> Response:
-        """Everything of the cluster in one page, for people."""
+        """All metrics of the cluster on one page, for people."""
         told = None if supervisor is None else await supervisor()
         page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses(), told, inside)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def targets() -> list[dict[str, Any]]:
-        """Where the pages of workers and supervisor are, for Prometheus' HTTP service discovery."""
+        """Addresses of the metrics of workers and supervisor, for Prometheus service discovery."""
         told = None if supervisor is None else await supervisor()
         pages = {"worker": dispatcher.metrics_addresses(), "supervisor": [told] if told else []}
         scheme = {} if inside.scheme == "http" else {"__scheme__": inside.scheme}

@@ -36,8 +36,10 @@ _NICENESS = 10
 """The niceness of computing threads: serving has precedence."""
 LOOK_S = 5.0
 """A worker that has just died is replaced first: an import at the same time would delay it."""
-PATIENCE_S = 60.0
-MAX_ASKS = 3
+PATIENCE_S = 20.0
+"""Time after which a request is repeated: the supervisor may have got the process that was started
+for it. A process that is only slow to start is one idle process too many, for each repetition."""
+MAX_ASKS = 6
 PRELOAD_VARIABLE = "RAY_preload_python_modules"
 PRELOAD_MODULE = "deploy.workers.ray_preload"
 _ASK_S = 30.0

@@ -34,24 +34,24 @@ class MetricsSummary(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     window_s: float
-    """Seconds that the other figures cover, but for `requests_total`: the last minute, or less
-    while the router is younger."""
+    """Seconds that the other figures except `requests_total` cover: the last minute, or less
+    while the router has run for less."""
     requests_total: int
-    """Requests that have ended since the router began, however they did."""
+    """Requests that have ended since the router started, with any outcome."""
     requests_per_second: float
-    """Requests that ended, however they did."""
+    """Requests that ended, with any outcome, per second."""
     avg_latency_ms: float | None
-    """From receipt to the end, of requests that ended well; null where there were none."""
+    """Mean time from receipt to end of successful requests; null if there were none."""
     p99_latency_ms: float | None
-    """99 % of them took at most so long, by the buckets of `baton_request_latency_seconds`."""
+    """99th percentile of the same times, from the buckets of `baton_request_latency_seconds`."""
     tokens_per_second: float
-    """Tokens that were generated."""
+    """Generated tokens per second."""
     batch_utilization: float | None
-    """Running sequences of the decode workers over the most that they may run, 0 … 1, on average;
-    null where there are no decode workers."""
+    """Running sequences of the decode workers divided by their maximum, 0 … 1, on average; null if
+    there are no decode workers."""
     cache_hit_rate: float | None
-    """Prompt tokens whose KV was found in a cache over all prompt tokens, 0 … 1; null where there
-    were none."""
+    """Prompt tokens whose KV was found in a cache divided by all prompt tokens, 0 … 1; null if
+    there were none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,10 +138,9 @@ def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
         return None
     if choice.names is not None and (missing := sorted(choice.names - names)):
+        shown = json.dumps(missing[0][:_SHOWN_CHARACTERS])
         raise InvalidRequest(
-            f"tool_choice names {json.dumps(missing[0][:_SHOWN_CHARACTERS])}, which is none of"
-            " tools",
-            param="tool_choice",
+            f"tool_choice names {shown}, which is not among the tools", param="tool_choice"
         )
     if choice.mode == "none":
         return None

@@ -183,9 +183,14 @@ class RunningRequest:
         return all(choice.is_over for choice in self.choices)
 
     def accept(
-        self, output: TokenOutput, *, cached_prompt_tokens: int = 0, written_prompt_tokens: int = 0
+        self,
+        output: TokenOutput,
+        *,
+        cached_prompt_tokens: int = 0,
+        written_prompt_tokens: int = 0,
+        batch_size: float = 0.0,
     ) -> None:
-        """Take in a worker's output."""
+        """Take in a worker's output; ``batch_size`` is that of its latest decode steps."""
         if output.choice >= len(self.choices):
             return
         choice = self.choices[output.choice]
@@ -199,6 +204,7 @@ class RunningRequest:
             self.awaits_prompt = False
             self._prompt_logprobs = output.prompt_logprobs
             self._embedding = output.embedding
+        choice.batch_size = batch_size
         choice.accept(output, cached_prompt_tokens)
         if choice.unread and not self.awaits_prompt:
             self._changed.set()
@@ -327,6 +333,8 @@ class RunningChoice:
         self.attempt = attempt
         self.prefill_worker = self.decode_worker = ""
         """The names of the workers that it was placed at last."""
+        self.batch_size = 0.0
+        """Of the latest decode steps of its worker."""
         self.preemptions = 0
         """How often a worker has handed it back."""
         self.token_ids: list[int] = []
@@ -379,7 +387,10 @@ class RunningChoice:
                     delta = replace(delta, accepted_drafts=len(new) - 1)
                 if delta.finish_reason is not None:
                     delta = replace(
-                        delta, prefill_worker=self.prefill_worker, decode_worker=self.decode_worker
+                        delta,
+                        prefill_worker=self.prefill_worker,
+                        decode_worker=self.decode_worker,
+                        batch_size=self.batch_size,
                     )
                 self._keep_unread(delta)
         if output.finish_reason is not None:
@@ -420,4 +431,5 @@ def _joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
         prefill_worker=last.prefill_worker,
         decode_worker=last.decode_worker,
         accepted_drafts=sum(piece.accepted_drafts for piece in pieces),
+        batch_size=last.batch_size,
     )

@@ -89,7 +89,7 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
     async def _ids(self, request: tokens_pb2.TokenizeRequest, tenant: str) -> tuple[int, ...]:
         kind = request.WhichOneof("input")
         if kind is None:
-            raise InvalidRequest("one of prompt and messages is required", param="prompt")
+            raise InvalidRequest("give either prompt or messages", param="prompt")
         if kind == "messages":
             turns = grpc_turns(request.messages.messages)
             return await self._tokens.ids_of_turns(turns, grpc_tool_use(request.tools), tenant)

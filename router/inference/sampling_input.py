@@ -316,7 +316,7 @@ def _token_id(key: str | int) -> int:
         return key
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
         raise InvalidRequest(
-            f"the keys of logit_bias must be token ids, and {_shown(key)} is none",
+            f"the keys of logit_bias must be token ids, and {_shown(key)} is not one",
             param="logit_bias",
         )
     return int(key)

@@ -67,11 +67,11 @@ def _found(body: MessagesRequest) -> Iterator[Breakpoint]:
     content = body.messages[-1].content if body.messages else ""
     last = 0 if isinstance(content, str) else len(content) - 1
     whole = {"cache_control": body.cache_control}
-    yield from _marked(whole, "the request", len(body.messages) - 1, last)
+    yield from _marked(whole, "", len(body.messages) - 1, last)
 
 
 def _marked(block: Mapping[str, Any], where: str, message: int, place: int) -> Iterator[Breakpoint]:
-    control, param = block.get("cache_control"), f"{where}.cache_control"
+    control, param = block.get("cache_control"), f"{where}.cache_control".removeprefix(".")
     if control is None:
         return
     if not isinstance(control, Mapping) or control.get("type") != "ephemeral":
@@ -79,7 +79,7 @@ def _marked(block: Mapping[str, Any], where: str, message: int, place: int) -> I
     ttl = control.get("ttl") or _DEFAULT_TTL
     if not isinstance(ttl, str) or ttl not in _TTLS:
         raise InvalidRequest(f"{param}.ttl must be {' or '.join(_TTLS)}", param=f"{param}.ttl")
-    yield Breakpoint(where, _TTLS[ttl], message, place)
+    yield Breakpoint(where or "the request", _TTLS[ttl], message, place)
 
 
 async def retentions_of(

@@ -38,7 +38,7 @@ class NativeApi:
         return await self._one.answer(request)
 
     async def generate_batch(self, request: Request) -> Response:
-        """Continue several prompts side by side."""
+        """Continue several prompts concurrently."""
         return await self._batch.answer(request)
 
     async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:

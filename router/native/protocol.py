@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from router.http.client import Int, RequestBody, Strings
 
 MAX_TOKENS, TEMPERATURE = 100, 0.7
-"""What holds where the client gives nothing."""
+"""Defaults."""
 Optimization = Literal["none", "basic", "full"]
 
 
@@ -23,7 +23,7 @@ class _Body(RequestBody):
     """0 … 2; 0 takes the most likely token."""
     optimization: Optimization | None = "full"
     """`full`: the prefix cache and speculation where they help. `basic`: neither. `none`: the same
-    as `basic`, since a server's batches cannot be switched off for one request."""
+    as `basic`, since continuous batching cannot be switched off for one request."""
 
 
 class GenerateRequest(_Body):
@@ -32,7 +32,7 @@ class GenerateRequest(_Body):
     prompt: str
     """Text, as `/v1/completions` takes it: no chat template is applied."""
     stream: bool | None = False
-    """Send the answer as server-sent events while it is made."""
+    """Send the answer as server-sent events while it is generated."""
 
 
 class BatchGenerateRequest(_Body):
@@ -41,7 +41,7 @@ class BatchGenerateRequest(_Body):
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"stream": (False,)}
 
     prompts: Strings = Field(min_length=1)
-    """Up to 128 texts, which are answered side by side."""
+    """Up to 128 texts, which are answered concurrently."""
 
 
 class Generated(BaseModel):
@@ -54,11 +54,11 @@ class Generated(BaseModel):
     latency_ms: float
     """From the request's receipt to its last token."""
     optimization_used: str
-    """What the engine did for this answer, with commas between: `continuous_batching`,
-    `prefix_cache` where KV of the prompt was found, `speculation=METHOD` where drafted tokens were
-    accepted, `quantization=KIND` of the weights."""
+    """What the engine did for this answer, separated by commas: `continuous_batching`,
+    `prefix_cache` if KV of the prompt was found, `speculation=METHOD` if drafted tokens were
+    accepted, `quantization=KIND` of the weights. `none` if it did none of these."""
     finish_reason: Literal["stop", "length"]
-    """`length`: `max_tokens` or the context has cut it short."""
+    """`length`: `max_tokens` or the end of the context ended the answer."""
 
 
 class BatchGenerated(BaseModel):
@@ -67,8 +67,8 @@ class BatchGenerated(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     results: list[Generated]
-    """One for each prompt, in their order."""
+    """One for each prompt, in the same order."""
     total_latency_ms: float
-    """From the request's receipt to the last token of all."""
+    """From the request's receipt to the last token of the last result."""
     throughput_tokens_per_sec: float
-    """The tokens of all results over that time."""
+    """Tokens of all results divided by that time."""

@@ -147,7 +147,7 @@ class TokenizeApi:
 
     async def _ids(self, body: TokenizeRequest, tenant: str) -> tuple[int, ...]:
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("one of prompt and messages is required", param="prompt")
+            raise InvalidRequest("give either prompt or messages", param="prompt")
         if body.messages is not None:
             tools = tool_use(body.tools, None, parallel=None)
             ending, variables = template_options(body)

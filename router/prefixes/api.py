@@ -14,7 +14,7 @@ from baton.store.pin_store import Pin
 from router.core.request import GenerationRequest
 from router.dialects.tools import tool_use
 from router.http.client import caller_of, unless_disconnected, validate
-from router.http.openapi import ERRORS, json_body
+from router.http.openapi import ERRORS, json_body, made_of_its_id
 from router.inference.builder import Arrival
 from router.inference.cache_fields import MAX_TTL_S
 from router.inference.sampling_input import SamplingInput
@@ -33,6 +33,7 @@ from router.prefixes.protocol import (
 )
 
 PATH = "/v1/cache/prefixes"
+_PIN = f"{PATH}/{{prefix_id}}"
 _COMPUTED = SamplingInput(temperature=0.0, max_tokens=1)
 
 
@@ -51,12 +52,12 @@ class PrefixApi:
             self.pin,
             methods=["POST"],
             tags=["cache"],
-            responses=ERRORS,
+            responses={200: made_of_its_id("prefix_id", ("delete", _PIN)), **ERRORS},
             openapi_extra=json_body(PinRequest, example),
         )
         app.add_api_route(PATH, self.pins, tags=["cache"])
         app.add_api_route(
-            f"{PATH}/{{prefix_id}}",
+            _PIN,
             self.unpin,
             methods=["DELETE"],
             tags=["cache"],
@@ -64,7 +65,7 @@ class PrefixApi:
         )
 
     async def pin(self, request: Request) -> PinAnswer:
-        """Compute a prefix and pin it for a time; again: pin it for longer."""
+        """Compute a prefix and pin its blocks for a time. The same prefix again extends the pin."""
         service, received_at = self._service, time.monotonic()
         with service.counting_refusals():
             caller = caller_of(request)
@@ -83,7 +84,7 @@ class PrefixApi:
         return PrefixList(data=[PinnedPrefix(**_fields(pin, self._block)) for pin in pins])
 
     async def unpin(self, prefix_id: str, request: Request) -> PrefixDeleted:
-        """Unpin a prefix: its blocks stay cached until others need the room."""
+        """End a pin. The blocks stay cached until others need the room."""
         await self._pinning.unpin(caller_of(request).principal.tenant, prefix_id)
         return PrefixDeleted(id=prefix_id)
 
@@ -99,14 +100,14 @@ class PrefixApi:
         _ttl_s(body)
         _name(body)
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("one of prompt and messages is required", param="prompt")
+            raise InvalidRequest("give either prompt or messages", param="prompt")
         if body.messages is not None:
             tools = tool_use(body.tools, None, parallel=None)
             turns = openai_turns(body.messages)
             built = await builder.chat(arrival, turns, _COMPUTED, tools=tools, ending="closed")
         else:
             if body.tools:
-                raise InvalidRequest("tools need messages", param="tools")
+                raise InvalidRequest("tools are possible only with messages", param="tools")
             (built,) = await builder.prompts(arrival, prompts_of(body.prompt or ""), _COMPUTED)
         return replace(built, prompt_only=True)
 
@@ -123,7 +124,9 @@ def _name(body: PinRequest) -> str:
     """Raises InvalidRequest."""
     name = body.name or ""
     if len(name) > MAX_NAME_CHARACTERS:
-        raise InvalidRequest(f"name has at most {MAX_NAME_CHARACTERS} characters", param="name")
+        raise InvalidRequest(
+            f"name may have at most {MAX_NAME_CHARACTERS} characters", param="name"
+        )
     return name
 
 

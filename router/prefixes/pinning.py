@@ -80,8 +80,8 @@ class PrefixPinning:
         known = {pin.id: pin for pin in await self.pins(tenant)}
         if pin_id not in known and len(known) >= MAX_PREFIXES:
             raise CacheShareExceeded(
-                f"the tenant has {len(known)} pinned prefixes, and {MAX_PREFIXES} are possible;"
-                " unpin one, or let one expire"
+                f"the tenant already has {len(known)} pinned prefixes, which is the maximum: delete"
+                " one, or wait until one expires"
             )
         block = self._service.config.block_size
         kept = Retention(len(hashes) * block, ttl_s, pin_id, required=True)
@@ -118,7 +118,7 @@ class PrefixPinning:
     async def unpin(self, tenant: str, pin_id: str) -> None:
         """End a pin. Raises NotFound where the tenant has none of that id, and Unavailable."""
         if pin_id not in {pin.id for pin in await self.pins(tenant)}:
-            raise NotFound("no such prefix is pinned", param="id")
+            raise NotFound("no pinned prefix has this id", param="id")
         try:
             await self._store.remove(pin_id)
         except redis.RedisError:
@@ -129,9 +129,10 @@ class PrefixPinning:
     def _refuse_unpinnable(self) -> NoReturn:
         if not self._dispatcher.context_length:
             raise Unavailable("no worker is ready", retry_after=_RETRY_AFTER_S)
+        block = self._service.config.block_size
         raise InvalidRequest(
-            f"a prefix has at least {self._service.config.block_size} tokens: blocks of so many are"
-            " pinned"
+            f"the prefix has fewer than {block} tokens, and whole blocks of {block} are pinned:"
+            " send a longer one"
         )
 
     async def _compute(self, arrival: Arrival, request: GenerationRequest) -> tuple[int, int]:
@@ -163,8 +164,10 @@ class PrefixPinning:
             with call_errors(slot):
                 await stub.Unpin(request, timeout=UNPIN_DEADLINE_S)
         except BatonError as error:
-            log.warning("%s keeps a pin until it expires: %s", slot, error.message)
+            log.warning("the pin at %s stays until it expires: %s", slot, error.message)
 
 
 def _away() -> Unavailable:
-    return Unavailable("the store of pinned prefixes cannot be reached", retry_after=_RETRY_AFTER_S)
+    return Unavailable(
+        "Redis, which stores the pinned prefixes, cannot be reached", retry_after=_RETRY_AFTER_S
+    )

@@ -26,9 +26,9 @@ class PinRequest(RequestBody):
     tools: ToolDefinitions | None = None
     """Tools of the conversation."""
     ttl: Int | None = None
-    """Seconds from now until the prefix is no longer pinned: 1 … 86400. Default 300."""
+    """Seconds until the pin ends: 1 … 86400. Default 300."""
     name: str | None = None
-    """What lists call it: up to 64 characters."""
+    """A name that lists show: up to 64 characters."""
 
 
 class PinnedPrefix(BaseModel):
@@ -42,7 +42,7 @@ class PinnedPrefix(BaseModel):
     tokens: int
     """Tokens of the prefix."""
     pinned_tokens: int
-    """Those in its full blocks, which are pinned."""
+    """Tokens in its full blocks, which are pinned."""
     created_at: int
     """Unix seconds."""
     expires_at: int
@@ -50,7 +50,7 @@ class PinnedPrefix(BaseModel):
 
 
 class PrefixUsage(BaseModel):
-    """What pinning a prefix took."""
+    """The work that pinning a prefix took."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 

@@ -23,7 +23,7 @@ from router.access.api_keys import Caller
 from router.billing.bill import day_of
 from router.billing.budgets import Budget, Budgets
 from router.http.client import SMALL_BYTES, caller_of, read_object, validate
-from router.http.openapi import ERRORS, json_body
+from router.http.openapi import ERRORS, json_body, made_of_its_id
 from router.usage.usage_report import DIMENSIONS, Dimension, UsageRow, grouped
 from router.usage.usage_store import Feedback, UsageStore
 from router.workers.worker_links import WorkerLinks
@@ -37,7 +37,7 @@ MAX_COMMENT_CHARACTERS = 1000
 MAX_ID_CHARACTERS = 128
 DEVICES_S = 5.0
 """Time between two counts of devices."""
-_USAGE, _FEEDBACK = "/v1/usage", "/v1/feedback"
+_USAGE, _FEEDBACK, _RATING = "/v1/usage", "/v1/feedback", "/v1/feedback/{answer_id}"
 
 
 class FeedbackRequest(BaseModel):
@@ -113,18 +113,24 @@ class UsageApi:
 
     def mount(self, app: FastAPI) -> None:
         """Add the endpoints to the app."""
-        app.add_api_route(_USAGE, self.usage, tags=["usage"], response_model=None, responses=ERRORS)
+        app.add_api_route(
+            _USAGE,
+            self.usage,
+            tags=["usage"],
+            response_model=None,
+            responses={200: {"model": UsageReport}, **ERRORS},
+        )
         app.add_api_route(
             _FEEDBACK,
             self.rate,
             methods=["POST"],
             tags=["usage"],
             response_model=FeedbackObject,
-            responses=ERRORS,
+            responses={200: made_of_its_id("answer_id", ("get", _RATING)), **ERRORS},
             openapi_extra=json_body(FeedbackRequest),
         )
         app.add_api_route(
-            f"{_FEEDBACK}/{{answer_id}}",
+            _RATING,
             self.rating,
             tags=["usage"],
             response_model=FeedbackObject,

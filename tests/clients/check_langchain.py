@@ -55,6 +55,17 @@ def logprobs() -> None:
     same(len(answer.response_metadata["logprobs"]["content"]), 4)
 
 
+def usage_streamed() -> None:
+    chunks = list(model(stream_usage=True).stream(QUESTION))
+    told = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    same([one["output_tokens"] for one in told], [16])
+
+
+def responses() -> None:
+    answer = model(use_responses_api=True).invoke(QUESTION)
+    same((answer.usage_metadata["output_tokens"], bool(answer.text)), (16, True))
+
+
 run(
     {
         "chat": chat,
@@ -64,5 +75,7 @@ run(
         "json_schema": json_schema,
         "tools": tools,
         "logprobs": logprobs,
+        "usage streamed": usage_streamed,
+        "responses": responses,
     }
 )

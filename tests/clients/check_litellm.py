@@ -51,6 +51,27 @@ def logprobs() -> None:
     same(len(answer.choices[0].logprobs.content), 4)
 
 
+def reasoning() -> None:
+    """A model that does not reason has none, and takes the field all the same."""
+    answer = ask(reasoning_effort="low", allowed_openai_params=["reasoning_effort"])
+    details = answer.usage.completion_tokens_details
+    text = getattr(answer.choices[0].message, "reasoning_content", None)
+    same(bool(text), (details.reasoning_tokens or 0) > 0)
+
+
+def anthropic_messages() -> None:
+    """`/v1/messages` through the `anthropic/` provider."""
+    answer = litellm.completion(
+        model=f"anthropic/{MODEL}",
+        messages=HELLO,
+        api_base=URL,
+        api_key="none",
+        max_tokens=16,
+        num_retries=0,
+    )
+    same(answer.usage.completion_tokens, 16)
+
+
 run(
     {
         "chat": chat,
@@ -59,5 +80,7 @@ run(
         "json_schema": json_schema,
         "tools": tools,
         "logprobs": logprobs,
+        "reasoning": reasoning,
+        "messages": anthropic_messages,
     }
 )

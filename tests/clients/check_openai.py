@@ -118,6 +118,102 @@ def several() -> None:
     same([choice.index for choice in answer.choices], [0, 1, 2])
 
 
+def usage_in_every_chunk() -> None:
+    """As vLLM has it: the chunk with the role counts no token."""
+    chunks = list(
+        ask(
+            model=MODEL,
+            messages=HELLO,
+            max_tokens=8,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        )
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    same((counts[0], counts[-1], counts), (0, 8, sorted(counts)))
+
+
+def cached_tokens() -> None:
+    """The second of two equal prompts is found in the cache, but for its last block."""
+    system = {"role": "system", "content": "You answer in one short sentence. " * 24}
+    details = [
+        ask(
+            model=MODEL,
+            messages=[system, *HELLO],
+            max_tokens=1,
+            prompt_cache_key="check-openai",
+            prompt_cache_retention="24h",
+        ).usage.prompt_tokens_details
+        for _ in range(2)
+    ]
+    same(details[1].cached_tokens > 100, True)
+
+
+def reasoning() -> None:
+    """A model that does not reason has none, and takes the fields all the same."""
+    answer = ask(
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=32,
+        reasoning_effort="low",
+        extra_body={"thinking_token_budget": 8},
+    )
+    tokens = answer.usage.completion_tokens_details.reasoning_tokens
+    text = getattr(answer.choices[0].message, "reasoning_content", None)
+    same((tokens <= 8, bool(text)), (True, tokens > 0))
+
+
+def extra_body() -> None:
+    """Constraints by vLLM's and SGLang's names."""
+    for more in (
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_regex": "yes|no"},
+        {"regex": "yes|no"},
+        {"ebnf": 'root ::= "yes" | "no"'},
+    ):
+        answer = ask(model=MODEL, messages=HELLO, max_tokens=8, extra_body=more)
+        same(answer.choices[0].message.content in ("yes", "no"), True)
+
+
+def continues() -> None:
+    """The answer goes on in the last message, which the prompt does not close."""
+    turns = [*HELLO, {"role": "assistant", "content": "Red, orange and"}]
+    opened = {"continue_final_message": True, "add_generation_prompt": False}
+    longer, closed = (
+        ask(model=MODEL, messages=turns, max_tokens=4, extra_body=more) for more in (opened, {})
+    )
+    same(longer.usage.prompt_tokens < closed.usage.prompt_tokens, True)
+
+
+def errors_name_the_key() -> None:
+    try:
+        ask(model=MODEL, messages=HELLO, logit_bias={"seven": 1})
+    except openai.BadRequestError as error:
+        same((error.body["param"], "seven" in error.body["message"]), ("logit_bias", True))
+    else:
+        raise AssertionError("a bias of no token was taken")
+
+
+def responses() -> None:
+    answer = client.responses.create(
+        model=MODEL, input=HELLO, max_output_tokens=16, reasoning={"effort": "low"}
+    )
+    same((answer.usage.output_tokens, bool(answer.output_text)), (16, True))
+
+
+def responses_streamed() -> None:
+    events = list(
+        client.responses.create(model=MODEL, input=HELLO, max_output_tokens=16, stream=True)
+    )
+    text = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    same(events[-1].response.output_text, text)
+
+
+def embeddings() -> None:
+    answer = client.embeddings.create(model=MODEL, input=["One", "Two"], dimensions=8)
+    same([len(one.embedding) for one in answer.data], [8, 8])
+
+
 run(
     {
         "chat": chat,
@@ -131,5 +227,14 @@ run(
         "tools streamed": tools_streamed,
         "logprobs": logprobs,
         "n": several,
+        "usage in every chunk": usage_in_every_chunk,
+        "cached tokens": cached_tokens,
+        "reasoning": reasoning,
+        "structured outputs": extra_body,
+        "continue_final_message": continues,
+        "errors name the key": errors_name_the_key,
+        "responses": responses,
+        "responses streamed": responses_streamed,
+        "embeddings": embeddings,
     }
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,17 +16,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from baton.config.choices import Scope
 from tests.support.e2e.cluster import UpProcess
 from tests.support.models import make_tiny_model
 from tests.support.router.front_fakes import TEMPLATE
 
 PROGRAM = Path(sys.executable).with_name("schemathesis")
+ROOT = Path(__file__).parents[2]
 _KEY = "sk-fuzz"
-_SCOPES = ("admin", "inference", "metrics")
+SCOPES: tuple[Scope, ...] = ("admin", "inference", "metrics")
 _REQUEST_S = 60
 """Of a request of the cluster."""
 _ANSWER_S = _REQUEST_S + 30
 """An answer that takes longer is a fault."""
+ANSWERS = "answers.json"
 _CONFIG = """
 # A cluster may be busy, and may have lost a worker: it says so.
 [checks.not_a_server_error]
@@ -50,7 +54,7 @@ def fuzzed_cluster(folder: Path) -> Iterator[UpProcess]:
     model = router_model(folder)
     hashed = hashlib.sha256(_KEY.encode()).hexdigest()
     keys = folder / "keys.json"
-    key = {"name": "fuzz", "tenant": "default", "sha256": hashed, "scopes": _SCOPES}
+    key = {"name": "fuzz", "tenant": "default", "sha256": hashed, "scopes": SCOPES}
     keys.write_text(json.dumps({"keys": [key]}))
     keys.chmod(0o600)
     env = {"BATON_DATA_DIR": str(folder / "data"), "BATON_REQUEST_DEADLINE_S": str(_REQUEST_S)}
@@ -63,7 +67,7 @@ def fuzz_openapi(minutes: float, folder: Path) -> tuple[int, int, bool]:
     """Cases, operations, and whether there was a fault; logs are left in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     with fuzzed_cluster(folder) as up:
-        text, code = ask_schema(up.http, minutes, folder)
+        text, code = ask_schema(up.http, up.model, minutes, folder)
         up.wait_healthy()
         # Each error that nobody meant is logged with where it came from.
         broken = [log.name for log in up.logs.glob("*.log") if "Traceback" in log.read_text()]
@@ -72,11 +76,26 @@ def fuzz_openapi(minutes: float, folder: Path) -> tuple[int, int, bool]:
     cases, operations = _CASES.search(text), _OPERATIONS.search(text)
     assert cases, f"it did not get so far: {folder}/schemathesis.log"
     assert operations, text[-2000:]
-    return int(cases[1]), int(operations[1]), bool(code or broken)
+    refused = never_served(json.loads((folder / ANSWERS).read_text()))
+    for one in refused:
+        print(f"openapi: {one} was never answered with success", file=sys.stderr)
+    return int(cases[1]), int(operations[1]), bool(code or broken or refused)
 
 
-def ask_schema(url: str, minutes: float, folder: Path) -> tuple[str, int]:
-    """Run schemathesis against a server; what it prints, and its exit code."""
+def never_served(answers: dict[str, dict[str, int]]) -> list[str]:
+    """The operations of which every request was refused: of these next to nothing was fuzzed."""
+    return [
+        operation
+        for operation, statuses in answers.items()
+        if not any(status.startswith("2") for status in statuses)
+    ]
+
+
+def ask_schema(url: str, model: str, minutes: float, folder: Path) -> tuple[str, int]:
+    """Run schemathesis against a server of a model; what it prints, and its exit code.
+
+    ``folder`` gets its log, and ``ANSWERS``: how often each operation had which status.
+    """
     log = folder / "schemathesis.log"
     config = folder / "schemathesis.toml"
     config.write_text(_CONFIG)
@@ -88,10 +107,18 @@ def ask_schema(url: str, minutes: float, folder: Path) -> tuple[str, int]:
         *(f"--request-timeout={_ANSWER_S}", f"--max-response-time={_ANSWER_S}"),
         *("--suppress-health-check=all", "--generation-database=none"),
     ]
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "SCHEMATHESIS_HOOKS": "tests.fuzz.schema_hooks",
+        "BATON_FUZZ_MODEL": model,
+        "BATON_FUZZ_ANSWERS": str(folder / ANSWERS),
+    }
     with log.open("wb") as file:
         done = subprocess.run(
             command,
             cwd=folder,
+            env=env,
             stdout=file,
             stderr=subprocess.STDOUT,
             timeout=minutes * 60 + _END_S,

@@ -36,7 +36,7 @@ from loadtest.router.router_process import (
     router_child,
 )
 from tests.fuzz.openapi import PROGRAM as SCHEMATHESIS
-from tests.fuzz.openapi import ask_schema
+from tests.fuzz.openapi import SCOPES, ask_schema
 from tests.fuzz.router_inputs import KEY, KINDS, Input, Kind, make_input
 from tests.fuzz.watched_router import BEAT_S, HoldFile
 
@@ -186,7 +186,7 @@ async def fuzzed_router(model: Path, log: Path) -> AsyncIterator[FuzzedRouter]:
         folder = Path(name)
         config = Config(
             require_key=True,
-            keys=(KeyConfig(name="fuzz", sha256=hashed, tenant="default"),),
+            keys=(KeyConfig(name="fuzz", sha256=hashed, tenant="default", scopes=SCOPES),),
             data_dir=str(folder / "data"),
             request_deadline_s=30,
         )
@@ -258,7 +258,7 @@ async def _ask_schema(router: FuzzedRouter, minutes: float, folder: Path, found:
     """Have schemathesis ask all that /openapi.json describes. Its findings are ``openapi``'s."""
     before = forget_peak(router.router.process)
     hold_s = await router.hold_during(
-        asyncio.to_thread(ask_schema, f"http://{router.router.http}", minutes, folder)
+        asyncio.to_thread(ask_schema, f"http://{router.router.http}", SERVED_NAME, minutes, folder)
     )
     growth = peak_memory(router.router.process) - before
     found.longest_s, found.longest = hold_s, "schemathesis"

@@ -20,6 +20,7 @@ from baton.v1 import cache_pb2, control_pb2, inference_pb2, tokens_pb2
 from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.router import http2_client
 from loadtest.router.http2_client import call_headers, frame
+from tests.fuzz.bodies import BODIES, FIELDS, plausible_body
 
 KEY = "sk-fuzz"
 Kind = Literal["http", "http2", "grpc"]
@@ -28,9 +29,12 @@ _MAX_DEPTH = 4
 _MAX_BYTES = 1 << 20
 """Larger inputs take memory by their size alone."""
 _PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/models"),
-    *("/v1/embeddings", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/files"),
-    *("/v1/batches", "/health", "/live", "/metrics", "/console", "/openapi.json", "/v1/workers"),
+    *BODIES,
+    *("/v1/models", "/v1/model/info", "/v1/files", "/v1/usage?by=agent", "/v1/feedback/a"),
+    *("/v1/usage?by=day,key&start=2026-01-01&end=2026-01-02", "/v1/cache/prefixes/prefix_00"),
+    *("/health", "/live", "/ping", "/version", "/load", "/openapi.json", "/console"),
+    *("/metrics", "/metrics/summary", "/metrics/targets", "/console/snapshot", "/v1/workers"),
+    *("/v1/cluster", "/v1/cache", "/v1/cache/stats", "/v1/pools/x/scale", "/v1/batches/batch_0"),
     *("/%2e%2e/", "/v1/chat/completions?" + "a=b&" * 500, "*", "http://x/live", "/" + "%41" * 2000),
 )
 _METHODS = ("GET", "POST", "DELETE", "OPTIONS", "HEAD", "PUT", "PRI", "CONNECT", "get", "")
@@ -49,22 +53,7 @@ _VALUES: tuple[Any, ...] = (
     ),
     *("x" * 70_000, ["stop"] * 999, {str(number): 1 for number in range(500)}, "{{ 1 }}", "\x00"),
 )
-_FIELDS = (
-    *("model", "messages", "prompt", "input", "max_tokens", "temperature", "top_p", "n", "stop"),
-    *("logprobs", "top_logprobs", "stream", "stream_options", "response_format", "tools", "seed"),
-    *("tool_choice", "logit_bias", "bad_words", "prompt_logprobs", "guided_regex", "priority"),
-    *(
-        "metadata",
-        "user",
-        "echo",
-        "best_of",
-        "suffix",
-        "min_tokens",
-        "system",
-        "tokens",
-        "dimensions",
-    ),
-)
+_FIELDS = ("model", "suffix", "length_penalty", "functions", *FIELDS)
 _FILES = (
     *(inference_pb2.DESCRIPTOR, tokens_pb2.DESCRIPTOR, cache_pb2.DESCRIPTOR),
     *(control_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR),
@@ -139,7 +128,8 @@ def _request(dice: random.Random, *, has_key: bool) -> bytes:
         headers.append(_header(dice))
     if dice.random() < 0.03:
         headers += [("a", "")] * dice.choice((127, 500, 5000))
-    body = _body(dice) if method == "POST" else b""
+    path = dice.choice(tuple(BODIES) if dice.random() < 0.5 else _PATHS)
+    body = _body(dice, path) if method == "POST" else b""
     if dice.random() < 0.3:
         headers.append(("transfer-encoding", "chunked"))
         body = _chunked(dice, body)
@@ -148,7 +138,7 @@ def _request(dice: random.Random, *, has_key: bool) -> bytes:
         headers.append(("content-length", str(length)))
     dice.shuffle(headers)
     lines = [
-        f"{method} {dice.choice(_PATHS)} {version}",
+        f"{method} {path} {version}",
         *(f"{n}: {v}" for n, v in headers),
         "",
         "",
@@ -198,17 +188,12 @@ def _chunked(dice: random.Random, body: bytes) -> bytes:
     return chunks + dice.choice((b"0\r\n\r\n", b"0\r\n\r\n", b"", b"0\r\na: b\r\n\r\n", b"-1\r\n"))
 
 
-def _body(dice: random.Random) -> bytes:
-    fields: dict[str, Any] = {"model": SERVED_NAME, "max_tokens": 2}
-    fields |= dice.choice(
-        (
-            {"messages": [{"role": "user", "content": "Hello"}]},
-            {"prompt": "Hello"},
-            {"input": "Hello"},
-            {"prompt": [[1, 2], [3]]},
-            {"messages": [{"role": dice.choice(("tool", "x", "system")), "content": None}] * 9},
-        )
-    )
+def _body(dice: random.Random, path: str) -> bytes:
+    if path in BODIES and dice.random() < 0.8:
+        fields = plausible_body(dice, path, SERVED_NAME)
+    else:
+        messages = [{"role": dice.choice(("tool", "x", "system")), "content": None}] * 9
+        fields = {"model": SERVED_NAME, "messages": messages}
     for _ in range(dice.choice((0, 1, 2, 5))):
         fields[dice.choice(_FIELDS)] = dice.choice(_VALUES)
     text = json.dumps(fields).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -186,18 +187,21 @@ def _chat_template_seeds() -> list[bytes]:
     return [text.encode() for text in texts]
 
 
-_PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/files",
-    "/tokenize",
-    "/detokenize",
-    "/v1/messages/count_tokens",
-    "/v1/batches",
-    "/v1/workers/decode-0/drain",
-)
+_MODEL = "tiny"
+_SEEDS = 8
+"""Bodies of each path."""
+
+
+def plain_paths() -> tuple[str, ...]:
+    """Paths of ``BODIES`` that an app answers before a scripted dispatcher."""
+    from tests.fuzz.bodies import BODIES
+
+    # Others need a store, or workers whose answers are vectors.
+    others = (
+        *("/v1/batches", "/v1/cache/prefixes", "/v1/embeddings"),
+        *("/v1/feedback", "/console/what-if"),
+    )
+    return tuple(path for path in BODIES if path not in others)
 
 
 def _http_body() -> Callable[[bytes], None]:
@@ -207,6 +211,7 @@ def _http_body() -> Callable[[bytes], None]:
 
     front = make_front()
     app = front.app()
+    paths = plain_paths()
 
     async def ask(path: str, body: bytes) -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -219,7 +224,8 @@ def _http_body() -> Callable[[bytes], None]:
 
     def one(data: bytes) -> None:
         if data:
-            answer = asyncio.run(ask(_PATHS[data[0] % len(_PATHS)], data[1:]))
+            path = paths[data[0] % len(paths)]
+            answer = asyncio.run(ask(path, data[1:]))
             front.dispatcher.requests.clear()
             assert answer.status_code < 500, answer.text
 
@@ -227,22 +233,13 @@ def _http_body() -> Callable[[bytes], None]:
 
 
 def _http_body_seeds() -> list[bytes]:
-    message = {"role": "user", "content": "Hi"}
-    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}
-    bodies: list[tuple[int, dict[str, Any]]] = [
-        (0, {"model": "tiny", "messages": [message], "max_tokens": 2}),
-        (0, {"model": "tiny", "messages": [message], "logprobs": True, "top_logprobs": 2, "n": 2}),
-        (0, {"messages": [message], "tools": [{"type": "function", "function": function}]}),
-        (0, {"messages": [message], "response_format": {"type": "json_object"}, "stop": ["a"]}),
-        (1, {"model": "tiny", "prompt": ["a", [1, 2]], "logit_bias": {"5": 1}, "seed": 3}),
-        (1, {"model": "tiny", "prompt": "a", "guided_regex": "a+", "stream": True}),
-        (2, {"model": "tiny", "input": [message], "instructions": "x"}),
-        (3, {"model": "tiny", "messages": [message], "max_tokens": 2, "system": "x"}),
-        (5, {"prompt": "Hi"}),
-        (6, {"tokens": [1, 2]}),
-        (7, {"model": "tiny", "messages": [message]}),
+    from tests.fuzz.bodies import plausible_body
+
+    return [
+        bytes([place]) + json.dumps(plausible_body(random.Random(number), path, _MODEL)).encode()
+        for place, path in enumerate(plain_paths())
+        for number in range(_SEEDS)
     ]
-    return [bytes([path]) + json.dumps(body).encode() for path, body in bodies]
 
 
 def _handoff() -> Callable[[bytes], None]:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,13 @@ STANDBY_S = 20.0
 
 
 class Echo:
-    """The least of actors."""
+    """A minimal actor."""
+
+    def __init__(self) -> None:
+        from deploy.workers.standby import leave_here  # noqa: PLC0415
+
+        # As the supervisor does: else this actor's own process may take the request for a standby.
+        leave_here()
 
     def life(self) -> tuple[int, str]:
         return os.getpid(), os.environ.get("BATON_CLUSTER_ID", "")
@@ -38,17 +43,23 @@ class Echo:
 
         request_standby(StandbyFiles.own())
 
-    def somebody_stands_by(self) -> bool:
+    def has_standby(self) -> bool:
         from deploy.workers.standby import StandbyFiles  # noqa: PLC0415
 
         return StandbyFiles.own().lock.is_held()
 
-    def take(self) -> bool:
-        """Whether what a worker needs was there before."""
+    def has_imports(self) -> bool:
+        """Whether this process has imported what a worker needs."""
+        return "worker.process" in sys.modules
+
+
+class Taker(Echo):
+    """An actor that takes its process as a worker does."""
+
+    def __init__(self) -> None:
         from deploy.workers.standby import take_here  # noqa: PLC0415
 
         take_here()
-        return "worker.process" in sys.modules
 
 
 async def main() -> None:
@@ -60,16 +71,15 @@ async def main() -> None:
         await cluster.start()
         import ray  # noqa: PLC0415
 
-        actor = ray.remote(Echo)
-        options = actor.options(num_cpus=0, resources={WORKER_RESOURCE: 1}, max_restarts=-1)
-        echo: Any = options.remote()
-        seen["first"] = await asyncio.wrap_future(echo.life.remote().future())
+        needs = {"num_cpus": 0, "resources": {WORKER_RESOURCE: 1}, "max_restarts": -1}
+        echo: Any = ray.remote(Echo).options(**needs).remote()
+        seen["first"] = await call(echo.life)
         seen["listening"] = sorted(listening(mark))
         seen["stranger"] = ask_without_token(str(ray.get_runtime_context().gcs_address))
         unused = ("dashboard/dashboard.py", "monitor.py")
         seen["unused"] = [one for one in command_lines(mark) if any(name in one for name in unused)]
-        if "standby" in sys.argv:
-            seen["prepared"] = await prepared(echo, options)
+        taker = ray.remote(Taker).options(**needs)
+        seen["standby was taken"] = await takes_standby(echo, taker)
         psutil.Process(seen["first"][0]).kill()
         seen["second"] = await next_life(echo, seen["first"][0])
         raylet = next(c for c in psutil.Process().children() if c.name() == "raylet")
@@ -79,34 +89,34 @@ async def main() -> None:
     sys.stdout.write(json.dumps(seen))
 
 
-async def prepared(echo: Any, options: Any) -> bool:
-    """Whether who comes once somebody stands by has all that a worker needs.
+async def takes_standby(echo: Any, taker: Any) -> bool:
+    """Whether a worker that is placed once there is a standby has all its imports.
 
-    Or one of the next: Ray may have another process in stock, which it had begun for itself.
+    Or one of the next workers: Ray may have another idle process, which it started for itself.
     """
-
-    async def asked(call: Any) -> Any:
-        return await asyncio.wrap_future(call.remote().future())
-
-    comers = []
+    takers = []
     for _ in range(MAX_STARTS):
-        # Whoever stood by may have been one that Ray ends when it has many.
-        while not await asked(echo.somebody_stands_by):
-            await asked(echo.request_standby)
-            await stands_by(lambda: asked(echo.somebody_stands_by))
-        # They stay, so that each takes a process out of the stock.
-        comers.append(options.remote())
-        if await asked(comers[-1].take):
+        # Ray may have ended an earlier standby among many idle processes.
+        while not await call(echo.has_standby):
+            await call(echo.request_standby)
+            await wait_for_standby(echo)
+        # Each taker stays, and keeps its process.
+        takers.append(taker.remote())
+        if await call(takers[-1].has_imports):
             return True
     return False
 
 
-async def stands_by(look: Callable[[], Awaitable[bool]]) -> None:
-    """Once somebody does, or after a while."""
+async def wait_for_standby(echo: Any) -> None:
+    """Until there is a standby, for at most ``STANDBY_S``."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(STANDBY_S):
-            while not await look():
+            while not await call(echo.has_standby):
                 await asyncio.sleep(0.1)
+
+
+async def call(method: Any) -> Any:
+    return await asyncio.wrap_future(method.remote().future())
 
 
 def ask_without_token(address: str) -> str:
@@ -130,7 +140,7 @@ async def next_life(echo: Any, old: int) -> tuple[int, str]:
 
     while True:
         try:
-            pid, mark = await asyncio.wrap_future(echo.life.remote().future())
+            pid, mark = await call(echo.life)
         except RayError:
             continue
         if pid != old:

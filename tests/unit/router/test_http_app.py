@@ -494,6 +494,7 @@ async def test_models() -> None:
     assert body["data"][0]["created"] == MODEL.created
     # vLLM's load generator asks for it.
     assert body["data"][0]["root"] == "tiny"
+    assert body["data"][0]["max_model_len"] == CONTEXT
     assert (await call(front, "GET", "/v1/models/tiny")).json() == body["data"][0]
     check_error(await call(front, "GET", "/v1/models/other/one"), 404, "model")
     check_schema(body, "ListModelsResponse")

@@ -322,6 +322,13 @@ async def test_only_the_end_of_a_prompt_is_taken() -> None:
     check_error(await post(front, PLAIN, bad), 400, "truncate_prompt_tokens")
 
 
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+async def test_the_error_names_the_key_of_a_bad_bias(path: str) -> None:
+    asked = {**(HELLO if path == CHAT else PROMPT), "logit_bias": {"7": 1, "seven": 1}}
+    error = check_error(await post(make_front(), path, asked), 400, "logit_bias")
+    assert '"seven"' in error["message"]
+
+
 async def test_words_can_be_forbidden() -> None:
     front = front_with()
     await answer(front, PLAIN, bad_words=["a", " Constantinople "])

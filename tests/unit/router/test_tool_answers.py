@@ -326,6 +326,25 @@ async def test_bad_requests(body: dict[str, Any], param: str) -> None:
     assert not front.dispatcher.requests
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "function": {"name": "other"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "auto",
+                "tools": [{"type": "function", "function": {"name": "other"}}],
+            },
+        },
+    ],
+)
+async def test_the_error_names_the_unknown_tool(choice: dict[str, Any]) -> None:
+    response = await post(make_front(), CHAT, asking(tool_choice=choice))
+    error = check_error(response, 400, "tool_choice")
+    assert error["message"] == 'tool_choice names "other", which is not among the tools'
+
+
 def _with_the_client(address: str) -> tuple[Any, Any]:
     with openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as client:
         asked: Any = {**HELLO, **TOOLS}

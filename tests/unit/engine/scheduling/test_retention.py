@@ -84,6 +84,8 @@ class RetentionMachine(RuleBasedStateMachine):
         for hashes, _ in self.pins.values():
             assert set(hashes) <= self.pool.retained, "a pin was lost"
         assert self.book.total <= SHARE.total
+        pinned_hashes = {digest for hashes, _ in self.pins.values() for digest in hashes}
+        assert self.book.total_pinned == len(pinned_hashes)
         for tenant in TENANTS:
             assert len(self.covered(tenant)) <= SHARE.of_tenant
             pinned = [

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -17,28 +14,17 @@ from google.protobuf.descriptor_pool import Default
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (  # type: ignore[import-untyped]
     ProtoReflectionDescriptorDatabase,
 )
-from prometheus_client import CollectorRegistry
 
 from baton.config.choices import Scope
-from baton.config.cluster import Config
-from baton.store.prefix_index import PrefixIndex
-from baton.store.redis_client import redis_client
-from baton.store.registry import Registry
-from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from router.access.access import Access, listed_scope, scope_of_path, scope_of_service
-from router.app import make_application
-from router.core.accounting import RequestStats
-from router.dispatch.dispatcher import ClusterDispatcher
-from router.inference.service import InferenceService
-from router.listeners import Apps
-from tests.support.router.access_access import bearer, key
-from tests.support.router.front_fakes import MODEL, make_front, plain_client, serve, tiny_tokenizer
+from router.access.access import listed_scope, scope_of_path, scope_of_service
+from tests.support.router.access_access import bearer
+from tests.support.router.front_fakes import make_front, plain_client, serve
+from tests.support.router.whole_router import KEYS, fronts
 
 DEADLINE_S = 60.0
 
 
-KEYS = (key("asks", "inference"), key("reads", "metrics"), key("rules", "admin"))
 SERVICES: dict[str, Scope | None] = {
     "baton.v1.InferenceService": "inference",
     "baton.v1.OperatorService": "admin",
@@ -49,44 +35,6 @@ SERVICES: dict[str, Scope | None] = {
 }
 """All services of the gRPC listener, and the scope that each takes."""
 OPENS: dict[Scope, str] = {"inference": "asks", "metrics": "reads", "admin": "rules"}
-
-
-@dataclass
-class Gated:
-    apps: Apps
-    grpc: str
-
-
-@asynccontextmanager
-async def fronts(**fields: Any) -> AsyncIterator[Gated]:
-    """All endpoints of a router whose workers and Redis are away."""
-    given: dict[str, Any] = {"keys": KEYS, "require_key": True}
-    config = Config(**given | fields)
-    metrics = RouterMetrics(CollectorRegistry())
-    stats = RequestStats(metrics)
-    tokenizer = tiny_tokenizer()
-    client = redis_client("redis://127.0.0.1:1")
-    dispatcher = ClusterDispatcher(
-        config,
-        tokenizer,
-        metrics,
-        stats.traffic.counts,
-        Registry(client, "test"),
-        PrefixIndex(client, "test"),
-    )
-    access = Access(config, metrics)
-    service = InferenceService(dispatcher, tokenizer, MODEL, stats, config, access)
-    made = make_application(dispatcher, service, stats, client, cluster_id="test")
-    port = made.grpc_server.add_insecure_port("127.0.0.1:0")
-    await made.grpc_server.start()
-    # Its stream would not end by itself.
-    await made.console.close()
-    try:
-        yield Gated(made.apps, f"127.0.0.1:{port}")
-    finally:
-        await made.grpc_server.stop(0)
-        await made.batches.close()
-        await client.aclose()
 
 
 async def test_every_path_takes_its_key() -> None:

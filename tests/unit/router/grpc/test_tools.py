@@ -99,7 +99,10 @@ BAD: list[tuple[Request, str]] = [
     (request_of(tools_pb2.Tools(tools=[tools_pb2.Tool()])), "name"),
     (request_of(tools_pb2.Tools(tools=[tools_pb2.Tool(name="f", parameters="{")])), "JSON"),
     (request_of(tools_pb2.Tools(tools=[tools_pb2.Tool(name="f", parameters="[]")])), "object"),
-    (request_of(tools_pb2.Tools(tools=[CLOCK], allowed=["x"])), '"x", which is none'),
+    (
+        request_of(tools_pb2.Tools(tools=[CLOCK], allowed=["x"])),
+        '"x", which is not among the tools',
+    ),
     (request_of(tools_pb2.Tools(mode=tools_pb2.TOOL_MODE_REQUIRED)), "needs tools"),
     (request_of(messages=[Message(role="tool", content="x")]), "tool_call_id"),
     (request_of(messages=[Message(role="user", tool_calls=[CALL])]), "only an assistant"),
