@@ -277,13 +277,19 @@ class Attempt:
     decode_began: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the decode worker has sent a token: the handoff was committed."""
     prefill: asyncio.Task[None] | None = None
-    """Follows the prefill, once it is begun."""
+    """Follows the prefill, until its end."""
     failed: bool = False
     """Whether its decode worker has reported that it failed: nothing is left to abort."""
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work``, which follows its prefill."""
         self.prefill = spawn(work, f"prefill {self.spec.request_id}")
+        self.prefill.add_done_callback(self._forget_prefill)
+
+    def _forget_prefill(self, _: asyncio.Task[None]) -> None:
+        # A cancelled task keeps its frames, which keep this attempt: only the garbage collector
+        # would free the request.
+        self.prefill = None
 
     @property
     def computes(self) -> bool:
