@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from baton.config.choices import ReasoningParserName, ToolParserName
 from baton.errors import ConfigError
 from router.core.request import AnswerPart
-from router.dialects.families import KIMI_K2, format_for
+from router.dialects.families import KIMI_K2, QWEN3_CODER, format_for
 from router.dialects.formats import ToolFormat
 from router.dialects.harmony import CHANNEL, ENDS, MESSAGE, START, HarmonyParser
 from router.dialects.harmony import FORMAT as HARMONY
@@ -64,6 +64,13 @@ HARMONY_REASONING = ReasoningFormat(
     ENDS[0],
     answer=f"{START}assistant{CHANNEL}final{MESSAGE}",
 )
+_CALLS_IN_REASONING = {
+    KIMI_K2.name: KIMI_K2.markers.opening,
+    # The tag alone may be a word of the reasoning.
+    QWEN3_CODER.name: f"{QWEN3_CODER.markers.opening}\n<function=",
+}
+"""By format: the beginning of a call, for models that call tools within their reasoning at times,
+and do not end that first."""
 REASONING_FORMATS = {form.name: form for form in (THINK, MISTRAL, HARMONY_REASONING)}
 
 
@@ -104,7 +111,6 @@ def dialect_for(
     if tools is HARMONY:
         return Dialect(tools, None if reasoning_parser == "none" else HARMONY_REASONING)
     reasoning = reasoning_for(reasoning_parser, template)
-    if reasoning is not None and tools is KIMI_K2:
-        # It calls tools within its reasoning at times, and does not end that first.
-        reasoning = replace(reasoning, calls_end_it=(tools.markers.opening,))
+    if reasoning is not None and tools.name in _CALLS_IN_REASONING:
+        reasoning = replace(reasoning, calls_end_it=(_CALLS_IN_REASONING[tools.name],))
     return Dialect(tools, reasoning)

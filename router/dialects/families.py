@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from baton.config.choices import ToolParserName
 from router.dialects.formats import MarkedFormat, ToolFormat, mistral_id
@@ -59,11 +60,12 @@ SMOLLM = MarkedFormat(
 #     {"name": "f", "parameters": {"x": 1}}
 #     <|python_tag|>{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}
 #
-# An answer that is another JSON object is content. Code after the token, for the tools that these
-# models have built in, is content too.
+# Text may come before a call without the token, too. An answer that is another JSON object is
+# content. Code after the token, for the tools that these models have built in, is content too.
+_OBJECTS = ('{"name"', '{"type": "function"')
 LLAMA3 = MarkedFormat(
     name="llama3",
-    markers=Markers("<|python_tag|>", separators=";", bare="{"),
+    markers=Markers("<|python_tag|>", also=_OBJECTS, separators=";", bare="{"),
     form=ObjectCalls("parameters", needs_arguments=True),
     before="",
     between="; ",
@@ -93,7 +95,7 @@ LLAMA4 = MarkedFormat(
 # Llama 4 where its chat template tells it to write objects.
 LLAMA4_JSON = MarkedFormat(
     name="llama4_json",
-    markers=LLAMA4.markers,
+    markers=replace(LLAMA4.markers, also=_OBJECTS),
     form=LLAMA3.form,
     reads=LLAMA4.form,
     before="",
@@ -342,8 +344,9 @@ def format_for(
 ) -> ToolFormat:
     """The format called ``name``; ``auto`` finds it by the template and the vocabulary.
 
-    Markers in the template decide first. Next come the special tokens of Llama, if the template
-    knows tools, then the names of SmolLM and Gemma. All other models get Hermes' format.
+    Markers in the template decide first. Next come the special tokens of Kimi K2, and of Llama if
+    the template knows tools, then the names of SmolLM and Gemma. All other models get Hermes'
+    format.
     """
     if name != "auto":
         return FORMATS[name]
@@ -355,6 +358,9 @@ def _found(template: ChatTemplate, is_special: Callable[[str], bool]) -> ToolFor
     for form, signs in _SIGNS:
         if all(sign in source for sign in signs):
             return form
+    if is_special(KIMI_K2.markers.opening):
+        # The first templates of Kimi K2 do not write calls.
+        return KIMI_K2
     if template.knows_tools and is_special(LLAMA4.markers.opening):
         return LLAMA4_JSON if '"parameters"' in source else LLAMA4
     if template.knows_tools and is_special(LLAMA3.markers.opening):

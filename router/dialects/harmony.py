@@ -7,8 +7,7 @@
 
 Messages of the channel ``analysis`` are reasoning, those to ``functions`` are calls, and all others
 are content. The tokens that end an answer have no text, so that its last message may lack an end.
-The library ``openai-harmony`` parses token ids and downloads the vocabulary when it is first used.
-Text needs neither.
+The library ``openai-harmony`` parses token ids, and starts only with its own vocabulary file.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from router.dialects.pieces import (
     CallEnd,
     CallStart,
     Content,
-    Piece,
     Reasoning,
+    SteppedParser,
     first_marker,
-    joined,
     possible_start,
 )
 from router.dialects.rules import literal
@@ -42,8 +40,11 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARACTERS = 256
 _HEADER = re.compile(
-    r"\s*(?:<\|start\|>assistant)?(?P<first>\s+to=\S+?)?\s*<\|channel\|>(?P<channel>analysis|commentary|final)"
-    r"(?P<second>\s+to=[^\s<]+)?(?:\s*(?:<\|constrain\|>)?\s*json)?\s*<\|message\|>"
+    r"\s*(?:<\|start\|>assistant)?(?P<first>\s+to=[^\s<]+)?\s*"
+    # At times the model writes a header to itself before that of its message.
+    r"(?:<\|channel\|>(?:analysis|commentary)\s+to=assistant\s*)?"
+    r"<\|channel\|>(?P<channel>analysis|commentary|final)(?P<second>\s+to=[^\s<]+)?"
+    r"(?:\s*(?:<\|constrain\|>)?\s*(?:json|code))?\s*<\|message\|>"
 )
 _BEGINNINGS = (START, CHANNEL, "to=")
 _FUNCTION = re.compile(rf"to=functions\.{NAME}")
@@ -71,7 +72,7 @@ def _opened(name: str) -> str:
     return f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}"
 
 
-class HarmonyParser:
+class HarmonyParser(SteppedParser):
     """An ``AnswerParser`` of the messages of one answer."""
 
     def __init__(
@@ -81,9 +82,9 @@ class HarmonyParser:
 
         ``shows_reasoning``: whether reasoning is part of the content.
         """
+        super().__init__()
         self._tools = tools
         self._reasoning = Content if shows_reasoning else Reasoning
-        self._text = ""
         self._header = ""
         """The header of a call whose body has not begun; it is content if there is no call."""
         self._kind: type[Content | Reasoning | Arguments] | None = None
@@ -96,27 +97,20 @@ class HarmonyParser:
         """The kinds of earlier messages."""
         self._is_new = False
         """Whether the current message has no text yet."""
-        self._pieces: list[Piece] = []
 
-    def feed(self, text: str) -> list[Piece]:
-        """See ``AnswerParser``."""
-        self._text += text
-        while self._text and (self._read_header() if self._kind is None else self._read_body()):
-            pass
-        pieces, self._pieces = self._pieces, []
-        return joined(pieces)
+    def _step(self) -> bool:
+        return self._read_header() if self._kind is None else self._read_body()
 
-    def finish(self) -> list[Piece]:
-        """See ``AnswerParser``."""
-        rest, self._text = self._text, ""
-        if self._name:
+    def _end(self, rest: str) -> None:
+        if self._name and not rest.strip(WHITE):
+            # The token that ends a call has no text.
+            self._call_without_arguments()
+        elif self._name:
             self._kind, rest = Content, self._header + rest
         if self._kind is not None:
             self._give(self._kind, rest)
         elif rest.strip(WHITE) or not self._given:
             self._give(Content, rest)
-        pieces, self._pieces = self._pieces, []
-        return joined(pieces)
 
     def _read_header(self) -> bool:
         found = _HEADER.match(self._text[:_MAX_HEADER_CHARACTERS])
@@ -126,7 +120,8 @@ class HarmonyParser:
             return True
         bare = self._text.lstrip(WHITE)
         may_begin = any(bare.startswith(one) or one.startswith(bare) for one in _BEGINNINGS)
-        if may_begin and len(self._text) < _MAX_HEADER_CHARACTERS:
+        _, beyond = first_marker(bare[1:], (*ENDS, START, MESSAGE))
+        if may_begin and not beyond and len(self._text) < _MAX_HEADER_CHARACTERS:
             return False
         self._kind, self._is_new = Content, True
         if bare.startswith(START):
@@ -169,17 +164,24 @@ class HarmonyParser:
         return True
 
     def _begin_call(self) -> bool:
-        """At the start of a call's body: begin the call if this is an object."""
+        """At the start of a call's body: begin the call if this is an object, or nothing."""
         body = self._text.lstrip(WHITE)
-        if not body:
+        ends = (*ENDS, START)
+        if any(one.startswith(body) and one != body for one in ends):
             return False
         if body.startswith("{"):
             self._pieces.append(CallStart(self._name))
+        elif body.startswith(ends):
+            self._text = body
+            self._call_without_arguments()
         else:
             self._kind = Content
             self._give(Content, self._header)
         self._name = ""
         return True
+
+    def _call_without_arguments(self) -> None:
+        self._pieces += [CallStart(self._name), Arguments("{}")]
 
     def _give(self, kind: type[Content | Reasoning | Arguments], text: str) -> None:
         if not text:

@@ -22,9 +22,8 @@ from router.dialects.pieces import (
     Arguments,
     CallEnd,
     Content,
-    Piece,
+    SteppedParser,
     first_marker,
-    joined,
     possible_start,
 )
 from router.dialects.tools import Tool
@@ -60,7 +59,7 @@ class _State(enum.Enum):
     SPILL = enum.auto()
 
 
-class ToolParser:
+class ToolParser(SteppedParser):
     """An ``AnswerParser`` that finds calls. Text that may still begin a call is held back."""
 
     def __init__(
@@ -74,12 +73,12 @@ class ToolParser:
 
         ``tools``: those that may be called, by name.
         """
+        super().__init__()
         self._markers = markers
         self._other = other or form
         self._form = form
         self._tools = tools
         self._state = _State.START if markers.bare else _State.OUTSIDE
-        self._text = ""
         self._raw = ""
         """Text since the marker, or since the last call, that may turn out to be content."""
         self._space = ""
@@ -91,7 +90,6 @@ class ToolParser:
         self._reader: CallReader = form.reader(tools)
         self._behind: tuple[str, ...] = ()
         """Markers that may still follow the call's arguments."""
-        self._pieces: list[Piece] = []
         self._steps: dict[_State, Callable[[], bool]] = {
             _State.START: self._start,
             _State.OUTSIDE: self._outside,
@@ -103,16 +101,10 @@ class ToolParser:
             _State.SPILL: self._spill,
         }
 
-    def feed(self, text: str) -> list[Piece]:
-        """See ``AnswerParser``."""
-        self._text += text
-        while self._text and self._steps[self._state]():
-            pass
-        return self._given()
+    def _step(self) -> bool:
+        return self._steps[self._state]()
 
-    def finish(self) -> list[Piece]:
-        """See ``AnswerParser``."""
-        rest, self._text = self._text, ""
+    def _end(self, rest: str) -> None:
         if self._state is _State.SPILL:
             self._pieces.append(Arguments(rest))
         elif self._state is _State.CALL and self._reader.begun:
@@ -124,11 +116,6 @@ class ToolParser:
             self._content(self._raw + held + rest)
             if not self._called:
                 self._pieces.append(Content(self._space))
-        return self._given()
-
-    def _given(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return joined(pieces)
 
     def _content(self, text: str) -> None:
         shown = text.rstrip(WHITE)
@@ -208,7 +195,7 @@ class ToolParser:
             # The marker is a part of the call. A reader that gives it up does not see it again.
             self._raw, self._in_list = "", False
             self._calls_here = self._state is not _State.OUTSIDE
-            self._enter_call(self._other.reader(self._tools))
+            self._state = _State.ENTER
         return True
 
     def _enter(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,6 +57,40 @@ class AnswerParser(Protocol):
 
     def finish(self) -> list[Piece]:
         """End the text. Returns what was held back."""
+
+
+class SteppedParser(abc.ABC):
+    """An ``AnswerParser`` that holds text back, and takes steps as long as they get on."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        """Text that is held back."""
+        self._pieces: list[Piece] = []
+
+    def feed(self, text: str) -> list[Piece]:
+        """See ``AnswerParser``."""
+        self._text += text
+        while self._text and self._step():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        """See ``AnswerParser``."""
+        rest, self._text = self._text, ""
+        self._end(rest)
+        return self._taken()
+
+    @abc.abstractmethod
+    def _step(self) -> bool:
+        """Read of the text that is held back. Returns whether another step may get on."""
+
+    @abc.abstractmethod
+    def _end(self, rest: str) -> None:
+        """Give what was held back at the end of the text."""
+
+    def _taken(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return joined(pieces)
 
 
 class PlainParser:

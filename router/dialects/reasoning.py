@@ -17,10 +17,9 @@ from router.core.request import AnswerPart
 from router.dialects.json_scanner import WHITE
 from router.dialects.pieces import (
     AnswerParser,
-    Piece,
     Reasoning,
+    SteppedParser,
     first_marker,
-    joined,
     possible_start,
 )
 
@@ -60,22 +59,20 @@ class _State(enum.Enum):
     REST = enum.auto()
 
 
-class ReasoningParser:
+class ReasoningParser(SteppedParser):
     """Splits off the reasoning, and gives the rest to another parser."""
 
     def __init__(
         self, form: ReasoningFormat, rest: AnswerParser, begins_in: AnswerPart = "start"
     ) -> None:
         """``begins_in``: where the prompt ends."""
+        super().__init__()
         self._form = form
         self._rest = rest
         self._is_open = begins_in == "reasoning"
         self._state = _State.REST if begins_in == "content" else _State.BEFORE
-        self._text = ""
-        """Text that is held back."""
         self._has_begun = False
         """Whether the reasoning has text."""
-        self._pieces: list[Piece] = []
         self._steps: dict[_State, Callable[[], bool]] = {
             _State.BEFORE: self._before,
             _State.INSIDE: self._inside,
@@ -83,27 +80,16 @@ class ReasoningParser:
             _State.REST: self._to_rest,
         }
 
-    def feed(self, text: str) -> list[Piece]:
-        """See ``AnswerParser``."""
-        self._text += text
-        while self._text and self._steps[self._state]():
-            pass
-        return self._given()
+    def _step(self) -> bool:
+        return self._steps[self._state]()
 
-    def finish(self) -> list[Piece]:
-        """See ``AnswerParser``."""
-        rest, self._text = self._text, ""
+    def _end(self, rest: str) -> None:
         inside = self._state is _State.INSIDE or (self._state is _State.BEFORE and self._is_open)
         if inside:
             self._pieces.append(Reasoning(rest))
         elif self._state is not _State.AFTER:
             self._pieces += self._rest.feed(rest)
         self._pieces += self._rest.finish()
-        return self._given()
-
-    def _given(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return joined(pieces)
 
     def _before(self) -> bool:
         text = self._text.lstrip(WHITE)

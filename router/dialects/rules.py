@@ -20,6 +20,9 @@ _KEPT_OF_OBJECTS = frozenset(
 """Keywords of the schema of all arguments that are kept where each argument has its own rule."""
 
 
+_TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
+
+
 def literal(text: str, special: Mapping[str, int]) -> str:
     """The part of a rule that matches ``text``.
 
@@ -62,7 +65,8 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     kind = schema.get("type")
     if kind is not None:
         kinds = kind if isinstance(kind, list) else [kind]
-        return frozenset(one for one in kinds if isinstance(one, str))
+        # Clients also write names of other languages, such as float.
+        return frozenset(kinds) if all(one in _TYPES for one in kinds) else frozenset()
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return frozenset(type_of(value) for value in values)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,6 +169,10 @@ class _TaggedReader(HeadReader):
         self._schema: Mapping[str, Any] = {}
         self._known: Mapping[str, Any] = {}
         """The schemas of the arguments, by name."""
+        self._seen: set[str] = set()
+        """The keys so far."""
+        self._ends: tuple[str, ...] = ()
+        """What ends the value."""
         self._types: frozenset[str] = frozenset()
         self._is_text = False
         self._is_open = False
@@ -246,6 +250,8 @@ class _TaggedReader(HeadReader):
                 self._types = types_of(self._known[self._key], self._schema)
             self._is_text = self._types == {"string"}
             self._is_open, self._at = False, _At.VALUE
+            self._seen.add(self._key)
+            self._ends = (self._form.behind_value, *self._next_parameters())
             return True
         self._held = self._held.lstrip(WHITE)
         if self._held.startswith(tags[0]):
@@ -256,15 +262,24 @@ class _TaggedReader(HeadReader):
             self.broken = True
         return False
 
+    def _next_parameters(self) -> Iterable[str]:
+        """Beginnings of other parameters, by which a value ends that lacks its last tag."""
+        if not self._form.newlines:
+            return ()
+        behind = self._form.behind_key[0]
+        others = (key for key in self._known if key not in self._seen)
+        return (f"\n{self._form.before_key}{key}{behind}" for key in others)
+
     def _value(self) -> bool:
-        place, end = first_marker(self._held, (self._form.behind_value,))
+        place, end = first_marker(self._held, self._ends)
         if end:
-            value, self._held = self._held[:place], self._held[place + len(end) :]
+            dropped = len(end) if end == self._form.behind_value else 0
+            value, self._held = self._held[:place], self._held[place + dropped :]
             self._end_value(value)
             self._at = _At.BODY
             return True
         if self._is_text:
-            keep = possible_start(self._held, (self._form.behind_value,))
+            keep = possible_start(self._held, self._ends)
             shown = len(self._held) - keep
             # A last newline may belong to the tag behind it, and a first one to that before it.
             if self._form.newlines and self._held[:shown].endswith("\n"):

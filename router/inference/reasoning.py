@@ -188,10 +188,11 @@ def reasoning_span(
             " bounded nor come before an answer of a given form",
             param=param if sampling.grammar is None else None,
         )
-    # A call that ends the reasoning is part of a grammar's text.
-    calls = () if sampling.grammar is not None else map(marker_ids, form.calls_end_it)
+    # A call that ends the reasoning is part of a grammar's text. Its first line is a token.
+    calls = [call.partition("\n")[0] for call in form.calls_end_it]
+    calls = [] if sampling.grammar is not None else calls
     return ReasoningSpan(
-        ends=(end, *(ids for ids in calls if ids)),
+        ends=(end, *(ids for ids in map(marker_ids, calls) if ids)),
         start=start,
         budget=None if budget is None else min(budget, sampling.max_tokens),
         forced=end,

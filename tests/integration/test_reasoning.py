@@ -17,13 +17,12 @@ from baton.reasoning import ReasoningSpan
 from router.core.served_model import ServedModel
 from tests.support.integration.handoff import prompt_of
 from tests.support.integration.moves import LONG, STRICT, Asked, busiest_decode, moved
+from tests.support.integration.reasoning_model import CLOSE, NEVER_CLOSE, OPEN, reasoning_model
 from tests.support.mini_cluster import MiniCluster, mini_cluster
-from tests.support.models import EOS, make_tiny_model
+from tests.support.models import EOS
 from tests.support.router.front_fakes import create_app
 from tests.support.router.reasoning import OPENED, SWITCHED
 
-OPEN, CLOSE = 300, 301
-NEVER_CLOSE = {str(CLOSE): -100, str(EOS): -100}
 SCHEMA = {
     "type": "object",
     "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}},
@@ -31,24 +30,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PATHS = pytest.mark.parametrize("local_prefill", ["never", "always"])
-
-
-def reasoning_model(folder: Path, template: str) -> Path:
-    """The tiny model with markers of reasoning among its tokens, and with a chat template."""
-    make_tiny_model(folder, context=1024)
-    file = folder / "tokenizer.json"
-    layout = json.loads(file.read_text())
-    vocab = layout["model"]["vocab"]
-    for number, text in ((OPEN, "<think>"), (CLOSE, "</think>")):
-        del vocab[f"<extra_{number}>"]
-        vocab[text] = number
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
-        layout["added_tokens"].append({"id": number, "content": text, "normalized": False, **flags})
-    layout["added_tokens"].sort(key=lambda token: token["id"])
-    file.write_text(json.dumps(layout))
-    settings = {"eos_token": "<|end|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 async def chat(cluster: MiniCluster, **fields: Any) -> dict[str, Any]:

@@ -153,8 +153,8 @@ CASES: list[tuple[str, str, Parsed]] = [
     ("llama3", '{"answer": 42} ', Parsed('{"answer": 42} ', ())),
     (
         "llama3",
-        'Say {"name": "add-2", "parameters": {}}',
-        Parsed('Say {"name": "add-2", "parameters": {}}', ()),
+        'Say {"name": "other", "parameters": {}}',
+        Parsed('Say {"name": "other", "parameters": {}}', ()),
     ),
     ("llama3", "<|python_tag|>print(1)", Parsed("<|python_tag|>print(1)", ())),
     (

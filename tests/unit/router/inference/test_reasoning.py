@@ -7,7 +7,7 @@ import pytest
 from baton.grammar import Grammar, GrammarKind
 from baton.reasoning import ReasoningSpan, Run
 from baton.sampling_params import SamplingParams
-from router.dialects.dialect import HARMONY_REASONING, THINK
+from router.dialects.dialect import HARMONY_REASONING, THINK, dialect_for
 from router.inference.reasoning import answer_part, reasoning_span
 
 WORDS = {
@@ -39,6 +39,15 @@ def test_a_header_before_the_content_belongs_to_the_end(
         HARMONY_REASONING, "start", budget, sampling, marker_ids, "x", to_content=to_content
     )
     assert found == ReasoningSpan((end,), (1, 2, 3), budget, end)
+
+
+def test_a_call_ends_the_reasoning_of_some_models() -> None:
+    """A budget must not force the reasoning's end into a call, of which the first line counts."""
+    form = dialect_for("qwen3_coder", "think", None, lambda _: False).reasoning
+    assert form is not None
+    ids = {"<think>": (1,), "</think>": (2,), "<tool_call>": (3,)}
+    found = reasoning_span(form, "start", 5, SamplingParams(max_tokens=9), ids.get, "x")
+    assert found == ReasoningSpan(((2,), (3,)), (1,), 5, (2,))
 
 
 def test_where_a_prompt_ends() -> None:
