@@ -94,8 +94,6 @@ def token_ids(cluster: MiniCluster) -> list[int]:
     [
         ("hermes", SWITCHED, "Où est la"),
         ("qwen3_coder", SWITCHED, "Où est la"),
-        ("qwen3_coder", SWITCHED, "<parameter=numbers>\n["),
-        ("llama3", SWITCHED, '"numbers": ['),
         ("hermes", OPENED, ""),
         ("hermes", OPENED, "</think>"),
         ("glm45", OPENED, "<arg_key>numbers</arg_key>\n<arg_value>["),
