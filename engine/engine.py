@@ -80,7 +80,7 @@ class Engine:
     pool: BlockPool
     scheduler: Scheduler
     fingerprint: str
-    """Of what decides the KV: weights, their quantisation, the tokenizer, the lossiest KV type of
+    """Of what decides the KV: weights, their quantization, the tokenizer, the lossiest KV type of
     those that share it, a drafter's weights if it has KV too, and, where a row's bits are promised,
     what computes them. Engines with another one share no KV."""
     grammars: CompiledGrammars

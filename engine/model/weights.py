@@ -68,7 +68,7 @@ def iterate_weights(
     On the CPU, and where the file's type is ``dtype`` or the weight is Baton's own quantised form,
     tensors are views of the mapped file; otherwise they are copies. One weight is in fp32 at a time
     at most. Raises ConfigError where there is no file, where one cannot be read, and for a
-    quantisation that is not served.
+    quantization that is not served.
 
     With ``slices`` they are what one rank holds of each, as copies: no more of the files is read,
     and none of it stays mapped. Of a quantised matrix that is not in Baton's own form all is read.

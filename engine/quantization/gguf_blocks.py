@@ -3,7 +3,7 @@
 Layouts: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml. Codes are the file's
 own, put in order. Scales stay fp16 as in the file. The products of a K-quant's scales and its
 sub-scales are rounded to fp16, by at most 2^-11 of themselves: that moves a weight by 1/60 of a
-quantisation step or so, and in fp32 they would make a 4-bit weight a fifth larger, which is read
+quantization step or so, and in fp32 they would make a 4-bit weight a fifth larger, which is read
 for every token. A product of a subnormal scale is exact, for it is a multiple of the least one.
 """
 

@@ -1,4 +1,4 @@
-"""What quantisation costs in quality: perplexity of a text, and how far greedy answers agree.
+"""What quantization costs in quality: perplexity of a text, and how far greedy answers agree.
 
 The text is cut into windows, and each is computed from an empty context. Perplexity is over all of
 a window's tokens but its first. The likeliest tokens are compared with the first engine's at every

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import grpc.aio
+import redis
 
 from baton.request import Geometry, LoadSnapshot
 from baton.rpc.grpc_channel import make_server
@@ -224,9 +225,11 @@ def _records(address: str, context_length: int) -> list[WorkerRecord]:
 
 
 async def _renew(registry: Registry, records: list[WorkerRecord]) -> None:
+    """As workers do, also after a Redis that was away: a new router would find no worker."""
     while True:
-        for record in records:
-            await registry.put(record, _TTL_S)
+        with contextlib.suppress(redis.RedisError, OSError):
+            for record in records:
+                await registry.put(record, _TTL_S)
         await asyncio.sleep(_HEARTBEAT_S)
 
 

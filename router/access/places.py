@@ -65,8 +65,9 @@ class Place:
         return True
 
     def release(self) -> None:
-        """Make room for another; idempotent."""
+        """Make room for another; idempotent. It keeps nothing of what has had it."""
         self.work()
+        self.cut = self._on_late = _nothing
         self._owner.forget(self, self._client)
 
 
@@ -108,8 +109,9 @@ class Places:
         if not first:
             return False
         longest = min(first, key=lambda place: place.since)
+        cut = longest.cut
         longest.release()
-        longest.cut()
+        cut()
         return True
 
     def queue_of(self, limit_s: float) -> dict[Place, None]:
@@ -145,3 +147,7 @@ class Places:
         self._is_sweeping = any(self._queues.values())
         if self._is_sweeping:
             self._sweep_later()
+
+
+def _nothing() -> None:
+    """What is called of a place that is free."""

@@ -151,6 +151,8 @@ class RequestRecorder:
         self.context_class = context_class
         self._worker = ""
         """The one that ended the answer last."""
+        self._batch_size = 0.0
+        """Sequences in the decode steps in which the answer ended."""
         self._reasons: list[str] = []
         self._ended = False
         self._summary: dict[str, object] = {}
@@ -174,6 +176,7 @@ class RequestRecorder:
             self._span.add_event("first token", timestamp=wall_ns(now))
         self.output_tokens += len(delta.token_ids)
         self._worker = delta.decode_worker or self._worker
+        self._batch_size = delta.batch_size or self._batch_size
         if delta.finish_reason is not None:
             self._reasons.append(delta.finish_reason.value)
         if delta.cached_prompt_tokens:
@@ -219,6 +222,7 @@ class RequestRecorder:
             "trace_id": self.trace_id,
             "cached_prompt_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
+            "batch_size": round(self._batch_size, 1) or None,
             **self._summary,
         }
 

@@ -151,6 +151,9 @@ class OutputDelta:
     """Tokens of reasoning, without its markers. Those that may begin a marker come later."""
     accepted_drafts: int = 0
     """How many of ``token_ids`` were drafted, and came in the step of another token."""
+    batch_size: float = 0.0
+    """In the last delta of a choice: sequences in a decode step of its worker, the mean of the
+    latest steps; 0 where there was none."""
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:

@@ -336,7 +336,7 @@ class Placement:
             for listener in list(self._listeners):
                 listener.on_handed_back(attempt, output.choice)
         else:
-            running.accept(output)
+            running.accept(output, batch_size=attempt.target.load.step_batch)
             if running.several:
                 self._end_stopped(attempt)
 

@@ -183,9 +183,14 @@ class RunningRequest:
         return all(choice.is_over for choice in self.choices)
 
     def accept(
-        self, output: TokenOutput, *, cached_prompt_tokens: int = 0, written_prompt_tokens: int = 0
+        self,
+        output: TokenOutput,
+        *,
+        cached_prompt_tokens: int = 0,
+        written_prompt_tokens: int = 0,
+        batch_size: float = 0.0,
     ) -> None:
-        """Take in a worker's output."""
+        """Take in a worker's output; ``batch_size`` is that of its latest decode steps."""
         if output.choice >= len(self.choices):
             return
         choice = self.choices[output.choice]
@@ -199,6 +204,7 @@ class RunningRequest:
             self.awaits_prompt = False
             self._prompt_logprobs = output.prompt_logprobs
             self._embedding = output.embedding
+        choice.batch_size = batch_size
         choice.accept(output, cached_prompt_tokens)
         if choice.unread and not self.awaits_prompt:
             self._changed.set()
@@ -271,13 +277,19 @@ class Attempt:
     decode_began: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the decode worker has sent a token: the handoff was committed."""
     prefill: asyncio.Task[None] | None = None
-    """Follows the prefill, once it is begun."""
+    """Follows the prefill, until its end."""
     failed: bool = False
     """Whether its decode worker has reported that it failed: nothing is left to abort."""
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work``, which follows its prefill."""
         self.prefill = spawn(work, f"prefill {self.spec.request_id}")
+        self.prefill.add_done_callback(self._forget_prefill)
+
+    def _forget_prefill(self, _: asyncio.Task[None]) -> None:
+        # A cancelled task keeps its frames, which keep this attempt: only the garbage collector
+        # would free the request.
+        self.prefill = None
 
     @property
     def computes(self) -> bool:
@@ -321,6 +333,8 @@ class RunningChoice:
         self.attempt = attempt
         self.prefill_worker = self.decode_worker = ""
         """The names of the workers that it was placed at last."""
+        self.batch_size = 0.0
+        """Of the latest decode steps of its worker."""
         self.preemptions = 0
         """How often a worker has handed it back."""
         self.token_ids: list[int] = []
@@ -373,7 +387,10 @@ class RunningChoice:
                     delta = replace(delta, accepted_drafts=len(new) - 1)
                 if delta.finish_reason is not None:
                     delta = replace(
-                        delta, prefill_worker=self.prefill_worker, decode_worker=self.decode_worker
+                        delta,
+                        prefill_worker=self.prefill_worker,
+                        decode_worker=self.decode_worker,
+                        batch_size=self.batch_size,
                     )
                 self._keep_unread(delta)
         if output.finish_reason is not None:
@@ -414,4 +431,5 @@ def _joined(pieces: Sequence[OutputDelta]) -> OutputDelta:
         prefill_worker=last.prefill_worker,
         decode_worker=last.decode_worker,
         accepted_drafts=sum(piece.accepted_drafts for piece in pieces),
+        batch_size=last.batch_size,
     )

@@ -145,6 +145,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+        # Strangers come and go by the thousand: each is freed at once. The garbage collector would
+        # hold the event loop for a tenth of a second.
+        self._socket = self._running = None
+        self.cycle = None  # type: ignore[assignment]
+        self.pipeline.clear()
+        assert isinstance(self.transport, _Outlet), "as connection_made made it"
+        self.transport.detach()
 
     def shutdown(self) -> None:
         self._stopping = True
@@ -315,17 +322,23 @@ class _Outlet(asyncio.Transport):
     def __init__(self, transport: asyncio.Transport, protocol: BoundedHttpProtocol) -> None:
         super().__init__()
         self._transport = transport
-        self._protocol = protocol
+        self._protocol: BoundedHttpProtocol | None = protocol
+
+    def detach(self) -> None:
+        """The connection is lost."""
+        self._protocol = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self._protocol.is_ending:
+        if self._protocol is not None and not self._protocol.is_ending:
             self._transport.write(data)
 
     def close(self) -> None:
-        self._protocol.end()
+        if self._protocol is not None:
+            self._protocol.end()
 
     def is_closing(self) -> bool:
-        return self._protocol.is_ending or self._transport.is_closing()
+        lost = self._protocol is None or self._protocol.is_ending
+        return lost or self._transport.is_closing()
 
     def abort(self) -> None:
         self._transport.abort()

@@ -29,8 +29,6 @@ from router.http.uvicorn_internals import QuietServer
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_ACCEPTS = 64
-"""Connections that are accepted in one turn of the event loop."""
 _REST_S = 1.0
 _CLIENT_BITS = 64
 """Bits of an IPv6 address that name a client: it has all addresses of its network."""
@@ -100,17 +98,18 @@ class HttpServer(QuietServer):
             loop.remove_reader(listening)
 
     def _on_ready(self, listening: socket.socket) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                client, address = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                log.error("a connection cannot be accepted: %s", error)
-                self._rest()
-                self._resting = asyncio.get_running_loop().call_later(_REST_S, self._accept)
-                return
-            self._take(client, client_of(address))
+        # One in each turn of the event loop: a request needs a dozen turns, and a crowd of
+        # strangers would lengthen each of them.
+        try:
+            client, address = listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            log.error("a connection cannot be accepted: %s", error)
+            self._rest()
+            self._resting = asyncio.get_running_loop().call_later(_REST_S, self._accept)
+            return
+        self._take(client, client_of(address))
 
     def _take(self, client: socket.socket, name: str) -> None:
         client.setblocking(False)

@@ -84,7 +84,14 @@ def differences(shown: Any, printed: Any, path: str = "") -> list[str]:
 
 
 def test_there_are_examples() -> None:
-    assert {"README.md", "api.md", "batches.md", "quick-start.md"} <= set(PAGES)
+    assert {
+        "README.md",
+        "api.md",
+        "batches.md",
+        "costs.md",
+        "quick-start.md",
+        "reasoning.md",
+    } <= set(PAGES)
     assert sum(map(len, PAGES.values())) >= 10
 
 

@@ -230,3 +230,19 @@ async def test_every_choice_follows_the_grammar(
         first, unmasked = found.choices[0].scored[0], raw.choices[0].scored[0]
         near(replace(first.logprobs, logprob=0.0), replace(unmasked.logprobs, logprob=0.0))
         await cluster.until_idle()
+
+
+async def test_the_last_delta_has_the_batch_of_the_worker_s_steps(
+    tiny_model: Path, redis_url: str
+) -> None:
+    """The choices of a request alone are decoded together."""
+    sampling = replace(SEEDED, max_tokens=40, logprobs=None, prompt_logprobs=None)
+    async with mini_cluster(tiny_model, redis_url) as cluster:
+        request = replace(cluster.request(prompt_of(BLOCK), sampling), choices=CHOICES)
+        async with asyncio.timeout(DEADLINE_S):
+            deltas = [delta async for delta in cluster.dispatcher.generate(request)]
+    batches = [one.batch_size for one in deltas if one.finish_reason is not None]
+    assert len(batches) == CHOICES
+    # They begin and end within a step of one another.
+    assert all(CHOICES - 1 < batch <= CHOICES for batch in batches), batches
+    assert not any(one.batch_size for one in deltas if one.finish_reason is None)

@@ -17,6 +17,7 @@ CLEAN = (
     "CONTRIBUTING.md",
     "docs/command-line.md",
     "docs/deliberately-otherwise.md",
+    "docs/founding-texts.md",
     "docs/glossary.md",
     "docs/migrate-from-vllm.md",
     "docs/models.md",
@@ -31,6 +32,8 @@ _WORDS = re.compile(rf"\b(?:{PRIVATE}|{BRITISH})\b", re.IGNORECASE)
 _CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
 _PATH = re.compile(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`")
 
+_LISTED = re.compile(r"`((?:[a-z_0-9]+/)+[\w.-]*)(?:::(\w+))?`")
+"""A path, perhaps with the name of a test in it."""
 _MODULE = re.compile(
     r"python -m ((?:deploy|loadtest|planning|tools|tests|router|worker|engine|baton)(?:\.\w+)*)"
 )
@@ -61,6 +64,18 @@ def test_paths_in_the_glossary_exist() -> None:
     paths = _PATH.findall((ROOT / "docs" / "glossary.md").read_text())
     assert len(paths) > 40
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_what_shows_an_ask_of_the_founding_texts_exists() -> None:
+    listed = _LISTED.findall((ROOT / "docs" / "founding-texts.md").read_text())
+    assert len(listed) > 150
+    missing = [path for path, _ in listed if not (ROOT / path).exists()]
+    tests = [(path, test) for path, test in listed if test and path not in missing]
+    assert tests
+    missing += [
+        f"{path}::{test}" for path, test in tests if f"def {test}(" not in (ROOT / path).read_text()
+    ]
+    assert missing == []
 
 
 def test_modules_that_documents_run_exist() -> None:

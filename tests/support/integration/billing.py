@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import httpx
 import redis.asyncio
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from baton.config.access import KeyConfig
 from baton.host.background import end_tasks
@@ -102,7 +102,7 @@ class Router:
         (budget,) = self.budgets.of(self.key)
         return await self.store.used(budget)
 
-    def application(self) -> FastAPI:
+    def application(self) -> ASGIApp:
         front, config = self.front, self.front.config
         links = cast(WorkerLinks, SimpleNamespace(all=list))
         usage = UsageApi(self.store, self.budgets, links, self.access, config, self.unix_clock)

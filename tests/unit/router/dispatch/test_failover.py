@@ -90,7 +90,7 @@ class Link:
         self.messages = 0
         self.is_up = True
         self.suspected = False
-        self.engine_load = LoadSnapshot(name)
+        self.load = self.engine_load = LoadSnapshot(name)
         self.failed_at: float | None = None
         self.connected = True
 

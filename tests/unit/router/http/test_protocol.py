@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -15,7 +16,7 @@ import pytest
 import uvloop
 
 from baton.security.tls import server_context
-from router.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED
+from router.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, BoundedHttpProtocol
 from router.http.server import client_of
 from tests.support.certificates import Authority
 from tests.support.router.front_fakes import make_front, serve, silent_after_one
@@ -252,6 +253,40 @@ async def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longe
         assert not running[0].at_eof()
         for _, writer in (running, newest, last):
             writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(HEAD, id="half a head"),
+        pytest.param(HEAD + b"Content-Length: 1000000000\r\n\r\n", id="a body that is refused"),
+        pytest.param(b"no request\r\n\r\n", id="no request"),
+        pytest.param(LIVE, id="a request"),
+        pytest.param(LIVE * (MAX_PIPELINED - 1), id="requests behind one another"),
+    ],
+)
+async def test_a_connection_that_has_gone_leaves_no_cycles(sent: bytes) -> None:
+    """The garbage collector would hold up all others."""
+
+    def connections() -> int:
+        return sum(type(one) is BoundedHttpProtocol for one in gc.get_objects())
+
+    async with serve(make_front().app()) as address:
+        gc.collect()
+        gc.disable()
+        try:
+            before = connections()
+            for _ in range(3):
+                _, writer = await connect(address)
+                writer.write(sent)
+                await asyncio.sleep(0.05)
+                writer.transport.abort()
+            async with asyncio.timeout(DEADLINE_S):
+                while connections() > before:
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
 
 
 async def test_a_listener_full_of_running_requests_refuses_more() -> None:

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from baton.request import FinishReason
-from baton.v1 import inference_pb2_grpc
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import Front, make_front
 from tests.support.router.grpc_inference import Request, serve
@@ -27,7 +27,7 @@ Lines = Callable[[], list[logging.LogRecord]]
 
 async def two_tokens(_: GenerationRequest) -> AsyncIterator[OutputDelta]:
     yield OutputDelta("a", (5,), None, cached_prompt_tokens=1)
-    yield OutputDelta("b", (6,), FinishReason.STOP, decode_worker="decode-0")
+    yield OutputDelta("b", (6,), FinishReason.STOP, decode_worker="decode-0", batch_size=2.75)
 
 
 def front_of(**config: Any) -> Front:
@@ -47,7 +47,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
 async def generate(front: Front, metadata: dict[str, str]) -> None:
     async with serve(front) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        request = Request(token_ids={"ids": [5, 6, 7]})
+        request = Request(token_ids=inference_pb2.TokenIds(ids=[5, 6, 7]))
         call = stub.Generate(request, timeout=DEADLINE_S, metadata=tuple(metadata.items()))
         assert [response.text async for response in call] == ["a", "b"]
 
@@ -70,6 +70,7 @@ async def test_a_line_has_agent_run_cost_and_device(lines: Lines, over_grpc: boo
     # Two tokens computed, one found, two generated.
     assert told["cost"] == "0.0000065"
     assert (told["device"], told["quantization"]) == ("NVIDIA H200", "int8")
+    assert told["batch_size"] == 2.8
     assert "cost='0.0000065'" in line.getMessage()
 
 
