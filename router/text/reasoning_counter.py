@@ -76,7 +76,8 @@ class ReasoningCounter:
         ends = self._markers.ends
         places = [place for end in ends if (place := self._held.find(end)) >= 0]
         if places:
-            self.count += sum(start < min(places) for start in self._starts)
+            # The last token ends the marker. Text before it is of a character that is cut short.
+            self.count += sum(start < min(places) for start in self._starts[:-1])
             self._part = self._behind
             self._cut(len(self._held))
             return

@@ -10,6 +10,8 @@ from checks import DEADLINE_S, HELLO, MODEL, SCHEMA, URL, run, same
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=DEADLINE_S)
 ask = client.messages.create
 TOOLS = [{"name": "paint", "description": "Paint the wall in a colour.", "input_schema": SCHEMA}]
+GREEDY = {"temperature": 0}
+"""The client has no parameter for it."""
 LONG = "You answer in one short sentence. " * 24
 
 
@@ -18,12 +20,12 @@ def text_of(message: anthropic.types.Message) -> str:
 
 
 def message() -> None:
-    answer = ask(model=MODEL, messages=HELLO, max_tokens=16, temperature=0)
+    answer = ask(model=MODEL, messages=HELLO, max_tokens=16, extra_body=GREEDY)
     same((answer.stop_reason, answer.usage.output_tokens), ("max_tokens", 16))
 
 
 def stream() -> None:
-    asked = {"model": MODEL, "messages": HELLO, "max_tokens": 16, "temperature": 0}
+    asked = {"model": MODEL, "messages": HELLO, "max_tokens": 16, "extra_body": GREEDY}
     with client.messages.stream(**asked) as events:
         text = "".join(events.text_stream)
         final = events.get_final_message()
@@ -34,7 +36,7 @@ def stream() -> None:
 def errors() -> None:
     for more, kind in (
         ({"model": "none"}, anthropic.NotFoundError),
-        ({"temperature": 9}, anthropic.BadRequestError),
+        ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError),
     ):
         try:
             ask(**{"model": MODEL, "messages": HELLO, "max_tokens": 4, **more})
@@ -101,7 +103,7 @@ def tools_streamed() -> None:
 def prefill() -> None:
     """The answer goes on where the last message of the assistant ends."""
     turns = [*HELLO, {"role": "assistant", "content": "Red, orange and"}]
-    answer = ask(model=MODEL, messages=turns, max_tokens=4, temperature=0)
+    answer = ask(model=MODEL, messages=turns, max_tokens=4, extra_body=GREEDY)
     same(answer.usage.output_tokens > 0, True)
 
 

@@ -40,7 +40,7 @@ BODIES: dict[str, type[BaseModel]] = {
 }
 """The models of all bodies of JSON that clients and operators send to POST endpoints."""
 
-_LONG = "You are a helpful assistant. " * 16
+_LONG = "You are a helpful assistant. " * 6
 _SCHEMA = {
     "type": "object",
     "properties": {"color": {"type": "string", "maxLength": 4}, "n": {"enum": [1, 2]}},
@@ -247,7 +247,8 @@ def plausible_body(dice: random.Random, path: str, model: str) -> dict[str, Any]
     chosen = [name for name, field in fields.items() if field.is_required()]
     chosen += [dice.choice(_ONE_OF[path])] if path in _ONE_OF else []
     chosen += [name for name in _BOUNDED if name in fields][:1]
-    others = [name for name in fields if name not in (*chosen, "model")]
+    excluded = (*chosen, *_ONE_OF.get(path, ()), "model")
+    others = [name for name in fields if name not in excluded]
     chosen += dice.sample(others, min(len(others), dice.randrange(5)))
     body = {name: dice.choice(values_of(path, name)) for name in chosen if name != "model"}
     return {**({"model": model} if "model" in fields else {}), **body}

@@ -6,10 +6,11 @@ What it makes of the description alone is refused nearly always: no model has a 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import random
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ MODEL_VARIABLE, ANSWERS_VARIABLE = "BATON_FUZZ_MODEL", "BATON_FUZZ_ANSWERS"
 _PLAUSIBLE = 0.75
 """The share of the valid bodies that are replaced."""
 _model = os.environ.get(MODEL_VARIABLE, "")
+_OK = 200
+_SOURCES = {
+    "/v1/feedback": ("id", "/v1/chat/completions"),
+    "/v1/batches": ("input_file_id", "/v1/files"),
+}
+"""Fields with ids, and the paths that make them."""
+_ids: dict[str, deque[str]] = {path: deque(maxlen=16) for _, path in _SOURCES.values()}
 _answers: Counter[tuple[str, str, int]] = Counter()
 
 
@@ -33,14 +41,26 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     dice = random.Random(json.dumps(body, sort_keys=True, default=str))
     is_valid = case.meta is None or case.meta.generation.mode.is_positive
     if is_valid and dice.random() < _PLAUSIBLE:
-        case.body = plausible_body(dice, path, _model)
+        case.body = plausible_body(dice, path, _model) | _made_before(dice, path)
     elif isinstance(body.get("model"), str):
         case.body = {**body, "model": _model}
 
 
+def _made_before(dice: random.Random, path: str) -> dict[str, str]:
+    """Ids of answers and files, for bodies that name some."""
+    source = _SOURCES.get(path)
+    if source is None or not _ids[source[1]]:
+        return {}
+    return {source[0]: dice.choice(_ids[source[1]])}
+
+
 def after_call(context: Any, case: Any, response: Any) -> None:
     """Count an answer."""
-    _answers[case.operation.method.upper(), case.operation.path, response.status_code] += 1
+    method, path = case.operation.method.upper(), case.operation.path
+    _answers[method, path, response.status_code] += 1
+    if method == "POST" and path in _ids and response.status_code == _OK:
+        with contextlib.suppress(ValueError, KeyError):
+            _ids[path].append(response.json()["id"])
 
 
 def _write_answers() -> None:

@@ -32,7 +32,7 @@ _WORDS = re.compile(rf"\b(?:{PRIVATE}|{BRITISH})\b", re.IGNORECASE)
 _CODE = re.compile(r"^```.*?^```|`[^`]+`", re.DOTALL | re.MULTILINE)
 _PATH = re.compile(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`")
 
-_LISTED = re.compile(r"`((?:[a-z_]+/)+[\w.-]*)(?:::(\w+))?`")
+_LISTED = re.compile(r"`((?:[a-z_0-9]+/)+[\w.-]*)(?:::(\w+))?`")
 """A path, perhaps with the name of a test in it."""
 _MODULE = re.compile(
     r"python -m ((?:deploy|loadtest|planning|tools|tests|router|worker|engine|baton)(?:\.\w+)*)"

@@ -270,7 +270,7 @@ async def test_a_connection_that_has_gone_leaves_no_cycles(sent: bytes) -> None:
     """The garbage collector would hold up all others."""
 
     def connections() -> int:
-        return sum(isinstance(one, BoundedHttpProtocol) for one in gc.get_objects())
+        return sum(type(one) is BoundedHttpProtocol for one in gc.get_objects())
 
     async with serve(make_front().app()) as address:
         gc.collect()

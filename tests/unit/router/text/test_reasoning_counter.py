@@ -27,6 +27,8 @@ CASES: list[tuple[AnswerPart, list[str], int]] = [
     ("reasoning", [], 0),
     # A character of three tokens, which come with the text of the last.
     ("reasoning", ["", "", "日", "</think>", "", "語"], 3),
+    # One that the marker cuts short comes with the marker's text.
+    ("reasoning", ["", "", "\ufffd</think>", "Yes"], 2),
 ]
 
 
