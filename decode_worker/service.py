@@ -145,6 +145,8 @@ class HandoffStream:
         answer = asyncio.create_task(self._reserve_in_time(request, asked), name="reserve")
         self._waiting.add(answer)
         answer.add_done_callback(self._waiting.discard)
+        # A task that is cancelled before it begins has not awaited what was asked.
+        answer.add_done_callback(lambda _: _give_up(asked))
 
     async def _reserve_in_time(self, request: Request, asked: asyncio.Future[Ticket]) -> None:
         """Answer once there is room, and all ranks of this worker let the writer in."""
@@ -225,3 +227,9 @@ def _refuse(response: Response, failure: Exception) -> None:
     response.error.message = error.message
     if error.retry_after is not None:
         response.error.retry_after_ms = int(error.retry_after * 1000)
+
+
+def _give_up(asked: asyncio.Future[Ticket]) -> None:
+    """Nothing waits for the answer to a reserve any more: take the reserve out of the queue."""
+    if not asked.cancel() and not asked.cancelled():
+        asked.exception()

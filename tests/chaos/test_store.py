@@ -54,3 +54,11 @@ async def test_a_replica_that_is_not_needed_goes(store: Store) -> None:
         await store.kill()
         await store.promote()
         assert await store.keys("") == []
+
+
+async def test_records_of_an_hour_are_no_keys_that_stay(store: Store) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await store.client.set("c:usage:answers:t:2026-11-24T03", 1, ex=60)
+        await store.client.set("c:usage:2026-11-24:agents", 1)
+        await store.client.set("c:lease", 1, ex=60)
+        assert await store.keys("c:") == ["c:lease", "c:usage:2026-11-24:agents"]

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.support.e2e.cluster import PATIENT, UpProcess
+from tests.support.e2e.rolling_restart import until
 from tests.support.hub_stub import TOKEN, HubStub
 from tests.support.models import make_tiny_model
 
@@ -51,7 +52,8 @@ def test_an_id_of_the_hub_is_served(tmp_path: Path) -> None:
         hub.close()
         with UpProcess("--model", ID, env=env) as up:
             up.wait_for(f"getting the model {ID}: the hub was not reached")
-            up.wait_ready()
+            # From here on the start is that of a folder.
+            up.wait_for("loading the model into the workers")
             up.terminate()
             assert up.wait() == 0, up.text
 
@@ -63,7 +65,8 @@ def test_ctrl_c_ends_a_download(tmp_path: Path) -> None:
         hub.stalled["model.safetensors"] = 1000
         env = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf")}
         with UpProcess("--model", ID, env=env) as up:
-            up.wait_for(f"getting the model {ID}: downloading {ID}: ")
+            up.wait_for(f"getting the model {ID}: downloading ")
+            until(lambda: bool(hub.downloads("model.safetensors")), "the weights were asked for")
             up.interrupt()
             assert up.wait() == 0, up.text
         assert "ending ..." in up.text

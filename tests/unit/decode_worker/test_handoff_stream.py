@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any, cast
 from unittest.mock import Mock
@@ -258,6 +259,27 @@ async def test_a_reserve_that_waits_ends_with_its_writer(world: World) -> None:
     await other.told()
     await other.leave()
     await given_up(world, stream)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_reserve_does_not_outlive_a_stream_that_ends_as_it_comes(
+    world: World, *, is_refused: bool
+) -> None:
+    """Neither in the queue, nor with an error that nothing reads."""
+    complaints: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    stream, other = await full(world), Stream(world)
+    await asyncio.sleep(0)
+    other.ask(reserve(1, "late", length=60))
+    other.served.cancel()
+    if is_refused:
+        loop.call_soon(world.role.abort_handoff, ("late", 0))
+    await asyncio.gather(other.served, return_exceptions=True)
+    assert not len(world.role.reserves)
+    await given_up(world, stream)
+    gc.collect()
+    assert complaints == []
 
 
 async def test_a_worker_that_is_drained_answers_waiting_reserves(world: World) -> None:
