@@ -138,12 +138,11 @@ def decode_workers(up: UpProcess) -> dict[int, psutil.Process]:
     }
 
 
-def moved(up: UpProcess, reason: str) -> float:
+def moved(up: UpProcess) -> float:
+    """Requests that were moved, for any reason: which one the router sees first depends on time."""
     page = httpx.get(f"{up.http}/metrics", timeout=DEADLINE_S).text
-    found = re.search(
-        rf'^baton_moved_requests_total{{reason="{reason}"}} (\S+)', page, re.MULTILINE
-    )
-    return float(found[1]) if found else 0.0
+    found = re.findall(r"^baton_moved_requests_total{[^}]*} (\S+)", page, re.MULTILINE)
+    return sum(map(float, found))
 
 
 @pytest.mark.parametrize("way", ["suspend", "kill"])
@@ -162,17 +161,17 @@ def test_no_client_can_tell(own_cluster: UpProcess, way: str) -> None:
         getattr(victims[0], way)()
 
     try:
+        before = moved(own_cluster)
         seen = ask_all(own_cluster, disturb)
-        reason = "decode_failed" if way == "kill" else "decode_silent"
-        assert moved(own_cluster, reason) > 0
+        assert moved(own_cluster) > before
     finally:
         if way == "suspend":
             for victim in victims:
                 victim.resume()
     for name, answer in seen.items():
-        usage, before = answer.usage, expected[name].usage
-        assert usage.completion_tokens == before.completion_tokens
-        assert usage.prompt_tokens == before.prompt_tokens
+        usage, undisturbed = answer.usage, expected[name].usage
+        assert usage.completion_tokens == undisturbed.completion_tokens
+        assert usage.prompt_tokens == undisturbed.prompt_tokens
         answer.usage = expected[name].usage = None
         assert answer == expected[name], name
     own_cluster.wait_healthy()
