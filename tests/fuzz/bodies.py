@@ -93,7 +93,12 @@ _BLOCKS: tuple[list[dict[str, Any]], ...] = (
 )
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _CHOICES = ("none", "auto", "required", {"type": "function", "function": {"name": "paint"}})
-_METADATA = ({"agent": "a", "run_id": "1"}, {"agent": "x" * 600}, {"a": "b"}, {})
+_METADATA: tuple[dict[str, str], ...] = (
+    {"agent": "a", "run_id": "1"},
+    {"agent": "x" * 600},
+    {"a": "b"},
+    {},
+)
 _THINKING = (
     {"type": "enabled", "budget_tokens": 1024},
     {"type": "enabled", "budget_tokens": 2},
