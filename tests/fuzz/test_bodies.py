@@ -56,6 +56,7 @@ async def test_bodies_are_served(path: str) -> None:
 def test_what_was_never_served_is_told() -> None:
     answers = {"GET /a": {"200": 1, "404": 2}, "POST /b": {"400": 9}, "POST /c": {"201": 1}}
     assert never_served(answers) == ["POST /b"]
+    assert never_served({"POST /v1/files": {"400": 2}}) == []
 
 
 def test_the_seeds_ask_every_plain_path() -> None:
