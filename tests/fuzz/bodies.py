@@ -153,7 +153,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 1.5),
     "repetition_penalty": (1, 1.2),
     "optimization": ("none", "basic", "full"),
-    # What is told
+    # What the answer contains
     "stream": (True, False),
     "stream_options": ({"include_usage": True, "continuous_usage_stats": True}, {}),
     "logprobs": (True, 2),

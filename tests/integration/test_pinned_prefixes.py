@@ -83,7 +83,7 @@ class Client:
         return found | {"all": stats["pinned_blocks"]}
 
     async def until_pinned(self, slot: str, blocks: int) -> None:
-        """Until the operators read that one worker alone pins so many blocks."""
+        """Return once `/v1/cache/stats` shows that ``slot`` alone pins ``blocks`` blocks."""
         wanted = dict.fromkeys(("prefill-0", "decode-0"), 0) | {slot: blocks, "all": blocks}
         async with asyncio.timeout(DEADLINE_S):
             while (await self.pinned_blocks()) != wanted:

@@ -51,6 +51,24 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return calls
 
 
+def held_build(folder: Path, counted: Path) -> tuple[Path, threading.Thread]:
+    """A build under way in a thread, until the file that comes with it is removed."""
+    hold = counted.with_name("hold")
+    hold.touch()
+    builder = threading.Thread(target=CppLibrary(folder, NATIVE).build)
+    builder.start()
+    wait_until_begun(counted)
+    return hold, builder
+
+
+def wait_until_begun(counted: Path) -> None:
+    """Return once a compiler has started."""
+    end = time.monotonic() + WAIT_S
+    while not counted.exists():
+        assert time.monotonic() < end, "no compiler has started"
+        time.sleep(0.01)
+
+
 def answer(library: ctypes.CDLL) -> int:
     return int(library.answer())
 
@@ -119,14 +137,8 @@ def test_one_of_several_compiles_and_the_others_wait(folder: Path, counted: Path
 def test_a_build_whose_files_vanish_while_they_are_counted_is_waited_for(
     folder: Path, counted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, other = CppLibrary(folder, NATIVE), CppLibrary(folder, NATIVE)
-    hold = counted.with_name("hold")
-    hold.touch()
-    builder = threading.Thread(target=other.build)
-    builder.start()
-    end = time.monotonic() + WAIT_S
-    while not counted.exists() and time.monotonic() < end:
-        time.sleep(0.01)
+    library = CppLibrary(folder, NATIVE)
+    hold, builder = held_build(folder, counted)
     scandir = os.scandir
 
     def vanished(place: str | Path) -> os._ScandirIterator[str]:
@@ -172,9 +184,7 @@ def test_what_a_killed_process_has_left_is_no_obstacle(folder: Path, counted: Pa
     )
     counted.with_name("hold").touch()
     builder = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-    end = time.monotonic() + WAIT_S
-    while not counted.exists() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until_begun(counted)
     os.killpg(builder.pid, signal.SIGKILL)
     builder.wait()
     counted.with_name("hold").unlink()
@@ -188,14 +198,8 @@ def test_what_a_killed_process_has_left_is_no_obstacle(folder: Path, counted: Pa
 def test_a_build_elsewhere_is_not_awaited_for_ever(
     folder: Path, counted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, other = CppLibrary(folder, NATIVE), CppLibrary(folder, NATIVE)
-    hold = counted.with_name("hold")
-    hold.touch()
-    builder = threading.Thread(target=other.build)
-    builder.start()
-    end = time.monotonic() + WAIT_S
-    while not counted.exists() and time.monotonic() < end:
-        time.sleep(0.01)
+    library = CppLibrary(folder, NATIVE)
+    hold, builder = held_build(folder, counted)
     monkeypatch.setattr(cpp_library, "_WAITS_S", 0.0)
     with pytest.raises(ConfigError, match=r"another process has locked .*\.build for 0 s"):
         library.build()
