@@ -25,13 +25,13 @@ from tests.fuzz.bodies import BODIES, FIELDS, batch_file, plausible_body
 KEY = "sk-fuzz"
 Kind = Literal["http", "http2", "grpc"]
 KINDS: tuple[Kind, ...] = ("http", "http2", "grpc")
-_FILES, _BOUNDARY = "/v1/files", "boundary"
+_UPLOADS, _BOUNDARY = "/v1/files", "boundary"
 _MAX_DEPTH = 4
 _MAX_BYTES = 1 << 20
 """Larger inputs take memory by their size alone."""
 _PATHS = (
     *BODIES,
-    *(_FILES, _FILES, "/v1/models", "/v1/model/info", "/v1/usage?by=agent", "/v1/feedback/a"),
+    *(_UPLOADS, _UPLOADS, "/v1/models", "/v1/model/info", "/v1/usage?by=agent", "/v1/feedback/a"),
     *("/v1/usage?by=day,key&start=2026-01-01&end=2026-01-02", "/v1/cache/prefixes/prefix_00"),
     *("/health", "/live", "/ping", "/version", "/load", "/openapi.json", "/console"),
     *("/metrics", "/metrics/summary", "/metrics/targets", "/console/snapshot", "/v1/workers"),
@@ -131,7 +131,7 @@ def _request(dice: random.Random, *, has_key: bool) -> bytes:
         headers += [("a", "")] * dice.choice((127, 500, 5000))
     path = dice.choice(tuple(BODIES) if dice.random() < 0.5 else _PATHS)
     body = _body(dice, path) if method == "POST" else b""
-    if path == _FILES and method == "POST":
+    if path == _UPLOADS and method == "POST":
         headers[1] = ("content-type", "multipart/form-data; boundary=" + _BOUNDARY)
         body = _form(dice)
     if dice.random() < 0.3:
