@@ -1,4 +1,4 @@
-"""Loads that the defaults serve without refusing anything."""
+"""Loads that the defaults serve without refusing anything, their short leases included."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.support.e2e.cluster import UpProcess
 _ENDS_S = 240.0
 _VOCABULARY = 2000
 """Ids below this are plain tokens."""
+_TOKENS = 4
+"""Of each answer."""
 
 
 class Clients:
@@ -29,11 +31,13 @@ class Clients:
         body = {
             "model": self._model,
             "prompt": [self._dice.randrange(100, _VOCABULARY) for _ in range(prompt_tokens)],
-            "max_tokens": 4,
+            "max_tokens": _TOKENS,
             "ignore_eos": True,
         }
         answer = await self._http.post("/v1/completions", json=body)
         self.statuses[answer.status_code] += 1
+        if answer.status_code == httpx.codes.OK:
+            assert answer.json()["usage"]["completion_tokens"] == _TOKENS
 
     async def at_once(self, clients: int, prompt_tokens: int) -> None:
         await asyncio.gather(*(self.ask(prompt_tokens) for _ in range(clients)))
@@ -51,7 +55,7 @@ class Clients:
 @pytest.mark.timeout(2 * _ENDS_S)
 @pytest.mark.parametrize("share", [0.4, pytest.param(1.0, marks=pytest.mark.long)])
 async def test_the_defaults_refuse_nothing_that_can_be_served(
-    rough_cluster: UpProcess, share: float
+    defaults: UpProcess, share: float
 ) -> None:
     """``share`` is that of the prompts' tokens, of all prompts but the longest."""
 
@@ -62,10 +66,10 @@ async def test_the_defaults_refuse_nothing_that_can_be_served(
     async with (
         asyncio.timeout(_ENDS_S),
         httpx.AsyncClient(
-            base_url=rough_cluster.http, trust_env=False, timeout=_ENDS_S, limits=limits
+            base_url=defaults.http, trust_env=False, timeout=_ENDS_S, limits=limits
         ) as http,
     ):
-        clients = Clients(http, rough_cluster.model)
+        clients = Clients(http, defaults.model)
         await clients.at_once(8, part(3000))
         # One prompt that is longer than all before, at the idle cluster.
         await clients.ask(7000)

@@ -14,14 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.e2e.answers import answer_burst
 from tests.support.e2e.cluster import END_S, UpProcess, processes_of, told_by
-
-
-def test_with_its_defaults_it_answers_bursts(defaults: UpProcess) -> None:
-    """What a new user runs, its short leases and deadlines included."""
-    for _ in range(2):
-        answer_burst(defaults)
 
 
 def test_by_default_it_is_its_users_own(defaults: UpProcess) -> None:

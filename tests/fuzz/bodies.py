@@ -6,11 +6,13 @@ conversation belongs, and a request that gets one of many fields wrong is refuse
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 from pydantic import BaseModel
 
+from router.batches.line import ENDPOINTS
 from router.batches.protocol import CreateBatchRequest
 from router.console.what_if import WhatIfRequest
 from router.embeddings.protocol import EmbeddingsRequest
@@ -239,6 +241,8 @@ _ONE_OF = {"/v1/cache/prefixes": ("prompt", "messages"), "/tokenize": ("prompt",
 """Fields of which one is required."""
 _BOUNDED = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """The first of these that a body may have keeps its answer short."""
+_SAME_ENDPOINT, _BAD_LINES = 0.98, 0.03
+"""Shares of the lines of a batch."""
 
 
 def values_of(path: str, name: str) -> tuple[Any, ...]:
@@ -257,3 +261,17 @@ def plausible_body(dice: random.Random, path: str, model: str) -> dict[str, Any]
     chosen += dice.sample(others, min(len(others), dice.randrange(5)))
     body = {name: dice.choice(values_of(path, name)) for name in chosen if name != "model"}
     return {**({"model": model} if "model" in fields else {}), **body}
+
+
+def batch_file(dice: random.Random, model: str) -> bytes:
+    """The input file of a batch. Most of its lines are valid, and most have the same endpoint."""
+    endpoint = dice.choice(ENDPOINTS)
+    lines = []
+    for number in range(dice.randrange(1, 20)):
+        url = endpoint if dice.random() < _SAME_ENDPOINT else dice.choice(ENDPOINTS)
+        body = plausible_body(dice, url, model)
+        line: dict[str, Any] = {"custom_id": f"{number}", "method": "POST", "url": url}
+        if dice.random() < _BAD_LINES:
+            line[dice.choice((*line, "body", "more"))] = dice.choice((None, "", 1, [], {}, _LONG))
+        lines.append(json.dumps({"body": body, **line}).encode())
+    return dice.choice((b"\n", b"\n", b"\n", b"\r\n", b"\n\n")).join(lines)

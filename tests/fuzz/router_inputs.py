@@ -20,17 +20,18 @@ from baton.v1 import cache_pb2, control_pb2, inference_pb2, tokens_pb2
 from loadtest.common.peer_servers import SERVED_NAME
 from loadtest.router import http2_client
 from loadtest.router.http2_client import call_headers, frame
-from tests.fuzz.bodies import BODIES, FIELDS, plausible_body
+from tests.fuzz.bodies import BODIES, FIELDS, batch_file, plausible_body
 
 KEY = "sk-fuzz"
 Kind = Literal["http", "http2", "grpc"]
 KINDS: tuple[Kind, ...] = ("http", "http2", "grpc")
+_UPLOADS, _BOUNDARY = "/v1/files", "boundary"
 _MAX_DEPTH = 4
 _MAX_BYTES = 1 << 20
 """Larger inputs take memory by their size alone."""
 _PATHS = (
     *BODIES,
-    *("/v1/models", "/v1/model/info", "/v1/files", "/v1/usage?by=agent", "/v1/feedback/a"),
+    *(_UPLOADS, _UPLOADS, "/v1/models", "/v1/model/info", "/v1/usage?by=agent", "/v1/feedback/a"),
     *("/v1/usage?by=day,key&start=2026-01-01&end=2026-01-02", "/v1/cache/prefixes/prefix_00"),
     *("/health", "/live", "/ping", "/version", "/load", "/openapi.json", "/console"),
     *("/metrics", "/metrics/summary", "/metrics/targets", "/console/snapshot", "/v1/workers"),
@@ -130,6 +131,9 @@ def _request(dice: random.Random, *, has_key: bool) -> bytes:
         headers += [("a", "")] * dice.choice((127, 500, 5000))
     path = dice.choice(tuple(BODIES) if dice.random() < 0.5 else _PATHS)
     body = _body(dice, path) if method == "POST" else b""
+    if path == _UPLOADS and method == "POST":
+        headers[1] = ("content-type", "multipart/form-data; boundary=" + _BOUNDARY)
+        body = _form(dice)
     if dice.random() < 0.3:
         headers.append(("transfer-encoding", "chunked"))
         body = _chunked(dice, body)
@@ -201,6 +205,26 @@ def _body(dice: random.Random, path: str) -> bytes:
         depth = dice.choice((10, 199, 5000))
         text = b'{"a":' * depth + text + b"}" * depth
     return text
+
+
+def _form(dice: random.Random) -> bytes:
+    """A file and its purpose, as multipart/form-data."""
+    file = 'name="file"; filename=' + dice.choice(('"a.jsonl"', '""', '"ü\\"', "x" * 9000))
+    parts = [('name="purpose"', b"batch"), (file, batch_file(dice, SERVED_NAME))]
+    if dice.random() < 0.2:
+        parts.append(dice.choice((('name="expires_after[anchor]"', b"x"), ("", b""), parts[1])))
+        dice.shuffle(parts)
+    if dice.random() < 0.05:
+        parts *= dice.choice((20, 1000))
+    return (
+        b"".join(
+            f"--{_BOUNDARY}\r\ncontent-disposition: form-data; {name}\r\n\r\n".encode()
+            + data
+            + b"\r\n"
+            for name, data in parts
+        )
+        + dice.choice((f"--{_BOUNDARY}--\r\n", f"--{_BOUNDARY}--\r\n", "", "--")).encode()
+    )
 
 
 # HTTP/2

@@ -1,6 +1,7 @@
-"""Hooks of schemathesis, in its process: bodies that are served, and a count of what was answered.
+"""Hooks of schemathesis, in its process: bodies that are served, files, and a count of the answers.
 
-What it makes of the description alone is refused nearly always: no model has a random name.
+A body that it makes from the description alone is nearly always refused: no model has a random
+name. Its own uploads are empty.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
+import httpx
 import schemathesis
 
-from tests.fuzz.bodies import BODIES, plausible_body
+from tests.fuzz.bodies import BODIES, batch_file, plausible_body
 
 MODEL_VARIABLE, ANSWERS_VARIABLE = "BATON_FUZZ_MODEL", "BATON_FUZZ_ANSWERS"
-"""Environment variables: the served model's id, and the file that gets the counts."""
+URL_VARIABLE, KEY_VARIABLE = "BATON_FUZZ_URL", "BATON_FUZZ_KEY"
+"""Environment variables: the model's id, the file that gets the counts, the server, a key."""
+_FILES = "/v1/files"
+_UPLOAD_S = 60
 _PLAUSIBLE = 0.75
 """The share of the valid bodies that are replaced."""
 _model = os.environ.get(MODEL_VARIABLE, "")
 _OK = 200
 _SOURCES = {
     "/v1/feedback": ("id", "/v1/chat/completions"),
-    "/v1/batches": ("input_file_id", "/v1/files"),
+    "/v1/batches": ("input_file_id", _FILES),
 }
 """Fields with ids, and the paths that make them."""
 _ids: dict[str, deque[str]] = {path: deque(maxlen=16) for _, path in _SOURCES.values()}
@@ -36,6 +41,8 @@ _answers: Counter[tuple[str, str, int]] = Counter()
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """Name the served model, and replace most bodies that are meant to be valid."""
     path, body = case.operation.path, case.body
+    if path == _FILES and case.operation.method.upper() == "POST":
+        _upload(random.Random(len(_answers) + _answers.total()))
     if path not in BODIES or not isinstance(body, dict):
         return
     dice = random.Random(json.dumps(body, sort_keys=True, default=str))
@@ -44,6 +51,19 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         case.body = plausible_body(dice, path, _model) | _made_before(dice, path)
     elif isinstance(body.get("model"), str):
         case.body = {**body, "model": _model}
+
+
+def _upload(dice: random.Random) -> None:
+    """Upload a file of batch lines, besides the upload of the case."""
+    answer = httpx.post(
+        os.environ[URL_VARIABLE] + _FILES,
+        data={"purpose": "batch"},
+        files={"file": ("lines.jsonl", batch_file(dice, _model))},
+        headers={"authorization": f"Bearer {os.environ[KEY_VARIABLE]}"},
+        timeout=_UPLOAD_S,
+        trust_env=False,
+    )
+    _count("POST", _FILES, answer.status_code, answer)
 
 
 def _made_before(dice: random.Random, path: str) -> dict[str, str]:
@@ -56,9 +76,12 @@ def _made_before(dice: random.Random, path: str) -> dict[str, str]:
 
 def after_call(context: Any, case: Any, response: Any) -> None:
     """Count an answer."""
-    method, path = case.operation.method.upper(), case.operation.path
-    _answers[method, path, response.status_code] += 1
-    if method == "POST" and path in _ids and response.status_code == _OK:
+    _count(case.operation.method.upper(), case.operation.path, response.status_code, response)
+
+
+def _count(method: str, path: str, status: int, response: Any) -> None:
+    _answers[method, path, status] += 1
+    if method == "POST" and path in _ids and status == _OK:
         with contextlib.suppress(ValueError, KeyError):
             _ids[path].append(response.json()["id"])
 

@@ -8,7 +8,8 @@ from collections import Counter
 import httpx
 import pytest
 
-from tests.fuzz.bodies import BODIES, plausible_body, values_of
+from router.batches.line import BadLine, read_line
+from tests.fuzz.bodies import BODIES, batch_file, plausible_body, values_of
 from tests.fuzz.openapi import never_served
 from tests.fuzz.targets import TARGETS, plain_paths
 from tests.support.router.front_fakes import make_front
@@ -53,10 +54,22 @@ async def test_bodies_are_served(path: str) -> None:
     assert set(statuses) <= {200, 400, 429}
 
 
+def test_most_lines_of_batch_files_are_valid() -> None:
+    counts: Counter[bool] = Counter()
+    for number in range(20):
+        for line in filter(None, batch_file(random.Random(number), "tiny").splitlines()):
+            try:
+                counts[read_line(1, line, 1 << 20).number == 1] += 1
+            except BadLine:
+                counts[False] += 1
+    assert counts[True] > 10 * counts[False] > 0, counts
+
+
 def test_what_was_never_served_is_told() -> None:
     answers = {"GET /a": {"200": 1, "404": 2}, "POST /b": {"400": 9}, "POST /c": {"201": 1}}
     assert never_served(answers) == ["POST /b"]
-    assert never_served({"POST /v1/files": {"400": 2}}) == []
+    assert never_served({"POST /v1/files": {"400": 2}}) == ["POST /v1/files"]
+    assert never_served({"POST /v1/batches/{batch_id}/cancel": {"400": 2}}) == []
 
 
 def test_the_seeds_ask_every_plain_path() -> None:

@@ -75,6 +75,11 @@ def test_an_input_is_made_of_its_number() -> None:
         assert len({one.pieces for one in made}) > 8
 
 
+def test_some_inputs_upload_files() -> None:
+    sent = [b"".join(make_input("http", number).pieces) for number in range(300)]
+    assert any(b"form-data" in one and b"custom_id" in one for one in sent)
+
+
 async def test_the_worst_inputs_hold_no_router(tmp_path: Path) -> None:
     model = await asyncio.to_thread(router_model, tmp_path)
     async with fuzzed_router(model, tmp_path / "router.log") as router:

@@ -63,28 +63,6 @@ def answer_of(
     return str(answer.json()["choices"][0]["text"])
 
 
-def answer_burst(up: UpProcess) -> None:
-    """Ask many prompts of several lengths at once: each gets all the tokens that it asked for."""
-    asked = [
-        body_of(up, tokens, f"Story {number}. " + times * "A fox met a crow at the river. ")
-        for number, (tokens, times) in enumerate(8 * ((8, 1), (24, 60), (16, 150)))
-    ]
-
-    def ask(body: dict[str, Any]) -> tuple[int, str, int]:
-        answer = client.post("/v1/completions", json=body)
-        told = answer.json()
-        (choice,) = told["choices"]
-        return answer.status_code, choice["finish_reason"], told["usage"]["completion_tokens"]
-
-    limits = httpx.Limits(max_connections=None)
-    with (
-        httpx.Client(base_url=up.http, trust_env=False, timeout=START_S, limits=limits) as client,
-        ThreadPoolExecutor(len(asked)) as threads,
-    ):
-        found = list(threads.map(ask, asked))
-    assert found == [(200, "length", body["max_tokens"]) for body in asked]
-
-
 def end_by_ctrl_c(up: UpProcess) -> None:
     """Ctrl-C: everything ends, and nothing is left."""
     cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
