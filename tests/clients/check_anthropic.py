@@ -12,6 +12,8 @@ ask = client.messages.create
 TOOLS = [{"name": "paint", "description": "Paint the wall in a colour.", "input_schema": SCHEMA}]
 GREEDY = {"temperature": 0}
 """The client has no parameter for it."""
+MAX_WORKERS = 8
+"""Of the cluster that is asked."""
 LONG = "You answer in one short sentence. " * 24
 
 
@@ -55,15 +57,21 @@ def count_tokens() -> None:
 
 
 def cache_control() -> None:
-    """The second request reads what the first has written, and the tokens add up."""
+    """A prompt that is asked again is read from a cache, and the tokens add up.
+
+    Not always the second time: each worker has a cache of its own, and one without the prompt may
+    be predicted to be faster. Then it has the prompt, too.
+    """
     system = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
-    usages = [ask(model=MODEL, messages=HELLO, system=system, max_tokens=1).usage for _ in range(2)]
-    totals = {
-        one.input_tokens + one.cache_read_input_tokens + one.cache_creation_input_tokens
-        for one in usages
-    }
+    totals = set()
+    for _ in range(1 + MAX_WORKERS):
+        usage = ask(model=MODEL, messages=HELLO, system=system, max_tokens=1).usage
+        read = usage.cache_read_input_tokens
+        totals.add(usage.input_tokens + read + usage.cache_creation_input_tokens)
+        if read > 100:
+            break
+    same(read > 100, True)
     same(len(totals), 1)
-    same(usages[1].cache_read_input_tokens > 100, True)
 
 
 def thinking() -> None:
