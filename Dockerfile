@@ -1,4 +1,4 @@
-# Baton's images: `docker build --target cpu .` and `docker build --target cuda .`; docs/deploy.md
+# Baton's images: `docker build --target cpu .` and `docker build --target cuda .`; docs/how-to/deploy/index.md
 # says how to run them. Both hold what requirements/ pins by hashes, and no model: the first start gets
 # one, or a volume brings it.
 

@@ -29,7 +29,7 @@ QUICK = -m "not long" --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install install-dev up test test-long test-clients check fuzz audit sbom proto check-proto lock clean
+.PHONY: help install install-dev up test test-long test-clients check docs fuzz audit sbom proto check-proto lock clean
 
 help:
 	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton serve"
@@ -38,6 +38,7 @@ help:
 	@echo "make test-long  run the tests that take minutes; SHARD=... chooses some of them"
 	@echo "make test-clients  run other people's clients against a cluster; CLIENTS=all adds heavy ones"
 	@echo "make check      format, lint, types, layers, protobuf"
+	@echo "make docs       build the documentation site in site/"
 	@echo "make fuzz       fuzz what strangers send, MINUTES=... for each entrance, FUZZ=... chooses"
 	@echo "make audit      look up known faults of what is installed"
 	@echo "make sbom       list what is installed in baton.cdx.json (CycloneDX)"
@@ -97,11 +98,11 @@ else
 endif
 
 # In shards of about ten minutes: all, or SHARD=2 or TESTS=... alone, or that of COMMIT=...
-# Without COMMIT the results go into docs/long-tests.md.
+# Without COMMIT the results go into docs/lab-notes/long-tests.md.
 SHARD ?=
 COMMIT ?=
 test-long: install-dev
-	@$(BIN)/python -m tools.long_tests $(if $(COMMIT),--commit $(COMMIT),--report docs/long-tests.md) \
+	@$(BIN)/python -m tools.long_tests $(if $(COMMIT),--commit $(COMMIT),--report docs/lab-notes/long-tests.md) \
 	  $(if $(SHARD),--shard $(SHARD)) $(TESTS)
 
 # Clients that nobody here wrote, each in an environment of its own, against a cluster that runs:
@@ -112,14 +113,18 @@ test-clients: install
 	@$(BIN)/python -m tests.clients --url $(URL) --clients $(CLIENTS) \
 	  --model-path "$$($(BIN)/baton model pull)"
 
-check: install-dev check-proto
+# The documentation site, in site/: a dead link or a missing page fails.
+docs: install-dev
+	$(BIN)/zensical build --strict
+
+check: install-dev check-proto docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
-# What strangers send, by programs that make it up; see docs/security.md.
+# What strangers send, by programs that make it up; see docs/explanation/security.md.
 MINUTES ?= 5
 FUZZ ?=
 $(VENV)/.installed-fuzz: $(PINS) | $(BIN)/python
@@ -176,6 +181,6 @@ lock: $(LOCK_VENV)/.installed
 	  --cpu-index $(TORCH_CPU_INDEX)/torch/
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) $(AUDIT_VENV) $(LOCK_VENV) baton.cdx.json build dist *.egg-info
+	rm -rf $(VENV) $(PROTO_VENV) $(AUDIT_VENV) $(LOCK_VENV) baton.cdx.json build dist site *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

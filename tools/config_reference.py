@@ -1,4 +1,5 @@
-"""Makes docs/configuration.md from the configuration's fields and the options of `baton serve`."""
+"""Makes docs/reference/configuration.md from the configuration's fields and the options of `baton
+serve`."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel], tuple[str, ...]], ...] = (
     ("The autoscaler", "The `[autoscaler]` table.", AutoscalerConfig, ("autoscaler",)),
     (
         "Prices",
-        "The `[prices]` table: docs/costs.md.",
+        "The `[prices]` table: docs/how-to/use/costs.md.",
         PricesConfig,
         ("prices",),
     ),

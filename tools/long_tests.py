@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "long-tests.md"
+PAGE = ROOT / "docs/lab-notes/long-tests.md"
 SHARD_MINUTES = 10.0
 _UNKNOWN_S = 60.0
 """What a file is taken for that has never run."""

@@ -1,4 +1,4 @@
-"""Makes docs/metrics.md from what baton/telemetry declares."""
+"""Makes docs/reference/metrics.md from what baton/telemetry declares."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def _family(page: str, metric: MetricWrapperBase) -> Family:
 _HEAD = """# Metrics
 
 This page is made from `baton/telemetry` by `python -m tools.metrics_reference`; a test
-keeps the two equal. How to scrape them, dashboards and alerts: docs/observability.md.
+keeps the two equal. How to scrape them, dashboards and alerts:
+docs/how-to/operate/observability.md.
 
 Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` (with the label
 `le`), `x_sum` and `x_count`. No label holds what a client has sent. Series of a name that two pages

@@ -14,6 +14,7 @@ import argparse
 import ast
 import io
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -64,7 +65,9 @@ _LINK = re.compile(r"\]\([^)]*\)|<https?:[^>]*>|https?://\S+")
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+|\n\s*\n|\n\s*(?=[-*|#>]|\d+\.)|\s+[–—]\s+|\s*\|\s*")
 _ENDS_WELL = re.compile(r"[.!?:)`\"'…>]$|::$")
 _NAME_WORD = re.compile(r"[A-Za-z][a-z]*|[A-Z]+(?![a-z])")
-_FILLER = frozenset("a an the of to is it its this that and or for in on".split())
+_FILLER = frozenset(
+    ["a", "an", "and", "for", "in", "is", "it", "its", "of", "on", "or", "that", "the", "to"]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,8 @@ def check(path: str, source: str) -> list[Finding]:
 
 
 def _blank(code: re.Match[str]) -> str:
-    """Code becomes a word without a meaning; its line ends stay, so that lines keep their numbers."""
+    """Code becomes a word without a meaning; its line ends stay, so that lines keep their
+    numbers."""
     return "x" + "\n" * code.group().count("\n")
 
 
@@ -136,14 +140,14 @@ def _check_python(path: str, source: str) -> Iterator[Finding]:
             yield from _words(path, first, comment)
             comment, first = "", 0
         # A test's texts are its data. Expressions and SQL are no prose.
-        if token.type == tokenize.STRING and not in_tests and " " in token.string:
-            if token.start[0] not in docstrings:
-                yield from _words(path, token.start[0], token.string)
+        prose = token.type == tokenize.STRING and " " in token.string
+        if prose and not in_tests and token.start[0] not in docstrings:
+            yield from _words(path, token.start[0], token.string)
     if in_tests:
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                if node.name.lower().startswith("test"):
-                    yield from _words(path, node.lineno, node.name.replace("_", " "))
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    yield from _words(path, node.lineno, name.replace("_", " "))
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, tuple[str, str]]]:
@@ -189,16 +193,14 @@ def _stem(word: str) -> str:
 
 def files(paths: list[str]) -> list[str]:
     """The files that are checked, of Git's index: all, or those under ``paths``."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--", *(paths or ["*.md", *PRODUCT, "tests"])],
+    listed = subprocess.run(  # noqa: S603 - Git's list of files
+        [shutil.which("git") or "git", "ls-files", "--", *(paths or ["*.md", *PRODUCT, "tests"])],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
-    return [
-        one for one in listed if one.endswith((".py", ".md")) and not GENERATED.search(one)
-    ]
+    return [one for one in listed if one.endswith((".py", ".md")) and not GENERATED.search(one)]
 
 
 def main() -> int:
@@ -207,9 +209,8 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", help="Files and folders; all by default.")
     names = files(parser.parse_args().paths)
     found = [one for name in names for one in check(name, (ROOT / name).read_text())]
-    for one in found:
-        print(one)
-    print(f"{len(found)} findings in {len(names)} files", file=sys.stderr)
+    sys.stdout.writelines(f"{one}\n" for one in found)
+    sys.stderr.write(f"{len(found)} findings in {len(names)} files\n")
     return int(bool(found))
 
 

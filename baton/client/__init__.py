@@ -6,7 +6,8 @@
         print(client.chat([Message("user", "Name a river.")]).text)
 
 Failures raise ``baton.errors.BatonError``. Over HTTP the `openai` package is the client.
-docs/client.md has examples. This ``__init__.py`` is not empty, since other programs import it. No
+docs/reference/python-client.md has examples. This ``__init__.py`` is not empty, since other
+programs import it. No
 torch.
 """
 

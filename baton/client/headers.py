@@ -4,7 +4,7 @@ They go with any HTTP client, for example the `openai` package:
 
     client.chat.completions.create(..., extra_headers=request_headers(deadline_s=20))
 
-The gRPC API reads the same names as metadata. docs/client.md has examples.
+The gRPC API reads the same names as metadata. docs/reference/python-client.md has examples.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from baton.config.fields import Section
 
 
 class AutoscalerConfig(Section):
-    """How roles and pool sizes follow the traffic; docs/autoscaler.md."""
+    """How roles and pool sizes follow the traffic; docs/how-to/tune/autoscaler.md."""
 
     enabled: bool = False
     """Change the roles of workers and the sizes of pools as the traffic changes."""

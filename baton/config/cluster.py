@@ -169,7 +169,8 @@ class Config(BaseSettings):
     """Maximum fraction of each worker's KV blocks that the pinned prefixes and retentions of all
     tenants together keep. Such blocks are evicted last."""
     tool_parser: ToolParserName = "auto"
-    """Format of the model's tool calls; ``auto`` derives it from the chat template. docs/tools.md
+    """Format of the model's tool calls; ``auto`` derives it from the chat template.
+    docs/how-to/use/tool-calls.md
     lists the models of each."""
     reasoning_parser: ReasoningParserName = "auto"
     """Format of the model's reasoning, which answers give separately from their content; ``auto``

@@ -12,7 +12,8 @@ from baton.security.tls import PeerRole, TlsFiles
 
 
 class TlsConfig(Section):
-    """Certificates of the listeners and of the cluster's own connections; docs/security.md."""
+    """Certificates of the listeners and of the cluster's own connections;
+    docs/explanation/security.md."""
 
     folder: AbsolutePath = ""
     """Folder of certificates that ``baton certs init`` has made. The listeners then serve TLS only,

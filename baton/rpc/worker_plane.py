@@ -131,5 +131,5 @@ async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
         "this worker takes calls of its own cluster alone: the caller has not shown the token that"
-        " is derived from the cluster's secret (cluster_secret; docs/security.md)",
+        " is derived from the cluster's secret (cluster_secret; docs/explanation/security.md)",
     )

@@ -199,7 +199,8 @@ def _later(text: str) -> datetime.datetime:
 
 
 def _document(key: KeyConfig) -> dict[str, Any]:
-    """For programs; docs/command-line.md lists the fields. Of the hash only its beginning."""
+    """For programs; docs/reference/command-line.md lists the fields. Of the hash only its
+    beginning."""
     return {
         "name": key.name,
         "tenant": key.tenant,

@@ -77,10 +77,10 @@ def serve(ctx: typer.Context) -> None:
         baton serve Qwen/Qwen3-0.6B --max-model-len 8192 --api-key-file keys.txt
         baton serve /models/Qwen3-8B --decode 2 --tensor-parallel-size 2
 
-    vLLM's names of many options work, too: docs/migrate-from-vllm.md lists them.
+    vLLM's names of many options work, too: docs/how-to/migrate-from-vllm.md lists them.
 
     Options take precedence over the environment (BATON_KV_DTYPE for --kv-dtype), and the
-    environment over the file of --config. docs/configuration.md lists all of them.
+    environment over the file of --config. docs/reference/configuration.md lists all of them.
     """
     config = configuration(ctx.params)
     from deploy.launcher.launcher import run_cluster  # noqa: PLC0415
@@ -219,4 +219,6 @@ _API_KEY_FILE = typer.Option(
     " start.",
     rich_help_panel="Security",
 )
-_CONFIG = typer.Option(metavar="FILE", help="A TOML file; docs/configuration.md has its fields.")
+_CONFIG = typer.Option(
+    metavar="FILE", help="A TOML file; docs/reference/configuration.md has its fields."
+)

@@ -72,7 +72,7 @@ def draw(findings: Iterable[Finding]) -> Table:
 
 
 def document(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The findings for programs; docs/command-line.md lists the fields."""
+    """The findings for programs; docs/reference/command-line.md lists the fields."""
     checks = [
         {
             "name": one.what,

@@ -75,7 +75,8 @@ def _check_listeners(config: Config) -> None:
     if missing and not config.insecure_listen:
         raise ConfigError(
             f"{' and '.join(exposed)}: others than this machine could reach it, without"
-            f" {' and '.join(missing)}. Either {_remedies(missing)} (docs/security.md); or stay on"
+            f" {' and '.join(missing)}. Either {_remedies(missing)} (docs/explanation/security.md);"
+            f" or stay on"
             " 127.0.0.1; or say --insecure-listen, where the network is yours alone or a proxy in"
             " front has both"
         )
@@ -95,8 +96,8 @@ def _check_redis_is_encrypted(config: Config) -> None:
             raise ConfigError(
                 f"{flag} redis://{host}: passwords would travel to another"
                 " machine in clear. Either give that server a certificate and write rediss://"
-                " (docs/security.md); or say --insecure-redis, where the network between is yours"
-                " alone"
+                " (docs/explanation/security.md); or say --insecure-redis, if the network"
+                " between is yours alone"
             )
 
 

@@ -2,7 +2,7 @@
 
 Sizes in, bytes out: nothing here asks a device. Each term names what allocates it. A step's tensors
 come and go, so that what counts is the highest of its phases; the terms are bounds, which tests
-compare with the steps themselves (docs/gpu-proofs.md).
+compare with the steps themselves (docs/lab-notes/gpu-proofs.md).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def copying_tasks() -> list[str]:
 
 def _passages() -> Iterator[str]:
     """Paragraphs of the documentation; where that was not installed, docstrings of modules."""
-    pages = sorted((_ROOT / "docs").glob("*.md"))
+    pages = sorted((_ROOT / "docs").rglob("*.md"))
     for page in pages:
         for part in page.read_text("utf-8").split("\n\n"):
             if _SHORTEST <= len(part) <= _LONGEST and part[0].isalpha():

@@ -43,7 +43,7 @@ class Figures:
     prefill_busy: float | None
     decode_busy: float | None
     prefill_mfu: float | None
-    """Over the time in which a step ran, as ``decode_mbu``; see docs/simulator.md."""
+    """Over the time in which a step ran, as ``decode_mbu``; see docs/explanation/simulator.md."""
     decode_mbu: float | None
 
     @property

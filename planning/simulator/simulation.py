@@ -2,7 +2,8 @@
 
 A discrete-event simulation around the objects that a live cluster runs: the router's admission,
 planner and policy, the workers' schedulers, block pools, step planners and rule for room. Only the
-engine's time and the wire's are a model, and Redis a directory in memory. docs/simulator.md says
+engine's time and the wire's are a model, and Redis a directory in memory.
+docs/explanation/simulator.md says
 what is assumed.
 """
 

@@ -19,7 +19,7 @@ HOLD_S = 1.0
 yet. For as long nothing more is let in."""
 WINDOW_S = 0.01
 """Each prefill worker gets more than one of their prompts only where all of them take no longer
-than this. Measured (docs/batches.md): more of them hurt others, and gain little."""
+than this. Measured (docs/how-to/use/batches.md): more of them hurt others, and gain little."""
 
 
 class BackgroundShare:

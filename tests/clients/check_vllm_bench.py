@@ -1,4 +1,4 @@
-"""`vllm bench serve`; docs/clients.md has more of it."""
+"""`vllm bench serve`; docs/how-to/use/clients.md has more of it."""
 
 from __future__ import annotations
 

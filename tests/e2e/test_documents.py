@@ -30,7 +30,8 @@ _QUOTED = re.compile(r"^````$.*?^````$", re.DOTALL | re.MULTILINE)
 _MORE = re.compile(r",\s*…")
 """Fields that a page leaves out."""
 _PROGRAMS = {"sh": ("bash", "-euo", "pipefail", "-c"), "python": (sys.executable, "-c")}
-_ELSEWHERE = {"client.md"}
+DOCS = ROOT / "docs"
+_ELSEWHERE = {"reference/python-client.md"}
 """Pages whose examples another test runs."""
 
 
@@ -54,9 +55,12 @@ def examples(page: Path) -> list[Example]:
 
 
 PAGES = {
-    page.name: found
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    if page.name not in _ELSEWHERE and (found := examples(page))
+    name: found
+    for name, page in (
+        ("README.md", ROOT / "README.md"),
+        *((str(page.relative_to(DOCS)), page) for page in sorted(DOCS.rglob("*.md"))),
+    )
+    if name not in _ELSEWHERE and (found := examples(page))
 }
 
 
@@ -86,11 +90,11 @@ def differences(shown: Any, printed: Any, path: str = "") -> list[str]:
 def test_there_are_examples() -> None:
     assert {
         "README.md",
-        "api.md",
-        "batches.md",
-        "costs.md",
-        "quick-start.md",
-        "reasoning.md",
+        "reference/http-api.md",
+        "how-to/use/batches.md",
+        "how-to/use/costs.md",
+        "tutorials/first-answer.md",
+        "how-to/use/reasoning.md",
     } <= set(PAGES)
     assert sum(map(len, PAGES.values())) >= 10
 

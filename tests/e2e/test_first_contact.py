@@ -25,7 +25,7 @@ _CODE = re.compile(
 
 def shown_prompts() -> list[tuple[str, str, int]]:
     """Each with its answer, and the tokens of that."""
-    page = (ROOT / "docs" / "quick-start.md").read_text()
+    page = (ROOT / "docs/tutorials/first-answer.md").read_text()
     code = _CODE.search(page)
     assert code is not None
     found = [code, *_ROW.finditer(page)]
@@ -53,7 +53,7 @@ def test_the_demo_model_answers_the_prompts_that_are_shown_as_shown(defaults: Up
         assert ask(defaults, body) == (answer, tokens)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-answer.md"])
 def test_the_first_request_of_the_page_is_answered(defaults: UpProcess, page: str) -> None:
     command = re.search(
         r"^curl -s (\S+) .*?-d '(\{.*?\})'$", (ROOT / page).read_text(), re.M | re.S

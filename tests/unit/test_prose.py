@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[2]
 CLEAN = (
     "README.md",
     "CONTRIBUTING.md",
-    "docs/command-line.md",
-    "docs/deliberately-otherwise.md",
-    "docs/founding-texts.md",
-    "docs/glossary.md",
-    "docs/migrate-from-vllm.md",
-    "docs/models.md",
-    "docs/quick-start.md",
+    "docs/reference/command-line.md",
+    "docs/explanation/deliberate-differences.md",
+    "docs/lab-notes/founding-texts.md",
+    "docs/reference/glossary.md",
+    "docs/how-to/migrate-from-vllm.md",
+    "docs/how-to/models/own-model.md",
+    "docs/tutorials/first-answer.md",
 )
 PRIVATE = r"whoever|whomever|so many|anew|evener|oftener"
 BRITISH = (
@@ -37,7 +37,7 @@ _LISTED = re.compile(r"`((?:[a-z_0-9]+/)+[\w.-]*)(?:::(\w+))?`")
 _MODULE = re.compile(
     r"python -m ((?:deploy|loadtest|planning|tools|tests|router|worker|engine|baton)(?:\.\w+)*)"
 )
-COMMANDS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "docs/*.md")
+COMMANDS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "docs/**/*.md")
 
 
 def found_in(text: str) -> list[str]:
@@ -61,13 +61,13 @@ def test_the_check_finds_words_outside_of_code_alone() -> None:
 
 
 def test_paths_in_the_glossary_exist() -> None:
-    paths = _PATH.findall((ROOT / "docs" / "glossary.md").read_text())
+    paths = _PATH.findall((ROOT / "docs/reference/glossary.md").read_text())
     assert len(paths) > 40
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_what_shows_an_ask_of_the_founding_texts_exists() -> None:
-    listed = _LISTED.findall((ROOT / "docs" / "founding-texts.md").read_text())
+    listed = _LISTED.findall((ROOT / "docs/lab-notes/founding-texts.md").read_text())
     assert len(listed) > 150
     missing = [path for path, _ in listed if not (ROOT / path).exists()]
     tests = [(path, test) for path, test in listed if test and path not in missing]

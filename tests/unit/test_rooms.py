@@ -70,7 +70,7 @@ def test_folders_do_not_depend_on_each_other() -> None:
 
 
 def test_the_design_page_names_every_folder() -> None:
-    page = (ROOT / "docs" / "design.md").read_text()
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
     (tree,) = re.findall(r"## The tree\n.*?```\n(.*?)```", page, re.DOTALL)
     path: list[str] = []
     named = set()
@@ -79,7 +79,7 @@ def test_the_design_page_names_every_folder() -> None:
         path = [*path[: len(indent) // 2], name]
         named.add("/".join(path))
     existing = {str(path.parent.relative_to(ROOT)) for path in modules().values()}
-    assert existing - named == set(), "docs/design.md does not name these folders"
+    assert existing - named == set(), "docs/explanation/architecture.md does not name these folders"
     assert {name for name in named - existing if not (ROOT / name).is_dir()} == set()
 
 

@@ -24,7 +24,8 @@ Maker = Callable[[], Transport]
 
 _BY_ITSELF = {"cpu": ("shm", "grpc"), "cuda": ("cuda_ipc", "grpc")}
 """Tried where nothing is wanted, by the blocks' device. The others listen without knowing who
-comes, or need what a machine may lack: they are for those who ask for them. See docs/handoff.md."""
+comes, or need what a machine may lack: they are for those who ask for them. See
+docs/explanation/handoff.md."""
 
 
 _NIXL_PAIRS = 4

@@ -102,7 +102,8 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NAME=DOLLARS",
-            help="Price of a GPU per hour; repeatable. docs/planner.md has the defaults.",
+            help="Price of a GPU per hour; repeatable. docs/how-to/tune/planner.md has the"
+            " defaults.",
         ),
     ] = None,
     minutes: Annotated[

@@ -206,7 +206,8 @@ def pairs_from_metrics(page: str) -> tuple[PairRow, ...]:
 
 
 def document(status: Status, cluster: ClusterState | None) -> dict[str, Any]:
-    """For programs; docs/command-line.md lists the fields. ``cluster``: what this machine knows."""
+    """For programs; docs/reference/command-line.md lists the fields. ``cluster``: what this
+    machine knows."""
     return {
         "cluster": None if cluster is None else cluster.cluster_id,
         "model": None if cluster is None else cluster.model,

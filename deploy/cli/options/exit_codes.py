@@ -1,4 +1,5 @@
-"""The exit codes of `baton`. Each has one meaning in all commands; docs/command-line.md lists
+"""The exit codes of `baton`. Each has one meaning in all commands; docs/reference/command-line.md
+lists
 them."""
 
 from __future__ import annotations

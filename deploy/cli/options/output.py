@@ -14,7 +14,9 @@ from deploy.cli.options.choices import OutputFormat
 Output = Annotated[
     OutputFormat,
     typer.Option(
-        "--output", "-o", help="Output format. docs/command-line.md lists the JSON fields."
+        "--output",
+        "-o",
+        help="Output format. docs/reference/command-line.md lists the JSON fields.",
     ),
 ]
 _WIDEST = 10_000

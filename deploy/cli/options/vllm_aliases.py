@@ -1,6 +1,6 @@
 """What users of vLLM type, and what it means to `baton serve`. Help does not show these options.
 
-docs/migrate-from-vllm.md has the same as a table; a test keeps the two equal.
+docs/how-to/migrate-from-vllm.md has the same as a table; a test keeps the two equal.
 """
 
 from __future__ import annotations

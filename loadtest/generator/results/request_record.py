@@ -1,6 +1,7 @@
 """What came of one request, by the client's clock.
 
-The words are the field's (docs/design.md's list is the same): TTFT is from the send to the first
+The words are the field's (docs/explanation/architecture.md's list is the same): TTFT is from the
+send to the first
 token, ITL each gap between tokens, E2EL from the send to the last token, and
 TPOT = (E2EL - TTFT) / (output tokens - 1). The send is the INTENDED one: where the client was late,
 or the server let it wait to be sent, that time counts, so that a server which stalls cannot hide

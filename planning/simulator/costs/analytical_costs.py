@@ -29,7 +29,8 @@ _REDUCE_LATENCY_S = 10e-6
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the data sheet's peaks that are reached; docs/simulator.md has the sources."""
+    """Shares of the data sheet's peaks that are reached; docs/explanation/simulator.md has the
+    sources."""
 
     products: float = 0.6
     """Of FLOP/s, in matrix products (MFU)."""

@@ -1,4 +1,4 @@
-"""docs/models.md lists the architectures that the engine serves."""
+"""docs/how-to/models/own-model.md lists the architectures that the engine serves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.checkpoint.families import FAMILIES
 
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/models/own-model.md"
 
 
 def test_the_page_lists_every_architecture() -> None:

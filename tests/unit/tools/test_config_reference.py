@@ -1,4 +1,4 @@
-"""docs/configuration.md says what baton/config says, of every field."""
+"""docs/reference/configuration.md says what baton/config says, of every field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deploy.cli.options.config_options import config_options
 from deploy.cli.options.field_text import unit_of
 from tools.config_reference import _SECTIONS, reference
 
-PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/configuration.md"
 NUMBERS = (int, float, int | None, float | None)
 
 
@@ -32,7 +32,7 @@ def rows(title: str) -> dict[str, dict[str, str]]:
 
 
 def test_the_page_is_what_the_code_says() -> None:
-    hint = "run: python -m tools.config_reference > docs/configuration.md"
+    hint = "run: python -m tools.config_reference > docs/reference/configuration.md"
     assert PAGE.read_text() == reference(), hint
 
 

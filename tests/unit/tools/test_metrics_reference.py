@@ -1,4 +1,4 @@
-"""Metrics are named as Prometheus asks, and docs/metrics.md says what there is."""
+"""Metrics are named as Prometheus asks, and docs/reference/metrics.md says what there is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.programs import promtool
 from tests.unit.tools.metric_lint import problems
 from tools.metrics_reference import Family, families, reference
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 KINDS = (RouterMetrics, WorkerMetrics, SupervisorMetrics)
 
 
@@ -34,7 +34,7 @@ def full_page(kind: type[RouterMetrics] | type[WorkerMetrics] | type[SupervisorM
 
 
 def test_the_page_is_what_the_code_says() -> None:
-    hint = "run: python -m tools.metrics_reference > docs/metrics.md"
+    hint = "run: python -m tools.metrics_reference > docs/reference/metrics.md"
     assert PAGE.read_text() == reference(), hint
 
 

@@ -1,6 +1,7 @@
 """What the pretended GPU shows of each model: what is captured, and the memory of its steps.
 
-``python -m tests.kernels.gpu.fake.findings`` prints both as the tables of docs/gpu-proofs.md, and
+``python -m tests.kernels.gpu.fake.findings`` prints both as the tables of
+docs/lab-notes/gpu-proofs.md, and
 with a model's name the operations of one captured step and the shapes of their results.
 """
 

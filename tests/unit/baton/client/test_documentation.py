@@ -1,4 +1,4 @@
-"""The examples of docs/client.md run, against a scripted cluster."""
+"""The examples of docs/reference/python-client.md run, against a scripted cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.baton.clients import fronts
 from tests.support.router.front_fakes import MODEL, make_front
 
-PAGE = Path(__file__).parents[4] / "docs" / "client.md"
+PAGE = Path(__file__).parents[4] / "docs/reference/python-client.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 DEADLINE_S = 60.0
 

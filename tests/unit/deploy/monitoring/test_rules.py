@@ -20,7 +20,7 @@ from tests.support.deploy.watched import (
 )
 from tests.support.programs import promtool
 
-GUIDE = Path(__file__).parents[4] / "docs" / "observability.md"
+GUIDE = Path(__file__).parents[4] / "docs/how-to/operate/observability.md"
 ALERTS = [rule for rule in rules() if "alert" in rule]
 _LABEL = re.compile(r"\$labels\.(\w+)")
 

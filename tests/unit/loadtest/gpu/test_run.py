@@ -79,7 +79,7 @@ def test_without_a_gpu_it_says_what_can_be_done(capsys: pytest.CaptureFixture[st
 def test_the_plans_fit_their_minutes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--list"]) == 0
     assert capsys.readouterr().out == table() + "\n"
-    assert table() in (ROOT / "docs" / "gpu.md").read_text(), "the page shows the phases"
+    assert table() in (ROOT / "docs/explanation/gpu.md").read_text(), "the page shows the phases"
     for plan, minutes in zip(PLANS, (10, 30), strict=True):
         # The start of each process is part of its phase's limit; the rest is for the machine's.
         assert sum(phase.limits_s.get(plan, 0.0) for phase in PHASES) <= 60 * minutes - 15

@@ -38,11 +38,12 @@ ROOT = Path(__file__).parents[4]
 
 
 def test_the_score_is_that_of_the_document() -> None:
-    """docs/routing.md: ttft + 4*compute + 5*full*(work - mean)/(mean + 6*full) + 32*tpot."""
+    """docs/explanation/routing.md: ttft + 4*compute + 5*full*(work - mean)/(mean + 6*full) +
+    32*tpot."""
     weights = (OTHERS_WEIGHT, SPREAD_WEIGHT, SPREAD_PROMPTS, ANSWER_TOKENS)
     assert weights == (4, 5, 6, 32)
     formula = "ttft + {:g}*compute + {:g}*full*(work - mean)/(mean + {:g}*full) + {:g}*tpot"
-    assert formula.format(*weights) in (ROOT / "docs" / "routing.md").read_text()
+    assert formula.format(*weights) in (ROOT / "docs/explanation/routing.md").read_text()
 
 
 def decide(

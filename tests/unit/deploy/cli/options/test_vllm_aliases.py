@@ -118,7 +118,7 @@ def test_no_flag_stands_for_two_things() -> None:
     assert set(WORDS) == {"dtype", "quantization", "kv_dtype", "tool_parser", "reasoning_parser"}
 
 
-PAGE = (Path(__file__).parents[5] / "docs" / "migrate-from-vllm.md").read_text()
+PAGE = (Path(__file__).parents[5] / "docs/how-to/migrate-from-vllm.md").read_text()
 
 
 def test_the_page_has_every_name_and_every_word() -> None:
@@ -136,6 +136,6 @@ def test_the_page_s_options_and_metrics_exist() -> None:
     others = {"--host", "--port", "--api-key-file", "--help", "--scope", "--no-log-requests"}
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE):
         assert flag in known | theirs | others, flag
-    metrics = (Path(__file__).parents[5] / "docs" / "metrics.md").read_text()
+    metrics = (Path(__file__).parents[5] / "docs/reference/metrics.md").read_text()
     for name in re.findall(r"\bbaton_[a-z_]+", PAGE):
         assert f"`{name}`" in metrics, name

@@ -67,7 +67,7 @@ def test_devices_are_found_by_the_name_that_cuda_gives() -> None:
 
 def test_the_committed_predictions_are_those_of_the_model() -> None:
     """They were written before any run: a change of the model shows as a change of the page."""
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs/explanation/gpu.md").read_text()
     assert table() in page, (
         "run python -m loadtest.gpu.common.predictions and put its table into the page"
     )
