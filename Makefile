@@ -89,6 +89,9 @@ $(VENV)/.installed-dev: $(PINS) | $(BIN)/python
 up: install
 	@exec $(BIN)/baton serve $(ARGS)
 
+# Tests start thousands of Python processes: without cached bytecode each would compile Baton again.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
 test: install-dev
 ifeq ($(strip $(TESTS)),)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 3 --dist worksteal --expect-skips side_by_side $(SIDE_BY_SIDE)

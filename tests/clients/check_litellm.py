@@ -66,6 +66,7 @@ def anthropic_messages() -> None:
         messages=HELLO,
         api_base=URL,
         api_key="none",
+        temperature=0,
         max_tokens=16,
         num_retries=0,
     )
