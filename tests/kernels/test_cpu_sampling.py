@@ -344,7 +344,9 @@ def other_target(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
     cpu_library.cache_clear()
 
 
-@pytest.mark.parametrize("target", ["-march=x86-64-v3", "-march=x86-64"])
+@pytest.mark.parametrize(
+    "target", ["-march=x86-64-v3", pytest.param("-march=x86-64", marks=pytest.mark.long)]
+)
 def test_other_cpus(other_target: pytest.MonkeyPatch, target: str) -> None:
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has no AVX2")
