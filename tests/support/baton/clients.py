@@ -1,4 +1,4 @@
-"""What several tests use beside those of clients."""
+"""Shared by the tests of clients and by other tests."""
 
 from __future__ import annotations
 

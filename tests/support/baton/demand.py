@@ -1,4 +1,4 @@
-"""What several tests use beside those of demand."""
+"""Shared by the tests of demand and by other tests."""
 
 from __future__ import annotations
 

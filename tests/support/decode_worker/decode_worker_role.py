@@ -1,4 +1,4 @@
-"""What several tests use beside those of role."""
+"""Shared by the tests of role and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of supervisor actor."""
+"""Shared by the tests of supervisor actor and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of api."""
+"""Shared by the tests of api and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of rolling restart."""
+"""Shared by the tests of rolling restart and by other tests."""
 
 from __future__ import annotations
 

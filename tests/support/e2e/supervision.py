@@ -1,4 +1,4 @@
-"""What several tests use beside those of supervision."""
+"""Shared by the tests of supervision and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of timed up."""
+"""Shared by the tests of timed up and by other tests."""
 
 from __future__ import annotations
 

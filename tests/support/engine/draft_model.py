@@ -1,4 +1,4 @@
-"""What several tests use beside those of draft model."""
+"""Shared by the tests of draft model and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of families."""
+"""Shared by the tests of families and by other tests."""
 
 from __future__ import annotations
 

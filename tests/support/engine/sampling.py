@@ -1,4 +1,4 @@
-"""What several tests use beside those of sampling."""
+"""Shared by the tests of sampling and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of scheduler."""
+"""Shared by the tests of scheduler and by other tests."""
 
 from __future__ import annotations
 

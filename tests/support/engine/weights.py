@@ -1,4 +1,4 @@
-"""What several tests use beside those of weights."""
+"""Shared by the tests of weights and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of faults."""
+"""Shared by the tests of faults and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of handoff."""
+"""Shared by the tests of handoff and by other tests."""
 
 from __future__ import annotations
 

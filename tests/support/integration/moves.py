@@ -1,4 +1,4 @@
-"""What several tests use beside those of moves."""
+"""Shared by the tests of moves and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of pull."""
+"""Shared by the tests of pull and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of redis."""
+"""Shared by the tests of redis and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of redis away."""
+"""Shared by the tests of redis away and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of routers."""
+"""Shared by the tests of routers and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of speculation."""
+"""Shared by the tests of speculation and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of load report."""
+"""Shared by the tests of load report and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of access."""
+"""Shared by the tests of access and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of cache."""
+"""Shared by the tests of cache and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of runner."""
+"""Shared by the tests of runner and by other tests."""
 
 from __future__ import annotations
 

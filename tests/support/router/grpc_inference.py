@@ -1,4 +1,4 @@
-"""What several tests use beside those of inference."""
+"""Shared by the tests of inference and by other tests."""
 
 from __future__ import annotations
 

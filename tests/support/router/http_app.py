@@ -1,4 +1,4 @@
-"""What several tests use beside those of http app."""
+"""Shared by the tests of http app and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of tool answers."""
+"""Shared by the tests of tool answers and by other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests use beside those of what if."""
+"""Shared by the tests of what if and by other tests."""
 
 from __future__ import annotations
 
