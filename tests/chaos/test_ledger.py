@@ -48,7 +48,7 @@ def test_an_answer_that_is_not_the_reference_is_wrong(got: AnswerSoFar) -> None:
 
 
 @pytest.mark.parametrize("ending", [FAILED, LOST], ids=["failed", "lost"])
-def test_of_an_answer_that_broke_off_the_beginning_must_be_right(ending: Ending) -> None:
+def test_the_beginning_of_an_interrupted_answer_must_be_right(ending: Ending) -> None:
     assert not ending.is_wrong
     for got in (answer(2, ended=False), answer(1, 1, ended=False), answer(1, 2, 3, 4, ended=False)):
         assert replace(ending, answer=got).is_wrong
@@ -127,7 +127,7 @@ REFUSED = replace(FAILED, began=11.0, ended=11.1, answer=answer(ended=False), er
     ],
     ids=["refused", "broken off", "late", "without a time", "not clear", "poison", "afterwards"],
 )
-def test_where_nobody_is_left_requests_are_refused_at_once(ending: Ending, is_right: bool) -> None:
+def test_without_workers_left_requests_are_refused_at_once(ending: Ending, is_right: bool) -> None:
     ledger = Ledger()
     ledger.endings += [FINISHED, ending]
     ledger.phases.append(GONE)

@@ -61,7 +61,7 @@ async def test_a_role_is_changed_and_changed_back_whatever_router_dies_meanwhile
     assert fault.complaints == []
 
 
-async def test_whoever_has_gone_is_drained_and_his_successor_is_left_alone() -> None:
+async def test_a_worker_that_has_gone_is_drained_and_its_successor_is_not() -> None:
     gone = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     await gone.wait()
     routers = Routers()

@@ -46,7 +46,7 @@ def test_what_is_sent_does_not_arrive_until_the_filter_goes(
         assert far.recv(100) == b"lost for now"
 
 
-def test_nobody_connects_to_a_socket_that_hears_nothing(
+def test_a_socket_that_drops_packets_accepts_no_connection(
     pair: tuple[socket.socket, socket.socket, socket.socket],
 ) -> None:
     server, _, _ = pair

@@ -79,7 +79,7 @@ def test_too_few_faults_are_complaints() -> None:
     assert twice.complaints == ["1 kinds of faults, expected 2"]
 
 
-def test_moves_and_drains_are_told() -> None:
+def test_moves_and_drains_are_reported() -> None:
     drained = replace(ROUND, kinds=("decode drained",), drained_blocks=12)
     told = replace(REPORT, rounds=(ROUND, drained), moves={"drained": 2, "preempted": 1})
     fields = told.to_json()

@@ -33,7 +33,7 @@ def test_every_kind_comes_before_any_comes_again(seed: int) -> None:
 
 
 @given(SEEDS)
-def test_every_kind_has_come_by_the_round_that_is_told(seed: int) -> None:
+def test_every_kind_has_come_by_the_stated_round(seed: int) -> None:
     count = rounds_until_all(seed, KINDS)
 
     def kinds(rounds_of_it: int) -> set[str]:

@@ -97,7 +97,7 @@ async def test_a_process_dies_though_a_thread_of_it_stands_still(
         await asyncio.to_thread(child.wait)
 
 
-async def test_whoever_is_not_there_cannot_be_stopped(child: subprocess.Popen[str]) -> None:
+async def test_an_absent_process_cannot_be_stopped(child: subprocess.Popen[str]) -> None:
     child.kill()
     child.wait()
     stop = ThreadStop([child.pid])

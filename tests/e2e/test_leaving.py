@@ -85,7 +85,7 @@ def leaves(up: UpProcess, slot: str) -> None:
     assert f"worker {slot} was drained" in (up.logs / f"{slot}.log").read_text()
 
 
-def test_pools_grow_and_shrink_and_workers_leave_on_sigterm_and_nobody_notices() -> None:
+def test_pools_grow_and_shrink_and_workers_leave_on_sigterm_unnoticed() -> None:
     with UpProcess("--decode", "2", "--deterministic") as up:
         up.wait_ready()
         supervisor = pid_of(up, SUPERVISOR)

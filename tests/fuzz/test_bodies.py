@@ -65,7 +65,7 @@ def test_most_lines_of_batch_files_are_valid() -> None:
     assert counts[True] > 10 * counts[False] > 0, counts
 
 
-def test_what_was_never_served_is_told() -> None:
+def test_operations_that_were_never_served_are_reported() -> None:
     answers = {"GET /a": {"200": 1, "404": 2}, "POST /b": {"400": 9}, "POST /c": {"201": 1}}
     assert never_served(answers) == ["POST /b"]
     assert never_served({"POST /v1/files": {"400": 2}}) == ["POST /v1/files"]

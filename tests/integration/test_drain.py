@@ -199,7 +199,7 @@ async def test_a_drained_workers_sequences_take_their_blocks_along(
         each.check(tiny_model)
 
 
-async def test_a_role_changes_with_streams_under_way(tiny_model: Path, redis_url: str) -> None:
+async def test_a_role_changes_with_streams_in_flight(tiny_model: Path, redis_url: str) -> None:
     sampling = SamplingParams(temperature=0.9, seed=11, max_tokens=300, ignore_eos=True)
     asked = [Asked(prompt_of(5 * BLOCK + 5, n), sampling) for n in range(4)]
     async with mini_cluster(

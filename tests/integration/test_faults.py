@@ -436,7 +436,7 @@ async def test_a_stop_string_ends_the_sequence_on_the_worker(
         await cluster.until_idle()
 
 
-async def test_a_slow_reader_slows_nobody(tiny_model: Path, redis_url: str) -> None:
+async def test_a_slow_reader_slows_no_other(tiny_model: Path, redis_url: str) -> None:
     """It gets fewer and larger deltas, and the whole answer."""
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
         slow = cluster.dispatcher.generate(cluster.request(prompt_of(30), LONG))

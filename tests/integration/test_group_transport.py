@@ -82,7 +82,7 @@ def form(pair: Pair) -> None:
 
 @pytest.mark.parametrize("formed", [False, True])
 @pytest.mark.parametrize("side", ["send", "receive"])
-def test_a_killed_peer_fails_what_is_under_way(pair: Pair, side: str, formed: bool) -> None:
+def test_a_killed_peer_fails_transfers_in_flight(pair: Pair, side: str, formed: bool) -> None:
     if formed:
         form(pair)
     if side == "send":

@@ -102,7 +102,7 @@ async def test_a_prefill_worker_stops_amid_a_prompt(tiny_model: Path, redis_url:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_with_nobody_else_there_is_one_clear_error(
+async def test_without_other_workers_there_is_one_clear_error(
     tiny_model: Path, redis_url: str, role: str
 ) -> None:
     async with mini_cluster(

@@ -51,7 +51,7 @@ async def ask(client: httpx.AsyncClient, **changes: Any) -> dict[str, Any]:
     return found
 
 
-async def test_what_was_done_is_told(
+async def test_what_was_done_is_reported(
     tiny: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine steps take so long that drafts do not pay.

@@ -246,7 +246,7 @@ async def test_pins_of_another_tenant_are_not_there(tiny_model: Path, redis_url:
         assert (await client.http.get(PATH)).status_code == 401
 
 
-async def test_a_tenant_s_time_to_live_forgets_what_nobody_uses(
+async def test_a_tenant_s_time_to_live_forgets_unused_blocks(
     tiny_model: Path, redis_url: str
 ) -> None:
     tenants = (TenantConfig(name="default", cache_ttl_s=1.0),)

@@ -9,7 +9,7 @@ from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 KEY = "baton:{sizes-test}:pool-sizes"
 
 
-async def test_sizes_are_kept_while_somebody_reads_them(redis_url: str) -> None:
+async def test_sizes_are_kept_while_a_client_reads_them(redis_url: str) -> None:
     async with redis_client(redis_url) as client:
         sizes = PoolSizes(client, "sizes-test")
         assert await sizes.read() == {}

@@ -31,7 +31,7 @@ def decisions(cluster: MiniCluster, decision: str, reason: str | None = None) ->
     )
 
 
-async def test_without_prefill_workers_decode_workers_compute_prompts_and_say_so(
+async def test_without_prefill_workers_decode_workers_compute_prompts_and_report_it(
     tiny_model: Path, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = [Asked(prompt_of(60, number), SHORT) for number in range(4)]
@@ -64,7 +64,7 @@ async def test_without_prefill_workers_decode_workers_compute_prompts_and_say_so
         each.check(tiny_model)
 
 
-async def test_without_decode_workers_everybody_is_told_at_once(
+async def test_without_decode_workers_every_request_fails_at_once(
     tiny_model: Path, redis_url: str
 ) -> None:
     """Those that decode, wait for room, are computed, wait for their turn, and those that come."""

@@ -298,7 +298,7 @@ async def test_another_life_of_the_holder_refuses(tiny_model: Path, redis_url: s
         await cluster.until_idle()
 
 
-async def test_nobody_listens_where_the_holder_was(tiny_model: Path, redis_url: str) -> None:
+async def test_the_holder_is_gone(tiny_model: Path, redis_url: str) -> None:
     async with mini_cluster(
         tiny_model, redis_url, prefill=2, kv_pool_mib=8, prefill_role=role_with(Eager)
     ) as cluster:

@@ -194,7 +194,7 @@ async def test_answers_are_charged_when_they_have_ended(limits: RateLimits) -> N
     assert 20.0 < error.retry_after <= 36.6
 
 
-async def test_who_was_turned_away_elsewhere_gets_tokens_and_place_back(
+async def test_a_request_rejected_elsewhere_gets_its_tokens_and_place_back(
     client: redis.asyncio.Redis, limits: RateLimits, cluster_id: str
 ) -> None:
     limited = key(requests_per_minute=4, tokens_per_minute=100, concurrency=1)
@@ -250,7 +250,7 @@ async def test_many_at_once_never_exceed_the_limit(limits: RateLimits) -> None:
     assert sum(isinstance(answer, errors.RateLimitExceeded) for answer in answers) == 45
 
 
-async def test_without_redis_nobody_is_refused_and_it_is_counted() -> None:
+async def test_without_redis_no_request_is_refused_and_it_is_counted() -> None:
     counted, now = metrics(), [0.0]
     client = redis_client(f"redis://127.0.0.1:{free_port()}/0")
     limits = RateLimits(client, "c", counted, lambda: now[0])
@@ -605,7 +605,7 @@ async def test_headers(limits: RateLimits, stream: bool) -> None:
     }
 
 
-async def test_who_is_shed_keeps_the_tokens(limits: RateLimits) -> None:
+async def test_a_shed_request_keeps_its_tokens(limits: RateLimits) -> None:
     async def full(request: GenerationRequest) -> Any:
         raise errors.Overloaded("full", retry_after=1.0)
         yield

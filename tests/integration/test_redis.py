@@ -139,7 +139,7 @@ async def test_who_was_dead_while_others_lived_cannot_renew_its_record(store: St
     assert set(await store.registry.all()) == {"alive", "silent"}
 
 
-async def test_nobody_is_dead_who_was_silent_because_all_were(store: Store) -> None:
+async def test_no_worker_is_dead_if_all_were_silent(store: Store) -> None:
     ttl_s = 0.3
     records = [record_of("a"), record_of("b")]
     for record in records:
@@ -154,7 +154,7 @@ async def test_nobody_is_dead_who_was_silent_because_all_were(store: Store) -> N
     assert len(await store.registry.all()) == 2
 
 
-async def test_a_reader_is_told_what_has_changed(store: Store, own_url: str) -> None:
+async def test_a_reader_receives_the_changes(store: Store, own_url: str) -> None:
     """One that has read before sees what one sees that has not."""
     reader = open_store(own_url, store.cluster_id)
 
@@ -902,7 +902,7 @@ async def test_the_index_follows_the_pool(store: Store) -> None:
     assert await worker.known(names("b", 3)) == 0
 
 
-async def test_what_was_there_before_the_first_call_is_told(store: Store) -> None:
+async def test_state_from_before_the_first_call_is_reported(store: Store) -> None:
     worker = Publisher(store)
     worker.fill(names("a", 3))
     await worker.publisher.publish()

@@ -86,7 +86,7 @@ async def clients_of(model: Path, redis_url: str, **changes: Any) -> AsyncIterat
 
 
 @pytest.mark.parametrize("local", ["never", "always"])
-async def test_anothers_hit_cannot_be_told_from_a_miss(
+async def test_another_tenants_hit_looks_like_a_miss(
     tiny_model: Path, redis_url: str, local: str
 ) -> None:
     """Of prompts that a tenant has or has not asked, chosen by a coin, another sees the very same:

@@ -14,7 +14,7 @@ DEADLINE_S = 60.0
 KEY = "baton:{traffic-test}:traffic"
 
 
-async def test_counts_are_told_read_and_struck_off(redis_url: str) -> None:
+async def test_counts_are_reported_read_and_removed(redis_url: str) -> None:
     async with redis_client(redis_url) as client:
         board = TrafficStore(client, "traffic-test")
         assert await board.read() == {}
@@ -56,7 +56,7 @@ async def test_a_router_tells_while_it_lives(redis_url: str) -> None:
         assert await board.read() == {}
 
 
-async def test_a_store_that_is_away_keeps_nobody_from_counting() -> None:
+async def test_an_unreachable_store_blocks_no_counting() -> None:
     async with redis_client("redis://127.0.0.1:1", timeout_s=0.2) as client:
         report = TrafficReport(TrafficStore(client, "away"), "router-1", TrafficCounts())
         report.start()

@@ -269,7 +269,7 @@ def test_threads_change_no_bit(model: DecoderModel, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "torch"])
-def test_a_layer_that_is_told_of_does_not_change(model: DecoderModel, kind: str) -> None:
+def test_a_reported_layer_does_not_change(model: DecoderModel, kind: str) -> None:
     """Others send what is there while the rest of the step is computed."""
     cache = new_cache(model)
     found = cpu_decoder(model, cache) if kind == "cpu" else TorchStepModel(model, cache, CPU)

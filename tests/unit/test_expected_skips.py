@@ -30,7 +30,7 @@ def test_the_expected_number_and_fewer_are_in_order(reasons: list[str]) -> None:
         (["nginx is missing"], "no test may skip because: nginx is missing"),
     ],
 )
-def test_others_are_told(reasons: list[str], said: str) -> None:
+def test_other_workers_are_notified(reasons: list[str], said: str) -> None:
     assert wrong_skips(reasons, EXPECTED) == [said]
 
 

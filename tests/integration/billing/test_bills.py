@@ -33,7 +33,7 @@ from tests.support.integration.billing import (
 from tests.support.mini_cluster import free_port, valkey
 
 
-async def test_bills_are_added_up_by_whom_and_class(cluster: Cluster) -> None:
+async def test_bills_are_added_up_by_tenant_and_class(cluster: Cluster) -> None:
     router = cluster.router()
     router.settle((10, 4, 5), agent="writer")
     router.settle((1, 0, 1), (2, 0, 2), agent="writer")

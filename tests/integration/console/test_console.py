@@ -221,7 +221,7 @@ async def test_light_and_dark(stage: Stage, open_page: OpenPage) -> None:
         assert max(await ground(page)) < 64
 
 
-async def test_a_router_that_goes_is_told(
+async def test_a_router_that_disappears_is_reported(
     chat_model: Path, console_redis: str, open_page: OpenPage
 ) -> None:
     async with (

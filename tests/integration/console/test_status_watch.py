@@ -116,7 +116,7 @@ async def test_each_line_for_programs_is_a_document(stage: Stage) -> None:
     assert {worker["slot"] for worker in told[0]["workers"]} == {"decode-0", "prefill-0"}
 
 
-async def test_a_router_that_goes_is_told(stage: Stage) -> None:
+async def test_a_router_that_disappears_is_reported(stage: Stage) -> None:
     with terminal("status", "--watch", "--http", address(stage)) as seen:
         await seen.until("decode-0")
         await stage.console.close()

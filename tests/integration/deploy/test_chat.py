@@ -144,7 +144,7 @@ def test_one_input_is_needed(client: Client) -> None:
         client.generate(prompt="a", token_ids=[1])
 
 
-def test_nobody_there_is_unavailable() -> None:
+def test_an_absent_server_is_unavailable() -> None:
     address = f"127.0.0.1:{free_port()}"
     with Client(address) as client, pytest.raises(Unavailable, match=address):
         client.models(deadline_s=DEADLINE_S)

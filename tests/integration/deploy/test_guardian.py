@@ -48,7 +48,9 @@ async def test_sigkill_of_the_launcher_ends_a_tree_that_ignores_sigterm(
     assert not run.path.exists()
 
 
-def test_a_sweep_kills_what_ignores_sigterm_and_spares_whom_it_shall(mark: ClusterMark) -> None:
+def test_a_sweep_kills_processes_that_ignore_sigterm_and_spares_the_named_ones(
+    mark: ClusterMark,
+) -> None:
     spared, ended = tree(mark, 0), tree(mark, 1)
     assert len(mark.processes()) == 3
     assert sweep(mark, {spared.pid}, grace_s=0.2) == []

@@ -90,7 +90,7 @@ async def test_a_watcher_learns_that_it_is_free(
         await watching
 
 
-async def test_a_claim_knows_whether_workers_were_told_the_same(redis_url: str) -> None:
+async def test_a_claim_knows_whether_workers_have_the_same_settings(redis_url: str) -> None:
     cluster = secrets.token_hex(4)
     seen = []
     routers = Config(http="127.0.0.1:9", advanced={"head_deadline_s": 1.0})
@@ -102,7 +102,7 @@ async def test_a_claim_knows_whether_workers_were_told_the_same(redis_url: str) 
     assert seen == [False, False, True, True]
 
 
-def test_what_others_are_told_are_fields() -> None:
+def test_fields_are_published_to_others() -> None:
     assert set(Config.model_fields) >= OF_ROUTERS | OF_LAUNCHERS
 
 

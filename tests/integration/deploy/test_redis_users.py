@@ -308,7 +308,7 @@ async def test_roles_work_over_tls_with_their_certificates(
     await work_as_a_cluster(lambda user: store_url(config, user))
 
 
-async def test_without_a_certificate_of_the_cluster_nobody_gets_in(
+async def test_a_certificate_of_the_cluster_is_required(
     tls_port: int, authority: Authority, tmp_path: Path
 ) -> None:
     config = config_of(authority, tls_port)

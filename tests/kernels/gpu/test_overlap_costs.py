@@ -58,7 +58,7 @@ def test_steps_that_overlap_are_looked_at_again_now_and_then() -> None:
     assert costs.seconds(2, 2, 1, first=False) is not None
 
 
-def test_beside_prompts_nothing_is_known() -> None:
+def test_in_steps_with_prompts_nothing_is_known() -> None:
     assert known(10.0, {0: 12.0}).seconds(2, 40, 2, first=False) is None
 
 

@@ -197,7 +197,7 @@ def test_drafts_change_no_answer(exact: GpuBench, name: str, wrong: float) -> No
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_beside_prompts_in_a_small_pool(bench: GpuBench, wrong: float, depth: int) -> None:
+def test_with_prompts_in_a_small_pool(bench: GpuBench, wrong: float, depth: int) -> None:
     """Chunks, preemptions, prompts that share blocks, the context's end; one draws on the host."""
     prompts = [*PROMPTS, PROMPTS[2] + [7, 8], some_tokens(60, 9)]
     samplings = [replace(SEEDED, seed=n, max_tokens=30 + n) for n in range(len(prompts))]
@@ -428,7 +428,7 @@ class Twice(Oracle):
         return Draft(right, 1) if told else None
 
 
-def test_steps_are_told_by_whether_they_overlapped(plain: GpuBench) -> None:
+def test_steps_are_reported_by_whether_they_overlapped(plain: GpuBench) -> None:
     """What waits for drafts is never taken for a step as it is without."""
     expected = plain.run(PROMPTS[:1], [GREEDY])
     built = plain.built

@@ -101,7 +101,7 @@ def test_more_choices_than_places_are_let_in_alone(world: ChoiceWorld) -> None:
         world.reserve("another")
 
 
-def test_every_choice_is_told_and_runs(world: ChoiceWorld) -> None:
+def test_every_choice_is_reported_and_runs(world: ChoiceWorld) -> None:
     world.commit_choices(7, 8, 9)
     firsts = world.told()
     assert [(o.choice, o.index, o.token_ids) for o in firsts] == [

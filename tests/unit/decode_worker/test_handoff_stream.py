@@ -135,7 +135,7 @@ async def test_a_handoff(world: World) -> None:
     world.check_nothing_is_held()
 
 
-async def test_a_commit_that_waits_holds_up_nobody(world: World) -> None:
+async def test_a_commit_that_waits_delays_no_other(world: World) -> None:
     stream = Stream(world)
     first, second = await reserved(stream, "first"), await reserved(stream, "second")
     stream.ask(commit(2, first), commit(3, second), abort(4, "other"))
@@ -334,7 +334,7 @@ async def test_waiting_reserves_hash_no_prompts(
     world.check_nothing_is_held()
 
 
-async def test_an_error_that_nobody_meant_tells_no_more_than_its_kind(
+async def test_an_unexpected_error_reveals_only_its_kind(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

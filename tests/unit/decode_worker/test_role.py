@@ -23,7 +23,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-async def test_the_first_token_is_told_again_and_the_others_once(world: World) -> None:
+async def test_the_first_token_is_sent_again_and_the_others_once(world: World) -> None:
     world.commit(max_tokens=3)
     assert world.told() == [token(0, 7)]
     world.core.step(8)
@@ -34,7 +34,7 @@ async def test_the_first_token_is_told_again_and_the_others_once(world: World) -
     world.check_nothing_is_held()
 
 
-async def test_a_sequence_whose_deadline_has_passed_is_told_and_stops(world: World) -> None:
+async def test_a_sequence_whose_deadline_has_passed_is_reported_and_stops(world: World) -> None:
     world.commit(deadline_s=5.0)
     world.core.step()
     world.told()
@@ -69,7 +69,7 @@ async def test_a_deadline_ends_a_ticket_too(world: World) -> None:
     world.check_nothing_is_held()
 
 
-async def test_a_router_is_told_soon_that_its_ticket_is_in_good_hands(world: World) -> None:
+async def test_a_router_learns_soon_that_its_ticket_is_taken(world: World) -> None:
     """It waits for the first token of this worker from now on, and takes silence for a hang."""
     outbox = world.role.sequences.outbox(ROUTER)
     assert not world.role.has_work_of(ROUTER)

@@ -125,7 +125,7 @@ async def test_a_new_stream_takes_the_place_of_the_old_one() -> None:
     assert outbox.take() == [output(0)]
 
 
-async def test_it_knows_for_how_long_nobody_has_read() -> None:
+async def test_it_knows_for_how_long_no_client_has_read() -> None:
     outbox = Outbox(2.0)
     assert outbox.unread_for(5.0) == 3.0
     reader = outbox.open()

@@ -22,6 +22,6 @@ def test_what_does_not_exist_is_refused(arguments: list[str]) -> None:
         parse(arguments)
 
 
-def test_variables_that_nobody_reads_are_found() -> None:
+def test_unused_variables_are_found() -> None:
     names = ["BATON_HTTP", "BATON_CACHE_DIR", "PATH", "BATON_ADDRESS"]
     assert unknown_variables(names) == ["BATON_ADDRESS"]

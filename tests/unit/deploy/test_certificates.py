@@ -143,7 +143,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert run("show", str(tmp_path / "nothing"))[0] == 1
 
 
-def test_files_that_do_not_do_are_told_by_name(folder: Path, tmp_path: Path) -> None:
+def test_unusable_files_are_reported_by_name(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         server_context(TlsFiles.in_folder(tmp_path / "nowhere", "router"))
     mixed = TlsFiles(folder / "router.pem", folder / "worker.key", folder / "ca.pem")

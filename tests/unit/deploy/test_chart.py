@@ -219,7 +219,7 @@ def test_launcher_and_routers_are_of_one_cluster(
         (("--set=gcsStore.mode=external,gcsStore.url=redis://b,gcsStore.insecure=true",), True),
     ],
 )
-def test_redis_without_tls_is_allowed_where_the_values_say_so(
+def test_redis_without_tls_is_allowed_if_the_values_allow_it(
     changes: tuple[str, ...], told: bool
 ) -> None:
     all_variables = [
@@ -637,7 +637,7 @@ def test_with_certificates_everything_that_baton_serves_has_them(value_set: str)
 
 
 @pytest.mark.parametrize("value_set", KUBERAY_SETS)
-def test_workers_pods_have_the_certificates_that_their_workers_are_told_of(value_set: str) -> None:
+def test_workers_pods_have_the_certificates_in_their_configuration(value_set: str) -> None:
     (cluster,) = of_kind(render(value_set, CERTIFICATES), "RayCluster")
     for group in cluster["spec"]["workerGroupSpecs"]:
         (container,) = group["template"]["spec"]["containers"]
@@ -645,7 +645,7 @@ def test_workers_pods_have_the_certificates_that_their_workers_are_told_of(value
 
 
 @each_set
-def test_what_has_no_certificates_or_no_keys_says_so(value_set: str) -> None:
+def test_missing_certificates_or_keys_are_reported(value_set: str) -> None:
     def says_so(*more: str) -> bool:
         found = [one for _, one in containers(render(value_set, *more)) if one.get("env")]
         return any(v["name"] == "BATON_INSECURE_LISTEN" for one in found for v in one["env"])

@@ -162,7 +162,7 @@ def test_a_part_is_passed_on_before_the_next_one_is_made(proxy: Proxy) -> None:
         assert answer.read() == b"second"
 
 
-def test_a_client_that_hangs_up_is_told_to_baton(proxy: Proxy) -> None:
+def test_baton_learns_of_a_client_that_disconnects(proxy: Proxy) -> None:
     proxy.go_on.clear()
     proxy.gone.clear()
     with asked(proxy, "/v1/responses/endless") as answer:

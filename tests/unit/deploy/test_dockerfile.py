@@ -53,7 +53,7 @@ def test_hadolint_would_find_one(tmp_path: Path) -> None:
     assert "DL3006" in done.stdout
 
 
-def test_both_images_are_one_but_for_their_packages() -> None:
+def test_both_images_differ_only_in_their_packages() -> None:
     stages = [what.split(" AS ") for what in given("FROM")]
     assert stages[-2:] == [["runtime", "cuda"], ["runtime", "cpu"]]
     assert [what for what in given("COPY") if what.startswith("--from")] == [
@@ -62,7 +62,7 @@ def test_both_images_are_one_but_for_their_packages() -> None:
     ]
 
 
-def test_it_runs_as_nobody_in_particular() -> None:
+def test_it_runs_as_an_arbitrary_user() -> None:
     (user,) = given("USER")
     # A number: Kubernetes cannot tell of a name that it is not root.
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)

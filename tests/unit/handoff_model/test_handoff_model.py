@@ -287,7 +287,7 @@ def run_stops(transports: tuple[str, ...], cases: Iterable[tuple[str, str, int]]
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 @pytest.mark.parametrize("slot", ["prefill-0", "decode-0"])
-def test_who_waits_for_a_frozen_worker_is_whole_again_soon(
+def test_a_worker_that_waits_for_a_frozen_one_recovers_soon(
     slot: str, transports: tuple[str, ...]
 ) -> None:
     for turns in range(0, 120, 8):

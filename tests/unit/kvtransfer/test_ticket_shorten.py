@@ -66,7 +66,7 @@ def test_nothing_can_be_written_behind_the_cut() -> None:
         ticket.begin_copy([2], 0, SIZE, 0.0)
 
 
-def test_not_while_a_copy_is_under_way() -> None:
+def test_not_while_a_copy_is_in_flight() -> None:
     ticket = make(4)
     ticket.begin_copy([3], 0, SIZE, 0.0)
     with pytest.raises(HandoffError):

@@ -58,7 +58,7 @@ def test_nothing_missing_is_complete_at_once() -> None:
     ticket.commit("writer")
 
 
-def test_a_copy_under_way_is_no_arrival() -> None:
+def test_a_copy_in_flight_has_not_arrived() -> None:
     ticket = make_ticket(missing=1)
     assert ticket.begin_copy([0], 0, BLOCK_BYTES, 11.0) == (100,)
     assert ticket.awaited_bytes == 0

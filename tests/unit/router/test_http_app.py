@@ -558,7 +558,7 @@ async def test_metrics() -> None:
     assert 'baton_requests_total{class="short",code="",outcome="ok"} 1.0' in cluster
 
 
-async def test_prometheus_is_told_where_the_parts_are() -> None:
+async def test_prometheus_discovers_the_parts() -> None:
     """https://prometheus.io/docs/prometheus/latest/http_sd/."""
     front = make_front()
     assert (await call(front, "GET", "/metrics/targets")).json() == []

@@ -275,7 +275,7 @@ async def test_prompt_logprobs_by_token_id(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN])
-async def test_token_ids_are_told(path: str) -> None:
+async def test_token_ids_are_returned(path: str) -> None:
     front = front_with()
     whole = await answer(front, path, return_token_ids=True)
     prompt = list(front.dispatcher.requests[0].prompt_ids)
@@ -365,7 +365,7 @@ async def prompt_of(**fields: Any) -> str:
     return front.tokenizer.decode(front.dispatcher.requests[0].prompt_ids)
 
 
-async def test_the_template_can_be_told_more() -> None:
+async def test_the_template_takes_more_variables() -> None:
     assert await prompt_of() == "[user]Hello[assistant]"
     assert await prompt_of(add_generation_prompt=False) == "[user]Hello"
     told = await prompt_of(chat_template_kwargs={"tail": "!"})

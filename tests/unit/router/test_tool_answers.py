@@ -135,7 +135,7 @@ async def test_one_call_where_only_one_is_wanted() -> None:
     assert {part["index"] for d in deltas for part in d.get("tool_calls", ())} == {0}
 
 
-async def test_no_tools_are_told_where_none_may_be_called() -> None:
+async def test_the_prompt_has_no_tools_if_none_may_be_called() -> None:
     front = front_saying(TWO_CALLS)
     body = (await post(front, CHAT, {**HELLO, **TOOLS, "tool_choice": "none"})).json()
     assert body["choices"][0]["message"]["content"] == TWO_CALLS

@@ -30,7 +30,7 @@ def test_rows_are_named_by_strings_and_settings_in_any_order() -> None:
         assert {path: found[path] for path in found if path.endswith(".ms")} == expected
 
 
-def test_rows_that_look_alike_are_told_apart_by_position() -> None:
+def test_rows_that_look_alike_are_distinguished_by_position() -> None:
     assert numbers([{"ms": 1}, {"ms": 2}]) == {"[#1].ms": [1.0], "[#2].ms": [2.0]}
     named = numbers([{"name": "a", "ms": 1}, {"name": "a", "ms": 2}])
     assert named == {"[a].ms": [1.0], "[a #2].ms": [2.0]}

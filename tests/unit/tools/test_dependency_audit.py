@@ -35,7 +35,7 @@ def test_verdicts(found: list[dict[str, Any]], code: int, said: str) -> None:
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo 'ConnectionError: away' >&2; exit 1", None])
-def test_a_service_that_is_away_is_told(tmp_path: Path, script: str | None) -> None:
+def test_an_unreachable_service_is_reported(tmp_path: Path, script: str | None) -> None:
     program = tmp_path / "pip-audit"
     if script is not None:
         program.write_text(f"#!/bin/sh\n{script}\n")

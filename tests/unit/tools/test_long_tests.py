@@ -149,7 +149,7 @@ def test_a_file_that_is_named_runs_alone_and_other_rows_stay(root: Path) -> None
     assert rows["test_long.py"].passed == 2
 
 
-def test_what_was_under_way_when_the_time_was_over_has_failed(root: Path) -> None:
+def test_a_file_in_progress_when_the_time_is_over_has_failed(root: Path) -> None:
     hangs = """
 import threading
 import pytest

@@ -162,7 +162,7 @@ def test_guests_go_home_first_and_those_with_the_least_to_do() -> None:
     assert second.slot == "d-1"
 
 
-def test_a_worker_is_started_where_nobody_can_be_spared_and_the_next_when_it_is_up() -> None:
+def test_a_worker_is_started_if_none_can_be_spared_and_the_next_once_it_is_up() -> None:
     cluster = rested(1, 1)
     for _ in range(4):
         grown = cluster.look(workers(2.3, 0.7))
@@ -178,7 +178,7 @@ def test_a_worker_is_started_where_nobody_can_be_spared_and_the_next_when_it_is_
     assert cluster.have("prefill") == 3
 
 
-def test_the_last_one_that_serves_stays_whoever_is_about_to_come_up() -> None:
+def test_the_last_serving_worker_stays_while_others_start() -> None:
     cluster = rested(3, 2, FIXED)
     coming = replace(cluster.workers[-1], state=WorkerState.STARTING, incarnation="")
     cluster.workers[-1] = coming
@@ -306,7 +306,7 @@ def test_a_decision_that_was_not_carried_out_is_said_again_after_a_cooldown() ->
     assert all(later - earlier > COOLDOWN_LOOKS for earlier, later in itertools.pairwise(said))
 
 
-def test_workers_whose_pace_nobody_knows_are_left_alone() -> None:
+def test_workers_with_an_unknown_pace_are_left_alone() -> None:
     cluster = rested(2, 2)
     figures = cluster.figures(workers(9, 9))
     assert figures.demand is not None

@@ -202,7 +202,7 @@ async def test_keys(kind: str) -> None:
 
 
 @ALL
-async def test_nobody_there(kind: str) -> None:
+async def test_an_absent_server(kind: str) -> None:
     with socket.socket() as taken:
         # Bound, and not listening: nobody else can take the port.
         taken.bind(("127.0.0.1", 0))

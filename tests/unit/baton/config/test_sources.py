@@ -86,7 +86,7 @@ def test_tables_of_several_sources_are_one(tmp_path: Path, monkeypatch: pytest.M
     assert (tls.folder, tls.clear_kv, tls.redis_ca) == ("/flag", True, "/ca.pem")
 
 
-def test_a_configuration_that_another_process_was_told_is_not_changed_here(
+def test_a_configuration_of_another_process_is_not_changed_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("BATON_DTYPE", "float32")

@@ -20,13 +20,13 @@ class GoneContext:
 CONTEXT: Any = GoneContext()
 
 
-async def test_a_call_that_nobody_can_be_told_of_goes_no_further() -> None:
+async def test_a_call_without_a_reachable_caller_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         async with grpc_boundary(CONTEXT):
             raise InvalidRequest("no")
 
 
-async def test_a_method_that_nobody_can_be_told_of_goes_no_further() -> None:
+async def test_a_method_without_a_reachable_caller_is_cancelled() -> None:
     @guarded
     async def refuse(servicer: None, request: None, context: Any) -> None:
         raise InvalidRequest("no")

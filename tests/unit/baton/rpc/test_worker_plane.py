@@ -58,7 +58,7 @@ async def drain(channel: grpc.aio.Channel, **options: Any) -> grpc.StatusCode:
     return grpc.StatusCode(await call.code())
 
 
-async def test_a_caller_of_the_cluster_shows_its_token_beside_its_own_metadata() -> None:
+async def test_a_caller_of_the_cluster_sends_its_token_with_its_own_metadata() -> None:
     async with worker(PLANE) as (servicer, address), PLANE.channel(address) as channel:
         code = await drain(channel, metadata=(("traceparent", "00-1"),))
         assert code is grpc.StatusCode.OK

@@ -74,9 +74,7 @@ def test_strangers(server: MetricsServer, authority: Authority, tmp_path: Path) 
         ask(server, TlsFiles(), "http")
 
 
-def test_one_that_says_nothing_keeps_nobody_waiting(
-    server: MetricsServer, authority: Authority
-) -> None:
+def test_a_silent_connection_blocks_no_other(server: MetricsServer, authority: Authority) -> None:
     with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S):
         answer = ask(server, TlsFiles.in_folder(authority.folder, "router"))
         assert answer.status_code == httpx.codes.OK

@@ -35,7 +35,7 @@ def test_off_there_are_no_spans_and_a_clients_context_goes_through() -> None:
     end_tracing()
 
 
-def test_a_span_is_below_the_one_that_it_was_told() -> None:
+def test_a_span_is_a_child_of_the_given_one() -> None:
     with kept_spans() as spans:
         outer = begin_span("outer", CLIENT, began_at=time.monotonic() - 10.0)
         inner = begin_span("inner", context_of(outer), attributes={"n": 1})

@@ -35,7 +35,7 @@ def said(*words: str, code: int) -> str:
     return result.output
 
 
-def test_the_model_stands_by_itself_or_behind_its_flag() -> None:
+def test_the_model_is_an_argument_or_an_option() -> None:
     assert config_of().model == "smollm2-135m-instruct"
     assert config_of("a/b").model == "a/b"
     assert config_of("--model", "a/b").model == "a/b"

@@ -58,7 +58,7 @@ async def test_some_parts_are_started_again_for_ever_and_that_is_said_once(
     await end_tasks([keeping])
 
 
-def test_deaths_returns_and_the_supervisors_own_return_are_told_once() -> None:
+def test_deaths_returns_and_the_supervisors_own_return_are_logged_once() -> None:
     lines: list[str] = []
     pids: dict[str, int] = {}
     watch = SlotWatch(lines.append, pids.__setitem__, {"decode-0": 1, "supervisor": 9})
@@ -86,7 +86,7 @@ def test_deaths_returns_and_the_supervisors_own_return_are_told_once() -> None:
     assert lines == []
 
 
-def test_whoever_joins_and_leaves_is_told_of_and_a_drain_is_no_death() -> None:
+def test_joins_and_leaves_are_logged_and_a_drain_is_no_death() -> None:
     lines: list[str] = []
     pids: dict[str, int] = {}
     watch = SlotWatch(lines.append, pids.__setitem__, {"decode-0": 1, "supervisor": 9})

@@ -46,12 +46,12 @@ def test_others_need_keys_and_tls(host: str, tls: dict[str, Any]) -> None:
         check_exposure(Config(**exposed, **KEYS, **tls))
 
 
-def test_keys_that_nobody_must_show_are_none(tls: dict[str, Any]) -> None:
+def test_optional_keys_count_as_none(tls: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="API keys"):
         check_exposure(Config(http="0.0.0.0:8000", **KEYS | {"require_key": False}, **tls))
 
 
-def test_in_so_many_words(tls: dict[str, Any]) -> None:
+def test_insecure_listen_allows_exposure(tls: dict[str, Any]) -> None:
     check_exposure(Config(http="0.0.0.0:8000", insecure_listen=True))
 
 

@@ -167,7 +167,7 @@ def test_a_changed_file_is_hashed_again(gguf: Path) -> None:
     assert resolve(str(gguf), Told()).path != first.path
 
 
-def test_a_damaged_folder_is_made_anew(gguf: Path) -> None:
+def test_a_damaged_folder_is_made_again(gguf: Path) -> None:
     folder = resolve(str(gguf), Told()).path
     (folder / "model.safetensors").unlink()
     leftover = folder.with_name(f".{folder.name}.killed")

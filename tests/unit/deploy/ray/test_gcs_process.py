@@ -43,7 +43,7 @@ async def test_a_silent_one_is_ended_once_and_that_is_said(monkeypatch: pytest.M
     assert lines[0].startswith("gcs has not answered")
 
 
-async def test_one_of_others_is_told_of_when_it_is_silent_and_when_it_is_back(
+async def test_another_worker_is_logged_when_silent_and_when_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gcs_process, "_EACH_S", 0.001)

@@ -182,7 +182,7 @@ async def test_pools_grow_and_shrink_by_what_is_written_down() -> None:
     await play.end()
 
 
-async def test_a_size_that_somebody_has_just_chosen_is_left_alone(
+async def test_a_size_that_an_operator_has_just_chosen_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     play = Play(1, 1, max_workers=3, cooldown_s=0.02)
@@ -259,7 +259,7 @@ def observer_of(
     )
 
 
-def test_each_wanted_slot_is_told_of_in_its_state() -> None:
+def test_each_wanted_slot_is_published_with_its_state() -> None:
     phases = {
         "prefill-0": Phase.RUNNING,
         "prefill-1": Phase.RUNNING,
@@ -346,7 +346,7 @@ class Worker(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.ChangeRoleResponse(took_ms=1500)
 
 
-async def test_a_worker_is_asked_and_its_error_is_told() -> None:
+async def test_a_worker_is_asked_and_its_error_is_reported() -> None:
     worker, server = Worker(), make_server()
     control_pb2_grpc.add_ControlServiceServicer_to_server(worker, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -99,7 +99,7 @@ async def begun(
         slots.close()
 
 
-async def test_a_worker_is_told_for_how_long_others_alone_were_listed(
+async def test_a_worker_learns_how_long_only_others_were_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with begun(monkeypatch) as (scene, slots):
@@ -113,7 +113,7 @@ async def test_a_worker_is_told_for_how_long_others_alone_were_listed(
 
 
 @pytest.mark.parametrize("listed", [None, ()])
-async def test_a_registry_that_is_away_or_empty_blames_nobody(
+async def test_an_unreachable_or_empty_registry_marks_no_worker_dead(
     monkeypatch: pytest.MonkeyPatch, listed: tuple[str, ...] | None
 ) -> None:
     async with begun(monkeypatch) as (scene, slots):
@@ -121,7 +121,7 @@ async def test_a_registry_that_is_away_or_empty_blames_nobody(
         assert await scene.pass_time(slots, 500) == 0
 
 
-async def test_a_supervisor_that_stood_still_blames_nobody_for_that(
+async def test_a_supervisor_that_was_stopped_marks_no_worker_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with begun(monkeypatch) as (scene, slots):
@@ -130,7 +130,7 @@ async def test_a_supervisor_that_stood_still_blames_nobody_for_that(
         assert await scene.pass_time(slots, 1) < 10
 
 
-async def test_who_leaves_is_seen_to_and_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leaving_worker_is_noticed_and_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     async with begun(monkeypatch) as (scene, slots):
         await slots.drain("decode-0", 3.0)
         await slots.drain("decode-9", 3.0)

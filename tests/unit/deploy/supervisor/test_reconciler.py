@@ -57,7 +57,7 @@ def test_an_empty_slot_is_filled_at_once_and_only_once() -> None:
     assert reconciler.states(LOOK_S)[SLOT].phase is Phase.STARTING
 
 
-def test_an_order_of_which_nothing_comes_is_given_again() -> None:
+def test_an_order_without_effect_is_given_again() -> None:
     reconciler = keeper_of(SLOT)
     reconciler.observe(SLOT, Observed.ABSENT, 0.0)
     reconciler.decide(0.0)
@@ -68,7 +68,7 @@ def test_an_order_of_which_nothing_comes_is_given_again() -> None:
     assert (state.deaths, state.last_error) == (0, "Ray is away")
 
 
-def test_who_dies_before_anybody_looks_has_died() -> None:
+def test_a_process_that_dies_before_the_first_look_has_died() -> None:
     reconciler = keeper_of(SLOT)
     now = 0.0
     for deaths in range(1, CRASH_LOOP_DEATHS + 1):
@@ -131,7 +131,7 @@ def test_a_healthy_while_forgives() -> None:
     assert (state.deaths, state.last_error) == (0, "")
 
 
-def test_who_is_silent_for_long_is_ended_and_replaced_and_who_wakes_in_time_is_not() -> None:
+def test_a_long_silent_worker_is_replaced_and_one_that_wakes_in_time_is_not() -> None:
     reconciler = keeper_of(SLOT)
     reconciler.observe(SLOT, Observed.SERVING, 0.0)
     now = 1.0
@@ -164,7 +164,7 @@ def test_who_does_not_come_to_serve_is_ended() -> None:
     assert reconciler.decide(START_S) == {SLOT: SlotAction.END}
 
 
-def test_who_is_not_wanted_any_more_is_drained_and_forgotten() -> None:
+def test_an_unwanted_worker_is_drained_and_forgotten() -> None:
     reconciler = keeper_of(SLOT, "decode-1")
     for slot in (SLOT, "decode-1"):
         reconciler.observe(slot, Observed.SERVING, 0.0)
@@ -179,7 +179,7 @@ def test_who_is_not_wanted_any_more_is_drained_and_forgotten() -> None:
 
 
 @pytest.mark.parametrize("observed", [Observed.SERVING, Observed.LEAVING])
-def test_who_is_not_wanted_and_does_not_go_is_ended(observed: Observed) -> None:
+def test_an_unwanted_worker_that_does_not_leave_is_ended(observed: Observed) -> None:
     reconciler = keeper_of(SLOT)
     reconciler.observe(SLOT, Observed.SERVING, 0.0)
     reconciler.want([])
@@ -191,7 +191,7 @@ def test_who_is_not_wanted_and_does_not_go_is_ended(observed: Observed) -> None:
 
 
 @pytest.mark.parametrize("observed", [Observed.STARTING, Observed.SILENT])
-def test_who_is_not_wanted_and_runs_nothing_is_ended_at_once(observed: Observed) -> None:
+def test_an_unwanted_idle_worker_is_ended_at_once(observed: Observed) -> None:
     reconciler = keeper_of(SLOT)
     reconciler.observe(SLOT, observed, 0.0)
     reconciler.want([])
@@ -324,7 +324,7 @@ Cluster.TestCase.settings = settings(max_examples=30, stateful_step_count=15, de
 TestCluster = Cluster.TestCase
 
 
-def test_it_is_what_the_configuration_says_until_somebody_chooses() -> None:
+def test_a_pools_size_is_the_configured_one_until_an_operator_chooses() -> None:
     wanted = WantedSlots(POOLS)
     assert wanted.slots() == AT_FIRST
     assert wanted.choose({}) == {}
@@ -342,7 +342,7 @@ def test_what_was_chosen_is_remembered_where_it_is_lost() -> None:
     assert wanted.slots() == {f"decode-{n}" for n in range(4)}
 
 
-def test_who_lives_is_wanted_until_somebody_says_otherwise() -> None:
+def test_a_live_worker_is_wanted_until_an_operator_changes_that() -> None:
     wanted = WantedSlots(POOLS, ["decode-3", "decode-0", "stranger-8", "supervisor"])
     assert wanted.slots() == AT_FIRST | {"decode-2", "decode-3"}
     assert wanted.choose({}) == {"decode": 4}

@@ -207,7 +207,7 @@ def state_of(play: Play, slot: str) -> float | None:
     return play.metrics.registry.get_sample_value("baton_worker_slot_state", labels)
 
 
-async def test_a_pool_grows_and_shrinks_by_the_newest_and_nobody_has_died() -> None:
+async def test_a_pool_grows_and_shrinks_by_the_newest_without_deaths() -> None:
     play = Play(FakeWorkers(), FakeBoard())
     await play.until(lambda: play.phase("decode-1") is Phase.RUNNING)
     play.sizes.sizes["decode"] = 4
@@ -257,7 +257,7 @@ async def test_a_chosen_size_outlives_the_supervisor_and_the_store() -> None:
     await again.end()
 
 
-async def test_its_slots_and_the_autoscalers_note_are_told() -> None:
+async def test_its_slots_and_the_autoscalers_note_are_shown() -> None:
     play = Play(
         FakeWorkers(decode_0=SlotObservation(Observed.SERVING, pid=77, node="here")), FakeBoard()
     )

@@ -10,13 +10,13 @@ from tests.support.deploy.supervisor_actor import settings
 FIRST = (settings("prefill", 0), settings("decode", 0), settings("decode", 1))
 
 
-def test_the_first_ones_are_told_what_they_were_told_before() -> None:
+def test_the_first_ones_receive_what_they_received_before() -> None:
     slots = SlotSettings(FIRST)
     assert [slots.of(one.slot) for one in FIRST] == list(FIRST)
     assert slots.pools == {"prefill": 1, "decode": 2}
 
 
-def test_others_are_told_the_same_of_their_pool() -> None:
+def test_other_workers_receive_the_same_pool_settings() -> None:
     third = SlotSettings(FIRST).of("decode-2")
     assert third == FIRST[1].model_copy(update={"slot": "decode-2"})
 

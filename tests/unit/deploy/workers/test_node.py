@@ -85,13 +85,13 @@ def test_threads_of_a_pool_leave_the_board_alone() -> None:
     assert (share.threads, share.core_board) == (3, "")
 
 
-def test_whoever_comes_late_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_bid_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACES_VARIABLE, "1")
     shares = [NodeShare.take(settings(), "127.0.0.1") for _ in range(CORE_LINES + 2)]
     assert [bool(share.core_board) for share in shares] == [True] * (CORE_LINES + 1) + [False]
 
 
-def test_a_node_that_nobody_has_started_gets_a_run_directory(
+def test_a_node_without_a_launcher_gets_a_run_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv(RUN_VARIABLE)
@@ -153,6 +153,6 @@ def test_a_number_is_free_again_when_its_process_has_ended(tmp_path: Path) -> No
             one.end()
 
 
-def test_a_file_that_says_nothing_is_nobody(tmp_path: Path) -> None:
+def test_an_empty_file_names_no_process(tmp_path: Path) -> None:
     (tmp_path / "0").write_text("")
     assert NodeWorkers(tmp_path).running() == []

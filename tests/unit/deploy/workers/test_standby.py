@@ -72,7 +72,7 @@ def test_who_was_asked_imports_holds_the_lock_and_gives_it_back_when_it_is_taken
     assert not place.lock.is_held()
 
 
-def test_whoever_is_taken_waits_for_imports_that_are_under_way(place: StandbyFiles) -> None:
+def test_a_taken_standby_waits_for_imports_in_progress(place: StandbyFiles) -> None:
     imports = Imports()
     place.request()
     one = standby(place, imports)
@@ -86,7 +86,9 @@ def test_whoever_is_taken_waits_for_imports_that_are_under_way(place: StandbyFil
     assert not place.lock.is_held()
 
 
-def test_whoever_was_not_asked_or_is_taken_before_imports_nothing(place: StandbyFiles) -> None:
+def test_a_process_that_was_not_asked_or_is_already_taken_imports_nothing(
+    place: StandbyFiles,
+) -> None:
     imports = Imports()
     standby(place, imports).take()
     place.request()
@@ -97,9 +99,7 @@ def test_whoever_was_not_asked_or_is_taken_before_imports_nothing(place: Standby
     assert place.take_request()
 
 
-def test_one_stands_by_on_a_node_and_the_next_one_after_him(
-    place: StandbyFiles, tmp_path: Path
-) -> None:
+def test_a_node_has_one_warm_standby_and_then_the_next(place: StandbyFiles, tmp_path: Path) -> None:
     holder, imports = place.lock, Imports()
     assert holder.take()
     place.request()
@@ -130,7 +130,7 @@ def test_imports_that_fail_let_the_lock_go(
     one.take()
 
 
-def test_one_is_asked_for_at_the_second_look_that_finds_nobody_and_not_for_ever() -> None:
+def test_a_standby_is_requested_at_the_second_look_that_finds_none_and_not_forever() -> None:
     watch = StandbyWatch()
     assert not watch.look(0.0, stands_by=False)
     assert watch.look(5.0, stands_by=False)

@@ -62,7 +62,7 @@ def serving(port: int, leave_by: float | None = None) -> WorkerThread:
     return life
 
 
-def test_who_is_not_listed_and_reached_by_nobody_ends_after_a_while() -> None:
+def test_an_unlisted_unreachable_worker_ends_after_a_while() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         life = serving(server.getsockname()[1])
         assert not life.ask(0.0)
@@ -71,7 +71,7 @@ def test_who_is_not_listed_and_reached_by_nobody_ends_after_a_while() -> None:
             life.ask(UNLISTED_S + 1)
 
 
-def test_whom_somebody_is_connected_to_goes_on() -> None:
+def test_a_worker_with_connections_continues() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         life = serving(server.getsockname()[1])
         with closing(socket.create_connection(server.getsockname())):
@@ -80,7 +80,7 @@ def test_whom_somebody_is_connected_to_goes_on() -> None:
                 assert not life.ask(10 * UNLISTED_S)
 
 
-def test_who_leaves_says_so_whatever_the_registry_lists() -> None:
+def test_a_leaving_worker_reports_it_whatever_the_registry_lists() -> None:
     assert serving(1, leave_by=5.0).ask(10 * UNLISTED_S)
 
 

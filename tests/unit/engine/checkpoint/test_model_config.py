@@ -197,7 +197,7 @@ def test_a_damaged_generation_config_names_its_file(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_an_unknown_architecture_is_told_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, architectures=["FalconForCausalLM"])
     assert "FalconForCausalLM" in caught.value.message

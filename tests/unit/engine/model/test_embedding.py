@@ -102,7 +102,7 @@ def test_others_answers_stay_what_they_are(model: Path) -> None:
 
 
 @native
-def test_beside_a_drafter_that_takes_hidden_states(model: Path, tmp_path: Path) -> None:
+def test_with_a_drafter_that_takes_hidden_states(model: Path, tmp_path: Path) -> None:
     head = make_eagle_head(tmp_path / "head", model)
     engine = engine_of(model, "bfloat16", drafter="eagle", draft_model=head)
     others = [spoken(n, prompt) for n, prompt in enumerate(PROMPTS)]

@@ -80,7 +80,7 @@ def test_options_of_a_torch_that_cannot_say_it() -> None:
     assert _in_order(options) == SimpleNamespace(rootRank=0)
 
 
-def test_an_operation_that_fails_is_told_as_a_lost_rank() -> None:
+def test_an_operation_that_fails_is_reported_as_a_lost_rank() -> None:
     class Broken:
         def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
             raise RuntimeError("Connection closed by peer")

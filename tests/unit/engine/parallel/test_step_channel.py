@@ -106,7 +106,7 @@ def test_strangers_are_not_let_in() -> None:
     leader.close()
 
 
-def test_nobody_waits_for_ranks_once_one_is_known_to_have_failed() -> None:
+def test_ranks_are_not_waited_for_once_one_has_failed() -> None:
     leader = LeaderChannel(HOST, 2)
     threading.Timer(0.2, leader.fail, ("rank 1: no such file",)).start()
     with pytest.raises(WorkerFailed, match="rank 1: no such file"):
@@ -116,7 +116,7 @@ def test_nobody_waits_for_ranks_once_one_is_known_to_have_failed() -> None:
     leader.close()
 
 
-def test_a_rank_that_finds_nobody_says_so() -> None:
+def test_a_rank_without_peers_reports_it() -> None:
     leader = LeaderChannel(HOST, 2)
     leader.close()
     with pytest.raises(WorkerFailed, match="rank 1 cannot reach rank 0"):

@@ -34,7 +34,7 @@ inputs = st.builds(
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(inputs, st.booleans()), max_size=6))
-def test_steps_are_read_as_they_were_told(steps: list[tuple[StepInput, bool]]) -> None:
+def test_steps_are_read_as_they_were_sent(steps: list[tuple[StepInput, bool]]) -> None:
     writer, reader = StepWriter(), StepReader()
     for step, draws in steps:
         told = reader.read(writer.step(step, draws=draws))

@@ -94,7 +94,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_built_anew(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_built_again(tmp_path: Path, damage: str) -> None:
     cache = PackedCache(tmp_path)
     cache.get_or_build("k", build)
     path = tmp_path / "packed" / "k.safetensors"
@@ -206,7 +206,7 @@ def test_the_newest_stays_whatever_the_limit(tmp_path: Path) -> None:
     assert not (tmp_path / "packed" / "a.safetensors").exists()
 
 
-def test_a_disk_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_disk_that_fails_is_reported(tmp_path: Path) -> None:
     (tmp_path / "packed").write_text("a file")
     with pytest.raises(ConfigError, match="BATON_CACHE_DIR"):
         PackedCache(tmp_path).get_or_build("k", build)

@@ -299,7 +299,7 @@ def test_an_unused_block_cannot_be_registered() -> None:
         BlockPool(1).register(0, b"x")
 
 
-def test_a_prefix_within_two_blocks_is_told_of_until_both_are_gone() -> None:
+def test_a_prefix_in_two_blocks_is_published_until_both_are_gone() -> None:
     """Prompts that part within a block share its first hash blocks."""
     pool = BlockPool(2)
     one, other = pool.allocate(2)

@@ -50,7 +50,7 @@ def test_the_lowest_priority_goes_first_then_the_cheapest_then_the_latest() -> N
     assert victim_of([long], pool, SIZE) is long
 
 
-def test_who_has_lost_its_blocks_comes_before_those_who_have_not() -> None:
+def test_preempted_sequences_come_before_new_ones() -> None:
     pool = BlockPool(64)
     often = sequence_of(pool, 4, preemptions=1)
     never = sequence_of(pool, 20)

@@ -39,7 +39,7 @@ def counts(plan: StepPlan) -> dict[int, int]:
     return {row.sequence_id: row.count for row in plan.rows}
 
 
-def test_a_prompt_is_chunked_beside_a_sequence_that_decodes() -> None:
+def test_a_prompt_is_chunked_while_a_sequence_decodes() -> None:
     world = make_world()
     first = decoding(world)
     prompt = world.add(make_spec(PROMPT, max_tokens=2))

@@ -126,7 +126,7 @@ def test_nothing_is_drafted_before_a_step_without_drafts_was_seen() -> None:
     assert length.choose(1, 1, []) == []
 
 
-def test_beside_prompts_a_draft_costs_as_much_as_any_token() -> None:
+def test_in_steps_with_prompts_a_draft_costs_as_much_as_any_token() -> None:
     """Two tokens in the time of 101 rows rather than of 100; but not in that of two rows."""
     length = DraftLength()
     assert length.choose(1, 100, [Proposal(0, 15, 5)]) == [5]
@@ -187,7 +187,7 @@ def test_a_cost_that_nothing_confirms_is_forgotten() -> None:
     assert costs.seconds(1, 1) == pytest.approx([10.0, 10.3])
 
 
-def test_large_counts_are_told_apart_by_fours() -> None:
+def test_large_counts_are_grouped_by_fours() -> None:
     costs = DraftCosts()
     costs.observe(30, 0, 10.0)
     costs.observe(31, 40, 20.0)

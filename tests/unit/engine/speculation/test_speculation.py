@@ -269,7 +269,7 @@ def test_drafters_by_name(tmp_path: Path) -> None:
         build_engine(replace(settings, drafter="guess"))
 
 
-def test_a_gpu_drafts_where_it_is_told_to() -> None:
+def test_a_gpu_drafts_if_configured() -> None:
     gpu = torch.device("cuda")
     found = {
         name: drafter_of(EngineSettings(Path(), drafter=name), gpu)

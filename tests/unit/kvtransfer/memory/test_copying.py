@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused(target: str) -> None:
     assert out == bytes(8)
 
 
-def test_threads_copy_beside_one_another(target: str) -> None:
+def test_threads_copy_in_parallel(target: str) -> None:
     data = [random_bytes(200_003, seed) for seed in range(4)]
     found: list[int] = [0] * len(data)
 

@@ -88,7 +88,7 @@ def test_lengths_are_bytes_whatever_the_items_are(memory: BlockMemory) -> None:
     assert out.tolist() == words.tolist()
 
 
-def test_whoever_maps_the_pool_sees_what_is_written() -> None:
+def test_a_process_that_maps_the_pool_sees_what_is_written() -> None:
     pool = allocate(BLOCKS * BLOCK_BYTES)
     try:
         memory = HostMemory(pool.data.reshape(BLOCKS, BLOCK_BYTES), pool.file)

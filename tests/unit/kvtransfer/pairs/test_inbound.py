@@ -382,7 +382,7 @@ async def test_a_pair_is_opened_first_and_once(world: World) -> None:
 # Batches
 
 
-async def test_a_batch_goes_where_the_keeper_says_and_is_told_when_it_has_landed(
+async def test_a_batch_goes_where_the_receiver_says_and_its_arrival_is_reported(
     world: World,
 ) -> None:
     call = await world.open()
@@ -656,7 +656,7 @@ async def test_bytes_that_never_come_are_given_up_though_their_writer_lives(
     assert "batch 0 of prefill-0:1 has not come" in error.message
 
 
-async def test_a_writer_that_opens_its_pair_anew_ends_the_old_one(world: World) -> None:
+async def test_a_writer_that_reopens_its_pair_ends_the_old_one(world: World) -> None:
     old = await world.open()
     old_link = world.link
     new = await world.open()

@@ -250,7 +250,7 @@ async def test_a_receiver_that_does_not_answer_is_given_up(make_world: MakeWorld
     await until(lambda: world.receiver.is_over)
 
 
-async def test_nobody_listens(make_world: MakeWorld) -> None:
+async def test_without_a_listener(make_world: MakeWorld) -> None:
     world = await make_world(None)
     await world.server.stop(None)
     with pytest.raises(WorkerFailed, match="decode-0:1"):

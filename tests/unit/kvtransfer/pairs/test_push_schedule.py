@@ -214,7 +214,7 @@ def test_a_chunk_whose_predecessor_was_not_told_of_waits_for_it() -> None:
     assert len(plan.layers_done(4, 2)) == 2
 
 
-def test_blocks_of_which_all_layers_have_gone_go_no_more() -> None:
+def test_blocks_with_all_layers_sent_are_not_sent_again() -> None:
     plan = PutPlan(LAYERS, 2)
     assert plan.layers_done(2, LAYERS) == [(0, 0, 4), (1, 0, 4)]
     assert plan.blocks_done(2) == []

@@ -170,7 +170,7 @@ def test_blocks_in_the_hosts_memory_are_refused(executor: Executor) -> None:
         CudaIpcTransport(executor).register(memory)
 
 
-def test_without_a_gpu_it_says_so(executor: Executor) -> None:
+def test_a_missing_gpu_is_reported(executor: Executor) -> None:
     with pytest.raises(ConfigError, match="cuda_ipc"):
         CudaIpcTransport(executor).register(GpuBlocks(1))
 
@@ -352,7 +352,7 @@ def test_a_link_that_is_closed_after_its_executor_unmaps_at_once(
     assert machine.mapped() == 0
 
 
-def test_the_writers_blocks_stay_mapped_until_the_copy_under_way_has_ended(
+def test_the_writers_blocks_stay_mapped_until_the_current_copy_has_ended(
     machine: Machine,
     link: CudaIpcReceiveLink,
     executor: Executor,
@@ -381,7 +381,7 @@ def test_the_writers_blocks_stay_mapped_until_the_copy_under_way_has_ended(
     assert machine.mapped() == 0
 
 
-def test_a_writer_that_opens_its_pair_anew_keeps_its_blocks_mapped(
+def test_a_writer_that_reopens_its_pair_keeps_its_blocks_mapped(
     machine: Machine, transport: CudaIpcTransport, link: CudaIpcReceiveLink
 ) -> None:
     again, _ = transport.accept(WRITER, machine.offer(READER_GPU))

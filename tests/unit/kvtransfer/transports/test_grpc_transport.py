@@ -208,7 +208,7 @@ def test_sending_is_over_when_the_payload_is_needed_no_longer(world: World) -> N
     sender.send(0, packed, DEADLINE_S).wait(DEADLINE_S)
 
 
-def test_nobody_listens(world: World) -> None:
+def test_without_a_listener(world: World) -> None:
     world.receiver.close()
     send_until_refused(world)
 
@@ -266,7 +266,7 @@ def test_what_cannot_be_ends_the_pair(
     assert_only(world, before, [4, 0])
 
 
-def test_whoever_waits_for_word_of_a_batch_waits_no_longer_than_its_link_lives(
+def test_waiting_for_a_batch_ends_with_its_link(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_transport, "_PATIENCE_S", 3600.0)

@@ -66,7 +66,7 @@ def batch_of(
     )
 
 
-def test_memory_that_nobody_can_map_is_refused(world: World) -> None:
+def test_memory_that_cannot_be_mapped_is_refused(world: World) -> None:
     transport = ShmTransport(world.executor)
     with pytest.raises(ConfigError, match="memory that others can map"):
         transport.register(HostMemory(np.zeros((1, 64), dtype=np.uint8)))

@@ -95,7 +95,7 @@ def test_waiting_ends_with_it() -> None:
     ending.join(DEADLINE_S)
 
 
-def test_whoever_asks_late_is_told_at_once() -> None:
+def test_a_late_waiter_gets_the_result_at_once() -> None:
     transfer = Transfer()
     transfer.finish()
     told: list[Transfer] = []
@@ -103,7 +103,7 @@ def test_whoever_asks_late_is_told_at_once() -> None:
     assert told == [transfer]
 
 
-def test_whoever_is_told_finds_it_over_and_may_ask_again() -> None:
+def test_a_notified_listener_may_ask_again() -> None:
     transfer = Transfer()
     seen: list[bool] = []
     transfer.when_over(lambda over: over.when_over(lambda again: seen.append(again.poll())))

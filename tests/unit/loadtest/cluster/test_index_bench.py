@@ -45,7 +45,7 @@ def test_a_file_that_cannot_be_written() -> None:
 
 
 @pytest.mark.parametrize(("workers", "pairs"), [(1, 1), (3, 5000), (100, 60_000)])
-def test_prompts_and_who_holds_them(workers: int, pairs: int) -> None:
+def test_prompts_and_their_holders(workers: int, pairs: int) -> None:
     workload = IndexWorkload(workers, pairs)
     held = [set(workload.held_by(worker)) for worker in range(workers)]
     assert sum(map(len, held)) == workload.pairs >= min(pairs, workload.pairs)

@@ -77,7 +77,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "_VOCABULARY", 300)
 
 
-async def test_answers_and_refusals_are_told_apart() -> None:
+async def test_answers_and_refusals_are_distinguished() -> None:
     seen = 0
 
     async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:

@@ -33,7 +33,7 @@ def test_baton_is_started_as_a_user_would(tmp_path: Path) -> None:
     assert quantized[quantized.index("--quantization") + 1] == "int8"
 
 
-def test_no_server_speculates_unless_it_is_told_to(tmp_path: Path) -> None:
+def test_no_server_speculates_unless_configured(tmp_path: Path) -> None:
     """A small model repeats itself behind random prompts: a comparison would show that alone."""
     programs = make_fakes(tmp_path).programs
     for name in PEERS:

@@ -92,7 +92,7 @@ def test_the_recording_has_the_cases_that_matter() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("client", COMPARISONS)
-def test_their_own_code_says_so(client: str) -> None:
+def test_their_own_code_reports_it(client: str) -> None:
     python = _python(client)
     if python is None:
         pytest.skip(f"{client} is not installed; {VARIABLES[client]} may name a Python that has it")

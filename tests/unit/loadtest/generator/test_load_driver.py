@@ -98,7 +98,7 @@ async def test_requests_are_made_ahead_but_not_all_at_once() -> None:
         await running
 
 
-async def test_a_closed_loop_keeps_so_many_under_way() -> None:
+async def test_a_closed_loop_keeps_a_fixed_number_in_flight() -> None:
     target = FakeTarget()
     driver = LoadDriver(target)
     records = await driver.closed_loop(SOURCE, 3, 60.0, 40)
@@ -115,7 +115,7 @@ async def test_a_closed_loop_ends_by_time() -> None:
     assert driver.counts.under_way == 0
 
 
-async def test_what_is_stopped_sends_no_more_and_waits_for_what_is_under_way() -> None:
+async def test_a_stopped_sender_sends_no_more_and_waits_for_copies_in_flight() -> None:
     gate = asyncio.Event()
     target = FakeTarget(gate)
     driver = LoadDriver(target)

@@ -57,7 +57,7 @@ def test_half_a_line_is_neither_read_nor_continued(tmp_path: Path) -> None:
     assert [record["kind"] for record in found.records()] == ["run", "done"]
 
 
-def test_times_stand_beside_predictions_and_peers() -> None:
+def test_times_are_shown_next_to_predictions_and_peers() -> None:
     timing = Timing("decode 1 × 1k", 0.005, "vLLM", 0.004)
     records = [RUN, {**PLACE, **timing.record()}, {"kind": "done", **PLACE}]
     rows = [line for line in table(records).splitlines() if line.startswith("| decode 1 × 1k |")]

@@ -85,7 +85,7 @@ def test_the_plans_fit_their_minutes(capsys: pytest.CaptureFixture[str]) -> None
         assert sum(phase.limits_s.get(plan, 0.0) for phase in PHASES) <= 60 * minutes - 15
 
 
-def test_what_is_wrong_is_told_and_costs_no_other_item(
+def test_a_wrong_item_is_reported_and_costs_no_other(
     runs: Runs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert runs.run("first=right,wrong,slow,crash,fail,right", "second=right") == 1

@@ -43,7 +43,7 @@ def test_sizes_end_at_the_most() -> None:
         sizes_of(2 * MIB, MIB)
 
 
-def test_small_sizes_are_moved_oftener() -> None:
+def test_small_sizes_are_moved_more_often() -> None:
     assert pairs_of(BLOCK, 5) == 60
     assert pairs_of(16 * MIB, 5) == 16
     assert pairs_of(1 << 30, 5) == 5

@@ -57,7 +57,7 @@ def test_the_tables() -> None:
     assert "43000" in text
 
 
-def test_a_peer_stands_beside_it() -> None:
+def test_a_peer_is_shown_next_to_it() -> None:
     settings = RouterBenchSettings(Path("/models/some-model"), peer="x {backend} {port}")
     peer = dataclasses.replace(FIGURES, through=DIRECT)
     found = json.loads(as_json(this_machine(), settings, FIGURES, peer))

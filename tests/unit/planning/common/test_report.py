@@ -32,5 +32,5 @@ def test_the_first_core_names_the_processor(tmp_path: Path) -> None:
     assert report._cpu(tmp_path / "absent")
 
 
-def test_without_a_repository_the_version_is_told(tmp_path: Path) -> None:
+def test_without_a_repository_the_version_is_reported(tmp_path: Path) -> None:
     assert report._commit(tmp_path)

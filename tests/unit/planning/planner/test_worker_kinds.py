@@ -102,6 +102,6 @@ def test_what_is_no_price_is_refused(text: str) -> None:
         parse_prices([text])
 
 
-def test_nobody_guesses_what_a_profile_costs() -> None:
+def test_the_cost_of_a_profile_is_not_guessed() -> None:
     with pytest.raises(ConfigError, match=r"--price cpu\.json"):
         price_of(parse_prices([]), "cpu.json")

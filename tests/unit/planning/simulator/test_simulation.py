@@ -116,7 +116,7 @@ def test_a_leap_is_as_good_as_single_steps(
 
 @settings(max_examples=10, deadline=None)
 @given(traces(), st.sampled_from(LOCAL))
-def test_who_is_refused_is_refused_either_way(
+def test_a_rejected_request_is_rejected_either_way(
     requests: list[TracedRequest], local: LocalPrefill
 ) -> None:
     leapt = run(requests, 2, 1, local, shed_after_s=0.1)

@@ -48,7 +48,7 @@ def test_a_call_is_written_with_its_key_and_its_result(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(("headers", "error"), [(bearer("asks"), Forbidden), ({}, Unauthenticated)])
-def test_who_is_no_operator_runs_nothing(headers: dict[str, str], error: type[BatonError]) -> None:
+def test_only_operators_run_it(headers: dict[str, str], error: type[BatonError]) -> None:
     ran = []
     with pytest.raises(error), operator_call(access(), headers, "", "drain", "decode-0"):
         ran.append(1)

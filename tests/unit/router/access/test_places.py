@@ -84,7 +84,7 @@ async def test_time_in_which_the_process_stands_still_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_those_that_are_told_may_wait_again(count: int) -> None:
+async def test_those_that_are_notified_may_wait_again(count: int) -> None:
     places, told = Places(10, 0, 0.1), list[int]()
 
     def again(one: Place, number: int) -> None:

@@ -145,7 +145,7 @@ async def test_priorities_and_tenants() -> None:
     room.room.close()
 
 
-async def test_too_late_is_told_without_anything_happening() -> None:
+async def test_a_late_request_is_reported_without_any_effect() -> None:
     """A tick alone finds it."""
     room = Room()
     first = room.start("a")
@@ -296,7 +296,7 @@ async def test_a_full_room() -> None:
     room.room.close()
 
 
-async def test_without_workers_nobody_waits() -> None:
+async def test_without_workers_no_request_waits() -> None:
     room = Room()
     tasks = [room.start(name) for name in "ab"]
     await turns()

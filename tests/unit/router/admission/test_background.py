@@ -193,7 +193,7 @@ def test_one_that_leaves_leaves_nothing_behind() -> None:
     assert "late" in cluster.order
 
 
-def test_without_workers_they_are_told_so() -> None:
+def test_without_workers_requests_fail_with_the_reason() -> None:
     cluster = Shared()
     cluster.offer("blocker", 5000)
     cluster.offer_background("b")
@@ -208,7 +208,7 @@ def test_without_workers_they_are_told_so() -> None:
     ),
     places=st.integers(1, 20),
 )
-def test_all_end_and_nobody_is_overtaken_by_them(
+def test_all_end_without_overtaking_others(
     arrivals: list[tuple[float, bool, int, int]], places: int
 ) -> None:
     """``Shared.pump`` checks each moment."""

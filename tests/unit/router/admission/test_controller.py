@@ -66,7 +66,7 @@ def stand_still(cluster: Cluster, seconds: float) -> None:
     assert cluster.admission.speed < 0.1
 
 
-def test_a_worker_that_stood_still_turns_nobody_away_for_ever() -> None:
+def test_a_worker_that_was_stopped_does_not_reject_requests_forever() -> None:
     """Only waiting teaches a rate, and who is refused does not wait."""
     cluster = Cluster()
     cluster.learn()
@@ -286,7 +286,7 @@ def test_while_requests_are_refused_for_time_one_is_let_through_now_and_then() -
     assert refused == list(range(20))
 
 
-def test_what_was_learned_of_slow_answers_is_forgotten_where_nobody_decodes() -> None:
+def test_what_was_learned_of_slow_answers_is_forgotten_if_nothing_decodes() -> None:
     """Prompts held back, and deadlines taken for hopeless: nobody would get in to show better."""
     cluster = Cluster(slo_s=1.6, slo_tpot_s=0.1)
     cluster.learn()
@@ -317,7 +317,7 @@ def test_a_long_prompt_leaves_the_other_prefill_workers_theirs() -> None:
     assert admission.admit(capacity, 0.1) == ["r3"]
 
 
-def test_a_slow_reader_slows_nobody_down() -> None:
+def test_a_slow_reader_slows_no_other_client() -> None:
     cluster = Cluster(slo_tpot_s=0.1)
     cluster.learn()
     rate = cluster.admission.speed
@@ -349,7 +349,7 @@ def test_a_lower_priority_number_goes_first_and_age_makes_up_for_it() -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(-(1 << 31), (1 << 31) - 1), st.lists(st.integers(-(1 << 31), 0), min_size=1))
-def test_nobody_starves(worst: int, others: list[int]) -> None:
+def test_no_tenant_starves(worst: int, others: list[int]) -> None:
     """Whatever numbers others give, a request is overtaken for a bounded time only."""
     cluster = Cluster(tokens_per_s=1000.0)
     cluster.offer("blocker", 2000)
@@ -439,7 +439,7 @@ def test_at_a_reduced_pace_a_long_prompt_leaves_the_other_prefill_workers_theirs
     assert "d" in cluster.order
 
 
-def test_without_workers_all_go_to_be_told_so() -> None:
+def test_without_workers_all_requests_are_sent_to_fail() -> None:
     cluster = Cluster(places=0)
     cluster.offer("a")
     cluster.offer("b")

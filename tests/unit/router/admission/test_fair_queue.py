@@ -80,7 +80,7 @@ def test_tokens_are_shared_and_not_requests() -> None:
     assert 8 <= gone.count("big") <= 12
 
 
-def test_who_comes_late_saves_nothing_up_and_owes_nothing() -> None:
+def test_a_late_tenant_has_no_credit_and_no_debt() -> None:
     queue: FairQueue[Numbered] = FairQueue({"a": 1.0, "b": 1.0}, 1000)
     for _ in range(50):
         queue.push(entry("a", QUANTUM_TOKENS))
@@ -99,7 +99,7 @@ def test_a_light_tenant_with_a_huge_request_gets_its_turn() -> None:
     assert {gone.item for gone in drain(queue)} == {0, 7}
 
 
-def test_a_full_queue_takes_room_from_whom_has_most() -> None:
+def test_a_full_queue_takes_room_from_the_tenant_with_most() -> None:
     queue: FairQueue[Numbered] = FairQueue({"flood": 1.0, "few": 1.0}, 3)
     for item in range(3):
         assert queue.push(entry("flood", 100, float(item), item)) is None

@@ -155,7 +155,7 @@ def test_a_prompt_counts_for_the_part_of_its_stay_in_which_others_waited() -> No
     assert rate.speed == pytest.approx(1000, rel=0.01)
 
 
-def test_who_has_gone_without_a_token_counts_for_nothing() -> None:
+def test_a_client_that_left_without_a_token_counts_for_nothing() -> None:
     rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
     first, second = rate.sent(1, 1000, 0.0), rate.sent(1, 50_000, 0.0)
@@ -209,7 +209,7 @@ def test_a_rate_by_which_times_are_divided_is_never_zero() -> None:
     assert rate.speed >= MIN_SPEED
 
 
-def test_what_was_learned_fades_while_nobody_waits_and_idleness_forgets_it() -> None:
+def test_what_was_learned_fades_while_no_request_waits_and_idleness_forgets_it() -> None:
     rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
     rate.finished(rate.sent(1, 20_000, 0.0), 20.0)

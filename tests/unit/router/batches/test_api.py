@@ -197,7 +197,7 @@ async def test_a_key_sees_its_tenants_files_and_batches_alone(tmp_path: Path) ->
         await ended(ann, batch)
 
 
-async def test_lines_that_were_turned_away_are_tried_again(
+async def test_rejected_lines_are_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batches.line_runner.RETRY_S", 0.01)

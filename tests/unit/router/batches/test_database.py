@@ -324,7 +324,7 @@ def test_faults_are_kept(database: Database) -> None:
         max_size=30,
     )
 )
-def test_each_line_has_one_result_whoever_writes(
+def test_each_line_has_one_result_with_several_writers(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int, bool]]
 ) -> None:
     """Three processes claim, beat and write as they like: counts are those of distinct lines."""

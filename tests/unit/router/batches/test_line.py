@@ -75,7 +75,7 @@ def test_a_file_without_lines_is_at_fault() -> None:
     assert (count, [fault.code for fault in faults]) == (0, ["empty_file"])
 
 
-def test_faults_of_all_lines_are_told() -> None:
+def test_faults_of_all_lines_are_reported() -> None:
     raws = [text(), text(), b"{", text(custom_id="c", url="/v1/completions")]
     count, faults = find_faults(raws, MOST, CHAT, "tiny")
     assert count == 4

@@ -55,7 +55,7 @@ async def dispatcher() -> AsyncIterator[ClusterDispatcher]:
         yield opened
 
 
-async def test_workers_are_told_what_is_left_of_the_deadline(
+async def test_workers_receive_the_time_left_of_the_deadline(
     dispatcher: ClusterDispatcher,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -193,7 +193,7 @@ async def test_a_refused_request_earns_nothing(
     assert not budget.take(cluster.now)
 
 
-async def test_the_time_that_a_client_holds_its_answer_up_is_told_apart(cluster: Cluster) -> None:
+async def test_the_time_that_a_client_delays_its_answer_is_counted_apart(cluster: Cluster) -> None:
     cluster.tokens, cluster.decode_s = 3, 100.0
     assert await cluster.run(request_of(), read_s=7.0) == 3
     assert cluster.held_s == [21.0]

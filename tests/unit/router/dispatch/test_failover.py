@@ -343,7 +343,7 @@ async def test_choices_without_tokens_move_together() -> None:
     world.close(running)
 
 
-async def test_late_messages_of_an_old_attempt_find_nobody() -> None:
+async def test_late_messages_of_an_old_attempt_are_dropped() -> None:
     world = World()
     running = await world.run()
     world.tell(running, 1)
@@ -420,7 +420,7 @@ async def test_a_committed_prefill_may_fail(monkeypatch: pytest.MonkeyPatch) -> 
     world.close(running)
 
 
-async def test_what_is_no_workers_fault_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_that_no_worker_caused_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     running = await world.run()
     world.links["p0"].prefills.fail(GrammarFailed("too deep"))
@@ -468,7 +468,7 @@ async def test_nothing_is_decided_after_the_end() -> None:
     world.close(running)
 
 
-async def test_a_deadline_at_a_decode_worker_is_told() -> None:
+async def test_a_deadline_at_a_decode_worker_is_reported() -> None:
     world = World()
     running = await world.run()
     (attempt,) = running.attempts
@@ -479,7 +479,7 @@ async def test_a_deadline_at_a_decode_worker_is_told() -> None:
     assert world.aborted == [], "it has ended there"
 
 
-async def test_with_nobody_else_the_failure_says_when_to_come_back() -> None:
+async def test_without_other_workers_the_failure_has_a_retry_after() -> None:
     world = World()
     world.links["d1"].is_up = False
     running = await world.run()
@@ -594,7 +594,7 @@ async def test_a_failed_step_is_a_failed_worker_to_clients() -> None:
     world.close(running)
 
 
-async def test_one_that_waited_elsewhere_has_killed_nobody() -> None:
+async def test_a_request_that_waited_elsewhere_has_killed_no_worker() -> None:
     """It was to be handed over to workers that died: none of them has seen it."""
     world = World()
     running = await world.run()
@@ -681,7 +681,7 @@ async def test_a_worker_that_has_done_all_may_go() -> None:
     world.close(running)
 
 
-async def test_a_silent_worker_keeps_what_nobody_else_can_take() -> None:
+async def test_a_silent_worker_keeps_what_no_other_can_take() -> None:
     world = World()
     world.links["d1"].is_up = False
     running = await world.run()
@@ -877,7 +877,9 @@ async def test_streams_that_were_only_to_come_to_a_worker_do_not_break_there(
     world.close(running)
 
 
-async def test_what_is_no_workers_fault_leaves_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_that_no_worker_caused_open_no_breaker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(failover_module, "COMMIT_GRACE_S", 0.0)
     monkeypatch.setattr(breaker_module, "MOMENT_S", 0.001)
     world = World()

@@ -27,7 +27,7 @@ def test_two_workers_at_one_place_are_no_chance() -> None:
     assert failed(("a", 5), ("b", 5 + PROGRESS_TOKENS - 1)).are_proof
 
 
-def test_who_goes_on_after_its_move_was_merely_there() -> None:
+def test_a_request_that_continues_after_its_move_has_not_killed() -> None:
     places = [(f"worker-{number}", number * PROGRESS_TOKENS) for number in range(5)]
     assert not failed(*places).are_proof
     assert failed(*places, ("another", 4 * PROGRESS_TOKENS + 1)).are_proof

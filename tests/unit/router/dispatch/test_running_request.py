@@ -97,7 +97,7 @@ def test_a_request_without_prefix_cache_has_blocks_of_its_own() -> None:
     assert (spec.cache_salt, spec.without_speculation) == (first.block_salt, True)
 
 
-async def test_the_first_token_is_told_by_both_workers() -> None:
+async def test_the_first_token_is_reported_by_both_workers() -> None:
     """The decode worker repeats it; the cached count comes with the prefill worker's."""
     running = make_running()
     running.accept(output(0, "a"))

@@ -186,7 +186,7 @@ async def test_too_many_bytes() -> None:
             pass
 
 
-async def test_a_tenant_with_too_many_large_bodies_is_told_to_come_back(
+async def test_a_tenant_with_too_many_large_bodies_gets_a_retry_after(
     monkeypatch: pytest.MonkeyPatch, held: AsyncExitStack
 ) -> None:
     monkeypatch.setattr(client, "LARGE_AT_ONCE", 2)

@@ -69,7 +69,7 @@ async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
         assert schema["paths"][path]["post"]["requestBody"]["required"], path
 
 
-async def test_it_is_built_once_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_is_built_once_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
     def recorded(**about: Any) -> dict[str, Any]:

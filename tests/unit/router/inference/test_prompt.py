@@ -77,7 +77,7 @@ def test_instructions_follow_the_system_message() -> None:
     assert turns[0]["content"] == "Be brief."
 
 
-def test_content_beside_calls_stays() -> None:
+def test_content_next_to_calls_stays() -> None:
     turn = calls_turn("I look.", [("1", "look_up", "{}")])
     (fit,) = fitted([turn], None, ChatTemplate(TEMPLATE, {}), FORMATS["hermes"])
     assert fit["content"].startswith("I look.\n<tool_call>")

@@ -125,7 +125,7 @@ async def test_streamed_text() -> None:
 
 
 @pytest.mark.parametrize("text", ["It rains.", f"It rains.\n{CALL}"])
-async def test_the_stop_sequence_that_ended_an_answer_is_told(text: str) -> None:
+async def test_the_stop_sequence_that_ended_an_answer_is_reported(text: str) -> None:
     front = front_saying(text)
     asked = {**HELLO, "stop_sequences": ["never", "ains", "in"], "tools": [TOOL]}
     answer = await whole(front, asked)

@@ -125,7 +125,7 @@ def ended(**counts: Any) -> Choice:
         (ended(), [INT8], "continuous_batching,quantization=int8"),
     ],
 )
-def test_what_was_done_is_told_of_the_worker_that_did_it(
+def test_what_was_done_is_reported_for_the_worker_that_did_it(
     choice: Choice, records: list[WorkerRecord], used: str
 ) -> None:
     assert optimization_used(choice, records) == used
@@ -188,7 +188,7 @@ async def test_bad_requests_are_named(path: str, body: dict[str, Any], param: st
     assert sum(front.requests().values()) == 1, "refusals count as requests"
 
 
-async def test_the_bound_of_prompts_is_told() -> None:
+async def test_the_bound_of_prompts_is_shown() -> None:
     asked = {"prompts": ["a"] * (MAX_PROMPTS + 1)}
     error = check_error(await post(make_front(), BATCH, asked), 400)
     assert str(MAX_PROMPTS) in error["message"]

@@ -40,7 +40,7 @@ def place(
     return decision
 
 
-def test_round_robin_takes_everybody_in_turn() -> None:
+def test_round_robin_takes_every_worker_in_turn() -> None:
     made = routing("round_robin")
     found = [place(made, {"p-0": 6}) for _ in range(6)]
     assert [one.prefill for one in found] == ["p-0", "p-1", "p-2"] * 2

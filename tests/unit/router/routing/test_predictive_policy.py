@@ -424,7 +424,7 @@ def test_equal_workers_are_used_equally() -> None:
     assert set(decode.values()) == {30}
 
 
-def test_a_shortlist_is_as_good_as_everybody() -> None:
+def test_a_shortlist_is_as_good_as_all_workers() -> None:
     """With more workers than are compared in pairs the best of each role is still found."""
     slots = [f"p-{n}" for n in range(40)] + [f"d-{n}" for n in range(40)]
     table = table_of(*slots)

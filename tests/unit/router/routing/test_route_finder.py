@@ -138,7 +138,7 @@ async def test_only_one_request_waits_for_an_index_that_is_away(
     assert await lookup.ask(HASHES) == {"w": 2}
 
 
-async def test_it_is_tried_again_while_nobody_waits(
+async def test_it_is_tried_again_while_no_request_waits(
     index: FakeIndex, lookup: PrefixLookup, caplog: pytest.LogCaptureFixture
 ) -> None:
     index.at_once = redis.ConnectionError("away")
@@ -181,7 +181,7 @@ async def test_a_client_that_hangs_up_ends_only_its_own_wait(
     assert await lookup.ask(HASHES) == {"w": 1}
 
 
-async def test_a_fault_of_ours_is_told_and_costs_no_request(
+async def test_an_internal_error_is_reported_and_costs_no_request(
     index: FakeIndex, lookup: PrefixLookup, caplog: pytest.LogCaptureFixture
 ) -> None:
     asking = asyncio.create_task(lookup.ask(HASHES))

@@ -116,7 +116,7 @@ async def test_five_minutes_without_redis_leave_a_router_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("away", [False, True])
-async def test_the_time_of_a_dead_worker_begins_anew_after_redis_was_away(
+async def test_the_time_of_a_dead_worker_restarts_after_redis_was_away(
     monkeypatch: pytest.MonkeyPatch, away: bool
 ) -> None:
     """After it was away all are listed as dead, until their next heartbeats."""

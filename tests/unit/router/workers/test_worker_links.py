@@ -200,7 +200,7 @@ async def test_outputs_and_loads_are_passed_on() -> None:
         assert world.broken == []
 
 
-async def test_a_broken_stream_is_told_and_opened_again() -> None:
+async def test_a_broken_stream_is_reported_and_opened_again() -> None:
     async with open_world() as world:
         world.links.update({"d": world.record})
         await world.until(world.is_up)
@@ -339,7 +339,7 @@ async def test_a_connected_prefill_worker_that_the_registry_lost_is_left_alone()
         assert world.links.up("prefill")
 
 
-async def test_a_prefill_worker_that_speaks_is_kept_while_nobody_can_write() -> None:
+async def test_a_prefill_worker_with_keepalives_is_kept_while_writes_are_blocked() -> None:
     """To the registry, that is."""
     async with open_world() as world:
         world.links.update({"d": replace(world.record, role="prefill")})
@@ -505,7 +505,7 @@ async def test_a_stalled_worker_takes_no_requests_until_a_step_ends() -> None:
         assert world.is_up(), "it has nothing to compute"
 
 
-async def test_who_is_left_out_serves_where_nobody_else_does() -> None:
+async def test_a_skipped_worker_serves_if_no_other_does() -> None:
     async with open_world() as world:
         world.links.update({"d": world.record, "e": replace(world.record, incarnation="e")})
         await world.until(lambda: len(world.links.up("decode")) == 2)

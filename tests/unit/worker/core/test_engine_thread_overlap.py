@@ -70,7 +70,7 @@ def test_a_step_is_started_while_the_one_before_runs() -> None:
 
 
 @pytest.mark.parametrize("broken", [-1, 13])
-def test_a_broken_step_is_told_in_its_turn(broken: int) -> None:
+def test_a_failed_step_is_reported_in_order(broken: int) -> None:
     """One that cannot begin does not overtake the one that runs."""
     runner = OverlappingRunner()
     thread, reports = start_thread(runner)

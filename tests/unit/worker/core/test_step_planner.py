@@ -52,7 +52,7 @@ def test_a_cpu_plans_behind_single_tokens() -> None:
     assert planner.next_plan() is None
 
 
-def test_prompts_beside_decoding_take_what_the_slo_leaves() -> None:
+def test_prompts_during_decoding_take_what_the_slo_leaves() -> None:
     scheduled = scheduler()
     planner = StepPlanner(scheduled, PrefillBudget(COSTS, 0.025), is_cpu=True)
     add(scheduled, 1, 10)

@@ -111,7 +111,7 @@ def test_helpers_that_never_hand_in_are_not_waited_for(tmp_path: Path) -> None:
     assert decode.begin() == 1
 
 
-def test_a_worker_that_starts_anew_clears_its_line(tmp_path: Path) -> None:
+def test_a_restarted_worker_clears_its_line(tmp_path: Path) -> None:
     path = tmp_path / "cores"
     CoreBoard(path, 0, 2, 2, yields=True).begin()
     CoreBoard(path, 0, 2, 2, yields=True)

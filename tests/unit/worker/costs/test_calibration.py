@@ -168,6 +168,6 @@ def test_who_measures_for_too_long_is_not_waited_for(
         thread.join(20)
 
 
-def test_without_others_nobody_is_waited_for() -> None:
+def test_without_others_there_is_no_wait() -> None:
     with alone(None):
         pass

@@ -7,7 +7,7 @@ import pytest
 from worker.costs.step_costs import UnitCost
 
 
-def test_it_starts_with_what_it_is_told() -> None:
+def test_it_starts_with_its_settings() -> None:
     assert UnitCost(0.25, 8).unit_s == 0.25
 
 

@@ -91,7 +91,7 @@ def test_parts_are_written_and_nothing_else(
     assert torch.equal(data.cpu(), expected)
 
 
-def test_a_copy_has_arrived_when_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_has_arrived_when_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_gpu(monkeypatch)
     memory = GpuMemory(torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8))
     memory.write(0, 0, memoryview(bytes(64)))

@@ -181,7 +181,7 @@ async def test_a_pair_is_opened_once_for_all_who_want_it(make_worker: MakeWorker
     assert not pairs[0].broken.done()
 
 
-async def test_whoever_leaves_while_a_pair_is_opened_spoils_it_for_nobody(
+async def test_a_caller_that_leaves_while_a_pair_is_opened_affects_no_other(
     make_worker: MakeWorker,
 ) -> None:
     writer, receiver = await make_worker("prefill-0"), await make_worker("decode-0")
@@ -196,7 +196,7 @@ async def test_whoever_leaves_while_a_pair_is_opened_spoils_it_for_nobody(
         await first
 
 
-async def test_a_broken_pair_is_opened_anew(make_worker: MakeWorker) -> None:
+async def test_a_broken_pair_is_opened_again(make_worker: MakeWorker) -> None:
     writer, receiver = await make_worker("prefill-0"), await make_worker("decode-0")
     ticket = await hand_over(writer, receiver, [1, 2])
     pair = await writer.exchange.outbound(receiver.peer)
@@ -277,7 +277,7 @@ def hashes_of(worker: Worker, count: int) -> list[bytes]:
     return hashes
 
 
-async def test_held_blocks_are_given_to_whoever_asks(make_worker: MakeWorker) -> None:
+async def test_held_blocks_are_given_to_any_caller(make_worker: MakeWorker) -> None:
     holder, reader = await make_worker("decode-0"), await make_worker("prefill-0")
     hashes = hashes_of(holder, 3)
     ticket = reader.promise(holder, 5)
@@ -382,7 +382,7 @@ async def test_a_reader_that_leaves_ends_the_giving(make_worker: MakeWorker) -> 
     assert not pair.broken.done()
 
 
-async def test_a_reader_whose_ticket_has_ended_is_told(make_worker: MakeWorker) -> None:
+async def test_a_reader_whose_ticket_has_ended_is_notified(make_worker: MakeWorker) -> None:
     holder, reader = await make_worker("decode-0"), await make_worker("prefill-0")
     hashes = hashes_of(holder, 2)
     with pytest.raises(TicketEnded):

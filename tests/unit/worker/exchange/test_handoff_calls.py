@@ -189,7 +189,7 @@ async def test_a_broken_stream_fails_what_waits_and_the_next_call_opens_another(
     assert world.decode.streams == 2
 
 
-async def test_nobody_listens(world: World) -> None:
+async def test_without_a_listener(world: World) -> None:
     await world.server.stop(None)
     for _ in range(2):
         with pytest.raises(WorkerFailed, match="decode-0"):

@@ -64,7 +64,7 @@ def test_all_that_work_are_there_by_themselves(names: Names, shared: HostMemory)
     assert names("auto", shared) == ["shm", "grpc"]
 
 
-def test_what_does_not_work_is_left_out_and_why_is_told(
+def test_what_does_not_work_is_left_out_with_the_reason(
     names: Names, private: HostMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, transports_module.__name__):

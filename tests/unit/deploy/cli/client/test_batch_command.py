@@ -80,7 +80,7 @@ async def test_all_lines_are_answered(tmp_path: Path) -> None:
         assert "completed: 2 of 2 lines were answered" in there.said
 
 
-async def test_lines_without_an_answer_are_told(tmp_path: Path) -> None:
+async def test_lines_without_an_answer_are_reported(tmp_path: Path) -> None:
     async with terminal(tmp_path) as there:
         file, output = written(tmp_path, [chat(), chat(top_p=7)]), tmp_path / "out.jsonl"
         assert await there.run(file, output=output) == ExitCode.INCOMPLETE
@@ -160,7 +160,7 @@ def test_a_file_or_an_id_is_needed(tmp_path: Path, arguments: list[str]) -> None
     assert "give either a file or --id" in result.output
 
 
-def test_exit_code_where_nobody_listens(tmp_path: Path) -> None:
+def test_exit_code_without_a_listener(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     file = written(tmp_path, [chat()])
     result = CliRunner().invoke(app, ["batch", str(file), "--http", address])

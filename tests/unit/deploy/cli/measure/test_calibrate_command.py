@@ -46,7 +46,7 @@ async def test_prompts_of_decode_workers_are_counted() -> None:
         assert await local_prompts(client, f"{server.url}/metrics") == 5
 
 
-async def test_a_router_that_does_not_answer_is_told() -> None:
+async def test_a_router_that_does_not_answer_is_reported() -> None:
     async with open_async_api("http://127.0.0.1:1") as client:
         with pytest.raises(Unavailable, match="no router answers at http://127"):
             await local_prompts(client, "http://127.0.0.1:1/metrics")

@@ -84,7 +84,7 @@ def test_a_budget_that_is_too_small_has_its_own_exit_code(trace: Path, tmp_path:
         (("--budget-per-hour", "1"), "too little"),
     ],
 )
-def test_mistakes_are_told(trace: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported(trace: Path, arguments: tuple[str, ...], message: str) -> None:
     code, said = run("plan", "--trace", trace, "--gpu", "h200", *arguments)
     assert code == 1
     assert message in said

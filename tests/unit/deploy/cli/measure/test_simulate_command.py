@@ -29,7 +29,7 @@ def run(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_figures_are_the_same_each_time_but_for_the_wall_clock(trace: Path, tmp_path: Path) -> None:
+def test_figures_are_the_same_each_time_except_the_wall_clock(trace: Path, tmp_path: Path) -> None:
     found = []
     for name in ("one.json", "same.json"):
         output = tmp_path / name
@@ -93,7 +93,7 @@ def test_workers_that_share_a_host_are_slower(trace: Path, tmp_path: Path) -> No
         (("--profile", "h100", "--model-config", "nobody"), "nobody"),
     ],
 )
-def test_mistakes_are_told(trace: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported(trace: Path, arguments: tuple[str, ...], message: str) -> None:
     code, said = run("--trace", trace, *arguments)
     assert code == 1
     assert message in said

@@ -128,7 +128,7 @@ def test_a_grpc_address_names_a_cluster_here(monkeypatch: pytest.MonkeyPatch) ->
     assert cluster_of_grpc("localhost:8000", None) is None
 
 
-def test_without_a_cluster_clients_say_whom_they_ask(
+def test_without_a_cluster_clients_name_their_address(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = "none of your clusters runs on this machine: asking {}\n"
@@ -169,7 +169,7 @@ def test_without_a_cluster_nothing_is_changed_at_the_default_address() -> None:
     assert (found.cluster, found.http, found.address) == (None, None, "127.0.0.1:8000")
 
 
-def test_a_cluster_of_another_user_is_told_of_and_not_taken() -> None:
+def test_a_cluster_of_another_user_is_reported_and_not_used() -> None:
     with pytest.raises(NoChoice) as caught:
         select([], [BOB])
     text = " ".join(caught.value.lines)

@@ -62,7 +62,7 @@ def server(kind: str, body: str, status: int = 200) -> Iterator[str]:
         (JSON, '{"id": "x", "workers": 3}'),
     ],
 )
-def test_another_server_is_told_of_in_one_line(
+def test_another_server_is_reported_in_one_line(
     here: Machine, command: list[str], kind: str, body: str
 ) -> None:
     with server(kind, body) as address:
@@ -73,7 +73,7 @@ def test_another_server_is_told_of_in_one_line(
 
 
 @pytest.mark.parametrize("data", ["words", "[1]", '{"error": 3}'])
-def test_another_stream_of_events_is_told_of(here: Machine, data: str) -> None:
+def test_another_stream_of_events_is_reported(here: Machine, data: str) -> None:
     with server(EVENTS, f"data: {data}\n\n") as address:
         result = here.run("status", "--watch", "--http", address)
     assert result.exit_code == ExitCode.FAILED, repr(result.exception)
@@ -87,7 +87,7 @@ def test_a_proxy_without_a_router_behind_it_is_unhealthy(here: Machine) -> None:
     assert f"router {address}: HTTP 502" in result.stdout
 
 
-def test_a_listener_without_metrics_is_told_of(here: Machine) -> None:
+def test_a_listener_without_metrics_is_reported(here: Machine) -> None:
     with server(JSON, '{"status": "ok"}', 404) as address:
         result = here.run("status", "--http", address)
     assert result.exit_code == ExitCode.FAILED, repr(result.exception)

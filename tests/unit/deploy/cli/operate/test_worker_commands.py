@@ -304,7 +304,7 @@ def test_a_router_that_changes_during_the_question_is_left_alone(
         assert change == "ended" or process.poll() is None
 
 
-def test_a_router_that_ends_before_its_signal_is_told_of(
+def test_a_router_that_ends_before_its_signal_is_reported(
     here: Machine, process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.add("1f2e3d", "127.0.0.1:1", {"router-0": process.pid, "router-1": 1})

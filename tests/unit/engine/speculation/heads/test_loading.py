@@ -129,7 +129,7 @@ def test_in_a_small_pool_with_two_plans_in_flight(bench: Bench, depth: int, prom
     assert found.tokens == expected.tokens
 
 
-def test_a_sequence_of_which_much_is_missing_is_not_drafted_for(
+def test_a_sequence_with_much_missing_kv_is_not_drafted_for(
     benches: dict[str, Bench],
 ) -> None:
     """The features of its tokens are gone; of a few that counts for nothing."""

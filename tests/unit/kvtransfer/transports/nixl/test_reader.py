@@ -185,7 +185,7 @@ def test_a_large_batch_arrives_in_several_reads(bench: Bench) -> None:
     assert bench.placed() == {7, 0, 1, 2, 3}
 
 
-def test_the_next_batch_is_read_while_one_is_under_way(bench: Bench) -> None:
+def test_the_next_batch_is_read_while_one_is_in_flight(bench: Bench) -> None:
     source = bench.source()
     one, two = bench.receive(source, 0), bench.receive(source, 1)
     first, second = bench.reads(2)
@@ -298,7 +298,7 @@ def test_metadata_that_does_not_fit_fails_the_link(bench: Bench, metadata: bytes
     until(lambda: not bench.agent.known)
 
 
-def test_its_end_fails_what_is_under_way(bench: Bench) -> None:
+def test_its_end_fails_calls_in_flight(bench: Bench) -> None:
     source = bench.source()
     transfer = bench.receive(source, 0)
     bench.reads(1)

@@ -154,7 +154,7 @@ def test_batches_land_in_order(ends: Ends) -> None:
         assert ends.has([number], [31 - number])
 
 
-def test_the_receiver_may_be_told_late(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_receiver_may_be_notified_late(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer's time to form a group begins when the receiver is there."""
     monkeypatch.setattr(rendezvous, "FORM_S", FORM_S)
     batch, packed = ends.pack(1, [1, 2], [1, 2])
@@ -258,7 +258,7 @@ def test_a_shorter_deadline_behind_a_longer_one_counts(ends: Ends) -> None:
 
 @pytest.mark.parametrize("formed", [False, True])
 @pytest.mark.parametrize("side", ["receiver", "writer"])
-def test_close_ends_what_is_under_way(ends: Ends, side: str, formed: bool) -> None:
+def test_close_ends_calls_in_flight(ends: Ends, side: str, formed: bool) -> None:
     if formed:
         form(ends)
     batch, _ = ends.pack(2, [1], [1])
@@ -326,7 +326,7 @@ def test_links_do_not_wait_for_each_other(ends: Ends) -> None:
     assert not waiting.poll()
 
 
-def test_a_stranger_is_turned_away(ends: Ends) -> None:
+def test_a_stranger_is_rejected(ends: Ends) -> None:
     ends.receive, answer = ends.receiver.accept(PEER, ends.writer.offer())
     ends.send = ends.writer.connect(PEER, answer)
     port = json.loads(answer)["port"]

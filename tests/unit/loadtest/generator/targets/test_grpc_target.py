@@ -83,7 +83,7 @@ async def test_a_silent_server_is_given_up() -> None:
     assert len(record.token_times_s) == 1
 
 
-async def test_nobody_listens() -> None:
+async def test_without_a_listener() -> None:
     target = GrpcTarget("127.0.0.1:1", AskOptions("", timeout_s=5.0))
     planned = PlannedRequest(0, 0.0, "x", 1, 1)
     record = await target.ask(planned, target.prepare(planned), 0.0, RunClock())

@@ -77,7 +77,7 @@ def test_another_run_has_the_same_lengths_of_other_text(kind: int) -> None:
         assert one.prompt[:BLOCK] != other.prompt[:BLOCK]
 
 
-def test_a_trace_begins_anew_with_other_prefixes() -> None:
+def test_a_trace_restarts_with_other_prefixes() -> None:
     (_, rows) = sources(3, 0)
     first, again = rows.request(1, 0.0), rows.request(4, 9.0)
     assert again.input_tokens == first.input_tokens

@@ -61,7 +61,7 @@ async def test_a_cluster_is_timed_within_its_limits() -> None:
     assert max(fake.prompts) + 64 <= LIMITS.context_tokens
 
 
-async def test_tokens_that_do_not_come_are_told() -> None:
+async def test_missing_tokens_are_reported() -> None:
     async with client_of(FakeRouter(missing=1).answer) as client:
         with pytest.raises(Unavailable, match="3 of 4 tokens"):
             await LiveProbe(ProbeRequests(client, "m", LIMITS, 1)).warm_up()

@@ -58,7 +58,7 @@ async def test_answers_are_left_when_the_prompts_are_through() -> None:
     assert fake.answers == 0
 
 
-async def test_an_answer_that_breaks_is_told() -> None:
+async def test_an_answer_that_breaks_is_reported() -> None:
     fake = FakeRouter()
     fake.fails = True
     async with client_of(fake.answer) as client:

@@ -82,7 +82,7 @@ def test_what_is_shared_is_the_mean_of_what_was_timed() -> None:
     assert found.prefill_beside_prefill == found.prefill_beside_decode
 
 
-def test_nobody_is_faster_beside_others() -> None:
+def test_no_worker_is_faster_next_to_others() -> None:
     exact = timings()
     shared = (TimedSharing(0.010, 0.009, 0.008, 0.1, 0.09),)
     found = live_costs(LiveTimings(exact.prompts, exact.batches, exact.handoffs, shared), LIMITS)

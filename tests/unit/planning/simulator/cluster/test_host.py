@@ -42,7 +42,7 @@ def at(events: EventQueue, host: Host, *told: tuple[float, FakeWorker, Doing]) -
     events.run()
 
 
-def test_nobody_slows_a_worker_alone() -> None:
+def test_a_worker_alone_is_not_slowed() -> None:
     host = Host(EventQueue())
     lone = FakeWorker(host)
     for doing in (Doing.DECODING, Doing.PROMPTS, Doing.NOTHING):
@@ -94,7 +94,7 @@ def test_long_prompts_slow_decoding_more() -> None:
     assert decode.stretches == [1.5, 3.0, 1.0, 3.0, 1.0, 1.5, 1.0]
 
 
-def test_breaks_that_are_none_do_not_start_patience_anew() -> None:
+def test_breaks_that_are_none_do_not_restart_patience() -> None:
     events = EventQueue()
     host = Host(events)
     prefill, decode = FakeWorker(host), FakeWorker(host)

@@ -57,7 +57,7 @@ def test_a_run_is_as_good_as_its_steps_for_the_mean(steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 5, 40])
-def test_a_run_is_as_good_as_its_steps_for_prompts_beside_it(steps: int) -> None:
+def test_a_run_is_as_good_as_its_steps_for_other_prompts(steps: int) -> None:
     """Each step takes twice what is predicted for it."""
     one, many = (LeapingBudget(COSTS, 0.1) for _ in range(2))
     unlearned = one.max_tokens(BATCH, CONTEXT, 0)
@@ -192,7 +192,7 @@ def test_a_leap_is_as_good_as_its_steps(
     assert len(stepping.ended) == len(asked)
 
 
-def test_a_lone_answer_is_one_leap_but_for_its_ends() -> None:
+def test_a_lone_answer_is_one_leap_except_at_its_ends() -> None:
     worker = Worker(blocks=100, depth=1)
     worker.add(7, prompt=8, answer=50)
     worker.step()

@@ -48,14 +48,16 @@ def test_an_h100_holds_what_its_memory_leaves() -> None:
         ({"sharing": {"decode_beside_lunch": 2.0}}, "lacks a field"),
     ],
 )
-def test_a_damaged_profile_is_told(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_a_damaged_profile_is_reported(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps(profile_fields(profile()) | change))
     with pytest.raises(ConfigError, match=message):
         read_profile(str(path))
 
 
-def test_unknown_names_are_told() -> None:
+def test_unknown_names_are_reported() -> None:
     with pytest.raises(ConfigError, match="nor one of a100"):
         read_profile("h1000")
     with pytest.raises(ConfigError, match="neither a config"):
@@ -64,7 +66,7 @@ def test_unknown_names_are_told() -> None:
         gpu_profile("tpu", MODELS["opt-13b"])
 
 
-def test_a_model_that_does_not_fit_is_told() -> None:
+def test_a_model_that_does_not_fit_is_reported() -> None:
     with pytest.raises(ConfigError, match="no room for KV"):
         gpu_profile("l40s", MODELS["llama-3.1-70b"])
 
