@@ -52,7 +52,7 @@ def test_nothing_cheaper_meets_the_target() -> None:
     assert chosen.output_price == pytest.approx(paid / chosen.peak.output_tokens * 1e6)
 
 
-def test_neighbors_of_a_benchmark() -> None:
+def test_a_plan_is_shown_next_to_alternatives() -> None:
     plan = small_plan(evaluation(trace(40, 0.03, prompt=500, answer=40)), ResourceBudget(gpus=12))
     names = [one.name for one in plan.others]
     assert "one prefill worker more" in names
