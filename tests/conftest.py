@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.expected_skips import read_expected, reason_of, wrong_skips
 
-# Whoever asks Ray something where there is none is told so; by itself Ray would start a cluster in
+# Without a Ray, calls of Ray fail; by itself Ray would start a cluster in
 # the process of the tests, and leave it there.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 

@@ -33,7 +33,7 @@ async def run(
     max_rounds: int | None = None,
     logs: Path | None = None,
 ) -> Report:
-    """One run with a cluster of its own, for so many minutes or rounds of faults.
+    """One run with a cluster of its own, for a number of minutes or rounds of faults.
 
     ``logs``: a folder into which the cluster's go. Raises ``WrongBeforeFaults``.
     """

@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 QUICK = ("shm", "grpc")
-"""What everybody has; clusters of the others are struck at length."""
+"""What all clusters have; the others' clusters run in the long tests."""
 
 
 @pytest.fixture(

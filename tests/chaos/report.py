@@ -22,8 +22,7 @@ class RoundReport:
     seconds: float
     """How long the fault lasted."""
     streams_s: float
-    """From the strike until every request of that moment had got its next piece or ended. Of a
-
+    """From the fault until every request of that moment had received its next piece or ended. For a
     standstill, this and the next two are counted from its end."""
     answered_s: float
     """From the strike until a request that came later was answered."""
@@ -119,7 +118,7 @@ class Report:
 
 
 def _percentile(values: Sequence[float], percent: int) -> float | None:
-    """The least value that so many percent do not exceed; None where there are no values."""
+    """The least value that this percentage does not exceed; None without values."""
     if not values:
         return None
     place = -(-percent * len(values) // 100) - 1

@@ -52,7 +52,7 @@ class _Struck:
 
     @property
     def target(self) -> Target:
-        """Whom it may meet."""
+        """The processes that it may hit."""
         return self.strike.kind.target
 
 
@@ -78,14 +78,14 @@ class Run:
     reports: list[RoundReport] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set)
-    """Leaks that were told of."""
+    """Leaks that were reported."""
     _pids: dict[str, int] = field(default_factory=dict)
     """Of workers and routers by name, when the last round ended."""
     _told: int = 0
-    """Requests in trouble that were told of."""
+    """Requests in trouble that were reported."""
 
     async def go(self, minutes: float, max_rounds: int | None = None) -> Report:
-        """Until the time is over, or so many rounds. Raises ``WrongBeforeFaults``.
+        """Until the time is over, or for a number of rounds. Raises ``WrongBeforeFaults``.
 
         The report is of a failure where fewer rounds came than these, or than the time is for.
         """
@@ -125,7 +125,7 @@ class Run:
             try:
                 await self._round(next(planned), load, first)
             except NobodyToStrike as error:
-                # The cluster stays broken: what was found so far is told, and this with it.
+                # The cluster stays broken: report what was found so far, and this with it.
                 self._note((), _Recovery(0.0, 0.0, MAX_S), [f"the run ended early: {error}"])
                 return
 
@@ -162,7 +162,7 @@ class Run:
         self._note(struck, _Recovery(streams_s, answered_s, whole_s), found, drained)
 
     async def _choose(self, planned: Round, load: Load) -> list[_Struck]:
-        """Faults that are ready, of victims on whom streams run. Raises NobodyToStrike."""
+        """Faults that are ready, of victims with running streams. Raises NobodyToStrike."""
         for _ in range(_TRIES):
             chosen = [
                 one for strike in planned.strikes if (one := await self._prepare(strike, load))
@@ -204,7 +204,7 @@ class Run:
         return found
 
     async def _found(self, first: Footprint, struck: Sequence[_Struck]) -> list[str]:
-        """What the cluster holds that it should not, and has not been told of; who has ended."""
+        """Leaks of the cluster that were not reported yet; processes that have ended."""
         found = [line for line in await leaks(self.cluster, first) if line not in self._known]
         self._known.update(found)
         complaints = [line for one in struck for line in one.fault.complaints]
@@ -215,7 +215,7 @@ class Run:
         return sum([await fault.pulled() for fault in drains]) if drains else None
 
     def _restarted(self, struck: Sequence[_Struck]) -> list[str]:
-        """Who has ended since this was last asked, though no fault should have ended him."""
+        """Processes that ended since the last call without a fault that ends them."""
         allowed = {
             name for one in struck if one.strike.kind.may_restart for name in one.fault.names
         }

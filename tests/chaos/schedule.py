@@ -20,7 +20,7 @@ class Strike:
     seconds: float
     """How long it lasts."""
     pick: int
-    """Whom it meets of those that it may meet: this number, counted round and round."""
+    """Which of the possible victims it hits: this number, counted in a circle."""
 
 
 @dataclass(frozen=True, slots=True)

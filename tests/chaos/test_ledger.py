@@ -118,7 +118,7 @@ REFUSED = replace(FAILED, began=11.0, ended=11.1, answer=answer(ended=False), er
     [
         (REFUSED, True),
         (replace(FAILED, began=9.5, ended=10.2), True),
-        # Nobody can be served: then nobody may be kept waiting, nor left without a word of when.
+        # No worker can serve: then no request may wait, nor lack a Retry-After.
         (replace(REFUSED, ended=18.0), False),
         (replace(REFUSED, says_when=False), False),
         (replace(REFUSED, error="internal_error"), False),

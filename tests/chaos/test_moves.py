@@ -119,7 +119,7 @@ async def check_all(
 
 
 async def check_whole(client: Client, slot: str) -> None:
-    """Continue a victim that was stopped, and see that nobody holds anything."""
+    """Continue a stopped victim, and check that it holds nothing."""
     victim = client.company.workers[slot]
     if not victim.has_ended:
         victim.go()

@@ -22,7 +22,7 @@ def load_of(*calls: Call) -> Load:
 async def test_every_request_of_the_moment_must_go_on_or_end() -> None:
     calls = [Call.of(QUESTION, "http") for _ in range(3)]
     struck_at = time.monotonic()
-    # It was under way when the fault came: no sign of life.
+    # It was in flight when the fault came: no sign of life.
     calls[0].heard = struck_at + 0.01
     waiting = asyncio.create_task(until_streams_run(load_of(*calls), struck_at))
     for number, call in enumerate(calls):

@@ -48,7 +48,7 @@ VICTIM, *OTHERS = (prompt_of(number) for number in range(5))
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What happens to whom, and when."""
+    """What happens to which process, and when."""
 
     side: Role
     state: str

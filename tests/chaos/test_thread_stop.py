@@ -31,7 +31,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
-    """Says back what it is told, and has a thread beside that."""
+    """Echoes its input, and has a second thread."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

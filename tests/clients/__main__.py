@@ -1,7 +1,7 @@
-"""Runs clients that nobody here wrote against a cluster: python -m tests.clients.
+"""Runs third-party clients against a cluster: python -m tests.clients.
 
 Exit code 1 when a check fails, or a client cannot be installed. What the server itself refuses as
-not supported is shown as missing, and is no failure unless --strict says so.
+not supported is shown as missing, and is no failure without --strict.
 """
 
 from __future__ import annotations

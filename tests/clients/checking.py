@@ -61,7 +61,7 @@ def check(program: ClientProgram, url: str, model: str, model_path: str) -> list
         return [Outcome(program.name, "run", "fail", str(error))]
     outcomes = [
         Outcome(program.name, told["check"], told["outcome"], told["why"])
-        for told in map(json.loads, filter(_is_told, done.stdout.splitlines()))
+        for told in map(json.loads, filter(_is_reported, done.stdout.splitlines()))
     ]
     if done.returncode or not outcomes:
         why = f"exit code {done.returncode}: {done.stderr[-300:]}"
@@ -69,7 +69,7 @@ def check(program: ClientProgram, url: str, model: str, model_path: str) -> list
     return outcomes
 
 
-def _is_told(line: str) -> bool:
+def _is_reported(line: str) -> bool:
     return line.startswith('{"check":')
 
 

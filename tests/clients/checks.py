@@ -1,7 +1,7 @@
 """What the scripts in this folder share. They run in environments of their own: no Baton in here.
 
 Each check prints a line of JSON: its name, whether it passed, and why not. What the server refuses
-as ``unsupported_parameter`` is ``missing``: it says so itself, and a later one may have it.
+as ``unsupported_parameter`` is ``missing``: the server reports it, and a later one may have it.
 """
 
 from __future__ import annotations

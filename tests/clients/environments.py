@@ -46,7 +46,7 @@ class ClientProgram:
     def command(self) -> list[str]:
         """What runs its checks, once it is installed."""
         if self.npm:
-            # Node looks for packages beside the script.
+            # Node looks for packages next to the script.
             return ["node", str(self.home / self.script)]
         return [str(self.home / "bin" / "python"), str(FOLDER / self.script)]
 

@@ -325,7 +325,7 @@ def test_embeddings(cluster: UpProcess, client: openai.OpenAI) -> None:
         *("A cat sits on the mat.", "A cat sits on the mat.", "A cat is sitting on a rug."),
         *("Interest rates rose in May.", "The central bank raised its rates."),
     ]
-    # The client asks for base64 unless it is told otherwise.
+    # The client asks for base64 by default.
     coded = client.embeddings.create(model=cluster.model, input=texts)
     plain = client.embeddings.create(model=cluster.model, input=texts, encoding_format="float")
     vectors = [one.embedding for one in coded.data]

@@ -1,5 +1,4 @@
 """A live cluster of timed workers whose roles and number follow the traffic, with Ray and the
-
 supervisor.
 """
 

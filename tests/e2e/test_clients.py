@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote, each in an environment of its own, against a cluster."""
+"""Third-party clients, each in an environment of its own, against a cluster."""
 
 from __future__ import annotations
 

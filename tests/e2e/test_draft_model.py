@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 LAYERS = 60
-"""Of which the first is all of the smaller model: that is right, and takes a small part."""
+"""The first one is all of the smaller model: that is right, and uses a small part."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 ASKED = [
     (tuple((count * 31 + n * n) % 250 for n in range(count)), sampling)

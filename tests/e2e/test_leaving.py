@@ -1,4 +1,4 @@
-"""Workers are told to leave, as a pod's termination tells them, and pools grow and shrink."""
+"""Workers leave as on a pod's termination, and pools grow and shrink."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRAIN_S = 300.0
 
 @contextmanager
 def loaded(up: UpProcess) -> Iterator[Load]:
-    """Clients ask all the while; nobody may be refused, and every answer be the right one."""
+    """Clients ask all the while; no request may be refused, and every answer must be right."""
     load = Load(up, [answer(up, number) for number in range(4)])
     with ThreadPoolExecutor(CLIENTS) as pool:
         running = [pool.submit(load.run, first) for first in range(CLIENTS)]
@@ -96,7 +96,7 @@ def test_pools_grow_and_shrink_and_workers_leave_on_sigterm_unnoticed() -> None:
             leaves(up, "decode-0")
             leaves(up, "prefill-0")
             goes_on(load)
-            # The one that was added does not depend on who has added it.
+            # The added worker does not depend on the process that added it.
             os.kill(supervisor, signal.SIGKILL)
             up.wait_for("the supervisor was started again")
             goes_on(load)

@@ -105,7 +105,7 @@ def ask(up: UpProcess, fields: dict[str, Any], is_under_way: threading.Semaphore
 
 
 def ask_all(up: UpProcess, disturb: Any = None) -> dict[str, Seen]:
-    """All at once; ``disturb`` is called when all are under way."""
+    """All at once; ``disturb`` is called when all are in flight."""
     is_under_way = threading.Semaphore(0)
     with ThreadPoolExecutor(len(ASKED)) as pool:
         found = {name: pool.submit(ask, up, fields, is_under_way) for name, fields in ASKED.items()}

@@ -147,7 +147,7 @@ def test_a_rank_that_goes_costs_no_client_anything(
 def test_ranks_and_their_links_have_certificates(
     cluster: UpProcess, model: Path, tmp_path: Path
 ) -> None:
-    """KV goes by gRPC between the ranks of both workers, who let nobody in but workers."""
+    """KV goes by gRPC between the ranks of both workers, which admit only workers."""
     cluster.wait_healthy()
     expected = answer_of(cluster, TOKENS)
     certs = Authority(tmp_path).folder
@@ -168,7 +168,7 @@ def test_ranks_and_their_links_have_certificates(
 
 
 def _join(address: str, files: TlsFiles | None) -> grpc.StatusCode:
-    """How a rank ends the stream of whoever begins no life in it."""
+    """How a rank ends the stream of a caller that begins no session in it."""
     with open_blocking_channel(address, files, None if files is None else "worker") as channel:
         call = rank_pb2_grpc.RankServiceStub(channel).Join(
             iter([rank_pb2.JoinRequest()]), timeout=START_S

@@ -2,7 +2,7 @@
 
 Each machine has its own network, its own processes and its own idea of process ids. Ray's head and
 `baton serve` are on the first; the workers' nodes have joined by `baton join`. Once the network is
-nobody else's, and once anybody's: with keys, certificates, and a Redis that asks for them.
+private ones, and once public ones: with keys, certificates, and a Redis that requires them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Network:
             "PYTHONUNBUFFERED": "1",
         }
         self.client_env: dict[str, str] = {}
-        """Beside it, for whoever asks."""
+        """A second listener, for any caller."""
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -213,7 +213,7 @@ class SecuredNetwork(Network):
         self.certs = folder / "certs"
         hosts = [word for one in all_of_them for word in ("--san", one.address)]
         self._do(BATON, "certs", "init", str(self.certs), *hosts)
-        # Whoever deploys keeps the authority's key elsewhere.
+        # In a deployment the CA's key is kept elsewhere.
         (self.certs / "ca.key").rename(folder / "kept.key")
         self.keys = str(folder / "keys.toml")
         made = self._do(BATON, "keys", "create", "me", "--file", self.keys, "--scope", "admin")
@@ -270,7 +270,7 @@ def body(prompt: str, tokens: int) -> dict[str, Any]:
 
 
 def workers_on(machine: Machine) -> list[psutil.Process]:
-    """Where the engine runs, as this machine sees them: not who stands by for a worker's next life.
+    """Where the engine runs, as this machine sees it: not the warm standbys.
 
     Ray names its processes by what they house.
     """
@@ -326,7 +326,7 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
             logs = re.search(r"^  logs +(\S+)$", net.text(name), re.MULTILINE)
             assert logs
             assert stat.S_IMODE(Path(logs[1]).parent.stat().st_mode) == 0o700, "not for others"
-        # Everybody is where there is a place for it, and KV crosses from machine to machine.
+        # Every worker is where there is a place for it, and KV crosses from machine to machine.
         assert [houses_a_worker(one) for one in (net.head, *net.others)] == [
             *(False, True, True, True),
             False,
@@ -350,13 +350,13 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
         )
         assert houses_a_worker(spare)
         assert net.answer(prompt="Twice")
-        # One that hangs where nobody of its cluster can reach it but Ray.
+        # One that hangs where only Ray can reach it.
         (hanging,) = workers_on(first)
         hanging.suspend()
         net.until(lambda: "prefill-0 is back" in net.text("up"), "it is not replaced")
         hanging.wait(END_S)
         assert net.answer() == whole
-        # A node that is told to leave lets its worker end what it runs.
+        # A node that leaves lets its worker end its requests.
         begun = [threading.Event() for _ in range(4)]
         running = [threads.submit(net.streamed, LONG, one) for one in begun]
         assert all(one.wait(START_S) for one in begun)
@@ -365,7 +365,7 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
         assert joined.wait(END_S) == 0, net.text("decode-a")
         assert "is told to leave" in net.text("decode-a")
         assert net.answer() == whole
-        # And the launcher leaves nobody behind, wherever that is.
+        # And the launcher leaves no process behind on any machine.
         net.head.terminate(up)
         assert up.wait(END_S) == 0, net.text("up")
         net.until(lambda: not houses_a_worker(first), "a worker is left")
@@ -427,7 +427,7 @@ def test_with_keys_and_certificates_kv_crosses_by_mutual_tls() -> None:
             assert said in refused.communicate(timeout=START_S)[0]
             assert refused.returncode == 1
             net.scheme, net.client_env = "https", kept
-        # From another machine nobody gets in without a certificate, and a client's opens nothing.
+        # From another machine a certificate is required, and a client's opens nothing.
         tls = TlsConfig(folder=str(net.certs))
         told = url_with_certificates(net.url("supervisor"), tls, "supervisor")
         cluster = net.env["BATON_CLUSTER_ID"]

@@ -18,7 +18,7 @@ from tests.support.e2e.cluster import END_S, UpProcess, processes_of, told_by
 
 
 def test_by_default_it_is_its_users_own(defaults: UpProcess) -> None:
-    """On this machine alone, and with files that nobody else reads."""
+    """On this machine alone, and with files that only their owner can read."""
     cluster_id, run_directory = defaults.cluster_id, Path(defaults.state.run_directory)
     names = set(told_by(cluster_id, psutil.Process.name))
     assert {"raylet", "gcs_server", "valkey-server"} <= names, names
@@ -38,7 +38,7 @@ def test_a_signal_during_the_start_ends_everything_with_exit_code_0() -> None:
 
 
 def test_a_worker_that_cannot_start_is_named_and_everything_ends(tmp_path: Path) -> None:
-    """It is told to use a GPU that it cannot see; the reason comes from the worker."""
+    """It should use a GPU that it cannot see; the reason comes from the worker."""
     file = tmp_path / "baton.toml"
     file.write_text(
         '[[pools]]\nname = "prefill"\nrole = "prefill"\n\n'

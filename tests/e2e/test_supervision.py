@@ -1,4 +1,4 @@
-"""The supervisor goes and comes back; who is killed or frozen meanwhile is replaced."""
+"""The supervisor ends and restarts; workers killed or frozen meanwhile are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster of `baton certs init` with TLS, mutual TLS and keys: whom it serves, and whom not."""
+"""A cluster of `baton certs init` with TLS, mutual TLS and keys: which clients it serves."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Secured:
 
     @property
     def strangers(self) -> dict[str, TlsFiles | None]:
-        """With what nobody gets in."""
+        """Credentials that are refused."""
         foreign = TlsFiles.in_folder(self.stranger.folder, "client")
         trusted = self.authority.certificate
         return {
@@ -81,7 +81,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     """Its store speaks TLS, and all of it runs by the roles' users."""
     folder = tmp_path_factory.mktemp("secured")
     authority, stranger = Authority(folder), Authority(folder, "stranger")
-    # Whoever deploys keeps the authority's key elsewhere.
+    # In a deployment the CA's key is kept elsewhere.
     (authority.folder / "ca.key").rename(folder / "kept.key")
     keys = str(folder / "keys.toml")
     made = [BATON, "keys", "create", "tester", "--file", keys, "--scope", "admin"]

@@ -238,7 +238,7 @@ _OWN: dict[str, dict[str, tuple[Any, ...]]] = {
     "/v1/embeddings": {"input": ("Hello", ["Hello", "ü"], [5, 6], [[5], [6]])},
 }
 _ONE_OF = {"/v1/cache/prefixes": ("prompt", "messages"), "/tokenize": ("prompt", "messages")}
-"""Fields of which one is required."""
+"""Groups of fields; one field of each group is required."""
 _BOUNDED = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """The first of these that a body may have keeps its answer short."""
 _SAME_ENDPOINT, _BAD_LINES = 0.98, 0.03

@@ -74,7 +74,7 @@ def fuzz_openapi(minutes: float, folder: Path) -> tuple[int, int, bool]:
     with fuzzed_cluster(folder) as up:
         text, code = ask_schema(up.http, up.model, minutes, folder)
         up.wait_healthy()
-        # Each error that nobody meant is logged with where it came from.
+        # Each unexpected error is logged with its origin.
         broken = [log.name for log in up.logs.glob("*.log") if "Traceback" in log.read_text()]
         for log in up.logs.glob("*.log"):
             (folder / log.name).write_bytes(log.read_bytes())
@@ -88,7 +88,7 @@ def fuzz_openapi(minutes: float, folder: Path) -> tuple[int, int, bool]:
 
 
 def never_served(answers: dict[str, dict[str, int]]) -> list[str]:
-    """The operations of which every request was refused: of these next to nothing was fuzzed."""
+    """Operations whose requests were all refused: they were hardly fuzzed."""
     return [
         operation
         for operation, statuses in answers.items()

@@ -4,7 +4,7 @@ python -m tests.fuzz.watched_router FILE < settings.json
 
 A *hold* is the CPU time that the loop's thread uses between two turns of a timer: other processes
 do not change it, as they do a time of the wall clock. The longest one is in FILE, in seconds, until
-whoever reads it writes 0 there.
+the reader writes 0 there.
 """
 
 from __future__ import annotations

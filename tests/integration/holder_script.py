@@ -40,7 +40,7 @@ def die_in_the_middle(context: WorkerContext, number: signal.Signals) -> None:
 
 
 async def main() -> None:
-    """Run until somebody ends this process."""
+    """Run until this process is ended."""
     given = json.loads(sys.argv[1])
     config = Config(**given["config"])
     settings = WorkerSettings(

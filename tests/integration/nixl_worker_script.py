@@ -1,7 +1,7 @@
 """Run in a process of its own: ``python -m tests.integration.nixl_worker_script SEED [OFFER]``.
 
 A worker's blocks of random bytes behind transport nixl, until its input ends. Prints its offer, in
-hexadecimal. With the offer of another it reads that one's blocks over and over, and says so after
+hexadecimal. With the offer of another it reads that one's blocks again and again, and reports after
 the first time.
 """
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 def random_blocks(seed: int) -> npt.NDArray[np.uint8]:
-    """uint8 [BLOCKS, BLOCK_BYTES]"""
+    """A uint8 tensor [BLOCKS, BLOCK_BYTES]."""
     return np.random.default_rng(seed).integers(0, 256, (BLOCKS, BLOCK_BYTES), dtype=np.uint8)
 
 

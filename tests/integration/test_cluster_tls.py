@@ -125,8 +125,8 @@ async def code_of(
 ) -> grpc.StatusCode:
     """How a call ends; OK where it was let in and there is something to read.
 
-    Who is to be ``refused`` writes nothing on a stream: grpc.aio tells INTERNAL of a call that ends
-    amid a write.
+    A caller that is to be ``refused`` writes nothing on a stream: grpc.aio reports INTERNAL
+    for a call that ends amid a write.
     """
     is_silent = refused and method in FIRST
     said = None if is_silent or method not in FIRST else iter([FIRST[method]])

@@ -157,7 +157,7 @@ def recorded(engine: Engine) -> RecordingModel:
 
 
 def run(engine: Engine, sequences: list[engine_sequence.Sequence], every: int = 0) -> None:
-    """To their ends; one joins every so many steps, all at once for 0."""
+    """Run all to their ends; one joins every given number of steps, all at once for 0."""
     coming = list(sequences)
     steps = 0
     while coming or not engine.scheduler.is_idle():

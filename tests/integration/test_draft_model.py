@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ comp
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 FLAGS: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True}
 BEHIND = 12
-"""Tokens that it may be behind: in steps in which others compute prompts nobody drafts."""
+"""Tokens that it may be behind: steps with prompts draft nothing."""
 PROMPTS = [tuple((count * 31 + n * n) % 250 for n in range(count)) for count in (1, 16, 40, 100)]
 
 
@@ -135,7 +135,7 @@ async def test_its_part_of_the_blocks_is_converted(
 async def test_it_leaves_with_the_last_layer(
     tiny: Path, redis_url: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers of a prompt leave while it is computed; the drafter is told of it behind the last."""
+    """Layers of a prompt leave while it is computed; the drafter's follow after the last."""
     monkeypatch.setattr(handoff, "MIN_WIRE_S", 0.0)
     monkeypatch.setattr(handoff, "MIN_SLICE_S", 0.0)
     monkeypatch.setattr(role, "LAYER_POLL_S", 0.0001)

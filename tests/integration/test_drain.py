@@ -1,4 +1,4 @@
-"""Workers that are drained, and workers that change their roles, with requests under way."""
+"""Workers that are drained, and workers that change their roles, with requests in flight."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def compute_is_slow(cluster: MiniCluster) -> None:
 async def test_a_drained_workers_sequences_take_their_blocks_along(
     tiny_model: Path, redis_url: str
 ) -> None:
-    """Nobody else has them: what is pulled is not computed again."""
+    """No other worker has them: what is pulled is not computed again."""
     sampling = SamplingParams(temperature=0.9, seed=11, max_tokens=300, ignore_eos=True)
     asked = [Asked(prompt_of(8 * BLOCK + 5, n), sampling) for n in range(4)]
     async with mini_cluster(

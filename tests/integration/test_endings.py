@@ -48,7 +48,7 @@ async def test_what_a_worker_held_is_forgotten_once_it_has_left(
 async def test_a_worker_that_goes_while_the_index_is_asked_is_not_chosen(
     tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream broke before the request was placed: nobody would tell the request."""
+    """Its stream broke before the request was placed: the request would not learn of it."""
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
         (link,) = cluster.dispatcher._links.up("decode")
 
@@ -66,7 +66,7 @@ async def test_a_worker_that_goes_while_the_index_is_asked_is_not_chosen(
 async def test_a_client_that_leaves_while_the_index_is_asked(
     tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the cancellation is lost in the asking, the request is not run for nobody."""
+    """Even if the cancellation is lost on the way, the request does not run without a client."""
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
         asked = asyncio.Event()
 

@@ -39,7 +39,7 @@ async def responses_of(
 
 @dataclass
 class Client:
-    """Speaks to one decode worker as a router does, and keeps what it is told, in order."""
+    """Speaks to one decode worker as a router does, and records its messages in order."""
 
     record: WorkerRecord
     channel: grpc.aio.Channel
@@ -123,7 +123,7 @@ async def client_of(cluster: MiniCluster, slot: str = "decode-0") -> AsyncIterat
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
 async def test_the_same_tokens_as_by_a_handoff(tiny_model: Path, redis_url: str, kind: str) -> None:
-    """Cold, warm and after a handoff of the same prompt; alone and beside others."""
+    """Cold, warm and after a handoff of the same prompt; alone and with others."""
     sampling = SAMPLINGS[kind]
     async with (
         mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster,

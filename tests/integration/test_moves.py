@@ -158,7 +158,7 @@ async def test_ten_times_more_than_fits(
         answers = await asyncio.gather(*(cluster.answer(*each) for each in sent))
         await cluster.until_idle()
         assert moved(cluster, "preempted") > 0
-        # Nothing was computed beside those that decode.
+        # No prompt was computed in a decode worker's steps.
         assert cluster.value("decode-0", "baton_computed_prompt_tokens_total") == 0
     specs = [
         SequenceSpec("local", 0, "", prompt, len(prompt), sampling) for prompt, sampling in sent

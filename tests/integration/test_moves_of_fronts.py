@@ -43,7 +43,7 @@ NOTE = {
 TOOL = {"type": "function", "function": {"name": "note", "parameters": NOTE}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": NOTE, "strict": True}}
 VOLATILE = {"id", "created", "created_at", "completed_at", "item_id", "cached_tokens"}
-"""What differs between any two answers; what was cached is told of a request's first attempt."""
+"""Fields that differ between any two answers; cached tokens are those of the first attempt."""
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("/v1/completions", PLAIN | {"temperature": 0.0}),
@@ -130,7 +130,7 @@ def steady(value: Any) -> Any:
 
 
 def about(value: Any) -> Any:
-    """The same to compare with, but for the last digits of its numbers."""
+    """The same to compare with, except for the last digits of its numbers."""
     if isinstance(value, dict):
         return {key: about(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -169,7 +169,7 @@ async def fronts_of(cluster: MiniCluster) -> AsyncIterator[Fronts]:
         await batches.close()
 
 
-def is_under_way(cluster: MiniCluster) -> bool:
+def is_in_flight(cluster: MiniCluster) -> bool:
     """Whether each of the requests, those of the batch apart, has some tokens."""
     running = [one for one in cluster.dispatcher._running if not one.request.background]
     wanted = len(BODIES) + 1
@@ -194,10 +194,10 @@ async def test_no_client_of_any_front_can_tell(
         fronts_of(cluster) as fronts,
     ):
         asked = fronts.all()
-        # One after the other: who is beside it must change nothing either.
+        # One after the other: other requests must change nothing either.
         expected = {name: await ask() for name, ask in asked.items()}
         tasks = {name: asyncio.create_task(ask()) for name, ask in asked.items()}
-        await cluster.until(lambda: is_under_way(cluster))
+        await cluster.until(lambda: is_in_flight(cluster))
         await cluster.workers.pop(busiest_decode(cluster)).stop()
         found = {name: await task for name, task in tasks.items()}
         assert moved(cluster, "decode_failed") >= 4

@@ -1,4 +1,4 @@
-"""What is told of real engines: how an answer was made, the caches of workers, the model."""
+"""What real engines report: how an answer was made, the caches of workers, the model."""
 
 from __future__ import annotations
 

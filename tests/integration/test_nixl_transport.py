@@ -1,4 +1,4 @@
-"""Transport nixl between processes, one of which is killed or stopped."""
+"""Transport nixl between processes; one of them is killed or stopped."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_writer_that_is_stopped_and_wakes() -> None:
         late = here.receive(link, 1, 2, 3, deadline_s=0.3)
         with pytest.raises(DeadlineExceeded):
             late.wait(PATIENCE_S)
-        # It holds nobody up.
+        # It delays no other transfer.
         here.receive(here.link(other), 5).wait(PATIENCE_S)
 
         writer.wake()

@@ -52,7 +52,7 @@ async def test_without_prefill_workers_decode_workers_compute_prompts_and_report
                 )
                 == 0
             )
-            # Nobody need do anything about it.
+            # No operator needs to act.
             await cluster.start_worker(cluster.config.pools[0], "prefill-0")
             await cluster.until(lambda: cluster.dispatcher.health() == ("ok", ""))
             await cluster.until(lambda: "the cluster is healthy" in caplog.text)
@@ -93,7 +93,7 @@ async def test_without_decode_workers_every_request_fails_at_once(
             with pytest.raises(Unavailable) as caught:
                 await Asked(prompt_of(30), SHORT).run(cluster)
             assert caught.value.retry_after
-            # The prefill worker holds nothing for whom nobody waits.
+            # The prefill worker holds nothing without a waiting request.
             await cluster.until_idle()
         await cluster.start_worker(cluster.config.pools[1], "decode-0")
         await cluster.until(lambda: cluster.dispatcher.health() == ("ok", ""))

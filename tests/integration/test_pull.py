@@ -1,4 +1,4 @@
-"""The pull direction: cached blocks are fetched from whoever holds them, and nothing depends on it.
+"""The pull direction: cached blocks are fetched from their holders, and nothing depends on it.
 
 Every prompt's answer is that of one process; what was computed and what was fetched is counted.
 """
@@ -37,7 +37,7 @@ SCRIPT = Path(__file__).with_name("holder_script.py")
 
 
 class Eager(FetchEstimates):
-    """Whoever is named is asked, and has time."""
+    """The named worker is asked, and has time."""
 
     def pays(
         self, incarnation: str, transport: str, size: int, compute_s: float, now: float
@@ -49,7 +49,7 @@ class Eager(FetchEstimates):
 
 
 class Hasty(Eager):
-    """Whoever is named is asked, and has little time."""
+    """The named worker is asked, and has little time."""
 
     def deadline_s(self, incarnation: str, transport: str, size: int, compute_s: float) -> float:
         return 0.3
@@ -88,7 +88,7 @@ def hashes_of(cluster: MiniCluster, prompt: tuple[int, ...]) -> list[bytes]:
 async def until_index_says(
     cluster: MiniCluster, slot: str, prompt: tuple[int, ...], blocks: int
 ) -> None:
-    """Wait until everybody is told what a worker's cache holds."""
+    """Wait until the index has all cached blocks of a worker."""
     incarnation = context_of(cluster, slot).incarnation
     async with asyncio.timeout(DEADLINE_S):
         while (await cluster.index.lookup(hashes_of(cluster, prompt))).get(incarnation) != blocks:
@@ -192,7 +192,7 @@ async def test_one_prefill_worker_fetches_from_another(
         assert pulls(cluster, "ok", transport=transport, slot="prefill-1") == 1
         pulled = cluster.value("prefill-1", "baton_pulled_blocks_total", transport=transport)
         assert pulled == 2
-        # What was fetched is cached here from now on, and everybody is told.
+        # What was fetched is cached here from now on, and published.
         await until_index_says(cluster, "prefill-1", prompt, 5)
         assert await first_token(cluster, "prefill-1", prompt, source) == First(expected, 64)
         assert all_pulls(cluster, "prefill-1") == {"ok": 1}

@@ -593,7 +593,7 @@ async def test_a_batch_out_of_turn_changes_nothing(store: Store) -> None:
 
 
 async def test_a_batch_counts_once(store: Store) -> None:
-    """Whoever got no answer sends it again, and goes on."""
+    """A caller without an answer sends it again, and continues."""
     chain = names("a", 3)
     generation, sequence = await store.index.snapshot("w", chain[:1])
     for _ in range(2):
@@ -816,7 +816,7 @@ async def test_many_workers_hold_a_prefix(store: Store) -> None:
 
 
 def small_index(store: Store, blocks: int) -> PrefixIndex:
-    """One that has memory for so many blocks of one worker each."""
+    """One that has memory for this number of blocks of one worker each."""
     return PrefixIndex(store.client, store.cluster_id, memory_bytes=blocks * (FIELD_BYTES + 3))
 
 
@@ -984,7 +984,7 @@ async def test_changes_during_a_snapshot_follow_it(
 async def test_a_batch_without_an_answer_is_sent_again(
     store: Store, monkeypatch: pytest.MonkeyPatch, arrived: bool
 ) -> None:
-    """Nobody knows whether it arrived; there is no snapshot in either case."""
+    """It is unknown whether it arrived; there is no snapshot in either case."""
     worker = Publisher(store)
     worker.fill(names("a", 2))
     await worker.publisher.publish()

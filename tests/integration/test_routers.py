@@ -52,7 +52,7 @@ async def test_two_processes_are_one_router(tiny_model: Path, redis_url: str) ->
 
 
 async def _left_while_it_reads(routers: Routers, last: RouterProcess) -> None:
-    """A request whose body comes when its router was told to leave is answered like others."""
+    """A request whose body arrives while its router leaves is answered like others."""
     host, _, port = routers.config.http.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = b'{"model": "echo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": true}'

@@ -83,7 +83,7 @@ async def test_reports_teach_and_every_promise_ends(tiny_model: Path, redis_url:
 async def test_a_prompt_waits_for_room_where_it_is_to_be_computed(
     tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it would at a prefill worker; nobody is refused for want of blocks that will be free."""
+    """As at a prefill worker; no request is refused for lack of blocks that will be free."""
 
     async def pass_on(_request: GenerationRequest) -> None:
         """As if other routers had taken the room meanwhile."""

@@ -110,7 +110,7 @@ def break_grammars(cluster: MiniCluster, slot: str, after: int) -> None:
 
 
 class _Breaking:
-    """A matcher that takes so many tokens and no more."""
+    """A matcher that accepts this number of tokens."""
 
     def __init__(self, sound: Any, left: int) -> None:
         self._sound = sound

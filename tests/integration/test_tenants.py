@@ -40,7 +40,7 @@ FIELDS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a client and the workers' own counters tell of one request, but for its time."""
+    """What a client and the workers' own counters report of one request, except its time."""
 
     computed: float
     """Prompt tokens, by all workers."""
@@ -49,7 +49,7 @@ class Seen:
 
 
 class Clients:
-    """Everybody's view of one cluster."""
+    """All views of one cluster."""
 
     def __init__(self, cluster: MiniCluster, http: httpx.AsyncClient) -> None:
         self._cluster = cluster
@@ -131,7 +131,6 @@ def _scores(answer: OutputDelta) -> list[float]:
 
 async def test_what_a_block_held_is_never_read(tiny_model: Path, redis_url: str) -> None:
     """Blocks are not zeroed when they change hands: whatever they hold, every slot that attention
-
     reads was written for its own sequence. So answers are the same over memory full of zeros and
     full of another's values, and log probabilities differ by no more than from run to run.
     """

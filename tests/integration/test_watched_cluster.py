@@ -35,11 +35,11 @@ async def test_what_a_cluster_shows(tiny_model: Path, redis_url: str) -> None:
         assert sum(router_value(cluster, lookups, outcome=one) for one in outcomes) == asked
         exposed = "baton_handoff_exposed_seconds_count"
         assert cluster.value("prefill-0", exposed, transport="shm") == asked
-        await cluster.until(lambda: _all_is_told(cluster))
+        await cluster.until(lambda: _all_is_reported(cluster))
 
 
-def _all_is_told(cluster: MiniCluster) -> bool:
-    """What is told once in a while, and not with a request."""
+def _all_is_reported(cluster: MiniCluster) -> bool:
+    """What is reported periodically, and not with a request."""
     router = (
         router_value(cluster, "baton_event_loop_lag_seconds_count", role="router"),
         router_value(

@@ -29,7 +29,7 @@ class StubModel:
     refs: dict[str, str] = field(default_factory=dict)
     private: bool = False
     gated: bool = False
-    """Nobody has accepted its terms."""
+    """Its terms are not accepted."""
 
     def commit(self, files: dict[str, bytes], ref: str = "main") -> str:
         """Add a commit with these files, which ``ref`` names from now on; returns its hash."""
@@ -57,13 +57,13 @@ class HubStub:
         self.models: dict[str, StubModel] = {}
         self.seen: list[SeenRequest] = []
         self.cut: dict[str, int] = {}
-        """Files whose next download ends after so many bytes, the connection closed."""
+        """Files whose next download ends after this number of bytes, the connection closed."""
         self.stalled: dict[str, int] = {}
-        """Files of which every download stops after so many bytes, the connection open."""
+        """Files whose downloads all stop after this number of bytes, the connection open."""
         self.slow: dict[str, float] = {}
-        """Files that are sent in pieces of 4 KiB, with so many seconds between two."""
+        """Files that are sent in pieces of 4 KiB, with this number of seconds between two."""
         self.refused: dict[str, int] = {}
-        """Files of which every download is answered with this status."""
+        """Files whose downloads are all answered with this status."""
         self.signed: set[str] = set()
         """Files that lie at an address with a signature, which nothing is found at."""
         self.answer_nothing = False

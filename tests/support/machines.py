@@ -87,7 +87,7 @@ class Machine:
         return process
 
     def terminate(self, process: subprocess.Popen[bytes]) -> None:
-        """SIGTERM for what ``start`` has started, of which nsenter is the parent."""
+        """SIGTERM for what ``start`` has started; nsenter is its parent."""
         for child in psutil.Process(process.pid).children():
             child.send_signal(signal.SIGTERM)
 
@@ -114,7 +114,7 @@ class Machine:
 
 @contextmanager
 def machines(count: int) -> Iterator[list[Machine]]:
-    """So many, which reach one another. Skips the test where namespaces cannot be had."""
+    """This number of machines, which reach one another. Skips the test without namespaces."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("namespaces need util-linux and iproute2")
     probe = ["unshare", *_OWN, "--fork", "true"]

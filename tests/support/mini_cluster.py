@@ -62,9 +62,9 @@ def worker_channel(address: str) -> grpc.aio.Channel:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses at this moment.
+    """A port of the loopback interface that no process uses at this moment.
 
-    Nobody's own end of a connection will have it: the system draws those from elsewhere.
+    No client's end of a connection will have it: the system draws those from elsewhere.
     """
     drawn = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     room = min(10_000, drawn - 1024)
@@ -84,7 +84,7 @@ def valkey(
 ) -> Iterator[str]:
     """A real Valkey on a port of its own, or on ``port``; yields its URL.
 
-    With a ``folder`` it still has what it was told when it is started again. ``environment``: more
+    With a ``folder`` it still has its data when it is started again. ``environment``: more
     variables of its process.
     """
     for _ in range(_TRIES):
@@ -99,7 +99,7 @@ def valkey(
         )
         url = f"redis://127.0.0.1:{chosen}/0"
         try:
-            # Somebody else may have taken the port meanwhile.
+            # Another process may have taken the port meanwhile.
             if _answers(process, url):
                 yield url
                 return
@@ -122,7 +122,7 @@ def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
 
 
 PATIENT = {"lease_s": 20.0, "registry_ttl_s": 20.0, "hang_s": 20.0, "engine_hang_s": DEADLINE_S}
-"""Where a test is about one of them, it says so itself."""
+"""A test that is about one of them sets it itself."""
 
 
 class MiniCluster:
@@ -271,7 +271,7 @@ async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
 
 
 def config_of(fields: Mapping[str, object]) -> Config:
-    """A configuration; fields of the ``[advanced]`` section stand beside the others."""
+    """A configuration; fields of the ``[advanced]`` section are next to the others."""
     advanced = {name: fields[name] for name in fields if name in AdvancedConfig.model_fields}
     others: Any = {name: fields[name] for name in fields if name not in advanced}
     return Config(**others, advanced=AdvancedConfig.model_validate(advanced))
@@ -290,7 +290,6 @@ async def mini_cluster(
     **changes: object,
 ) -> AsyncIterator[MiniCluster]:
     """A running cluster, in fp32 and with every request handed off if ``changes`` do not say
-
     otherwise; they go to the pools (``kv_pool_mib``, …), to the ``[advanced]`` section
     (``heartbeat_s``, …) or the config. ``prefill_pool`` and ``decode_pool`` go to one pool each.
     """
@@ -301,7 +300,7 @@ async def mini_cluster(
         _pool("prefill", prefill, pool_fields | dict(prefill_pool)),
         _pool("decode", decode, pool_fields | dict(decode_pool)),
     )
-    # How busy the machine is must not decide which requests get in, nor who is gone.
+    # The load of the machine must not decide which requests are admitted, nor which worker is gone.
     usual = {"dtype": "float32", "local_prefill": "never"}
     config = config_of(usual | PATIENT | changes | {"pools": pools})
     cluster = MiniCluster(config, model, redis_url, prefill_role)

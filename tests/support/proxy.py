@@ -46,7 +46,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, chan
 
 
 def flip_one_byte(at_least: int) -> Change:
-    """Flips a bit in the middle of the first piece of at least so many bytes, once."""
+    """Flips a bit in the middle of the first piece of at least this number of bytes, once."""
     done = False
 
     def change(data: bytes) -> bytes:

@@ -104,7 +104,7 @@ class Terminal:
                 assert condition(self.text), f"it has ended; the terminal shows:\n{self.text}"
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        """Until a text can be seen so many times."""
+        """Until a text is visible this number of times."""
         self.wait_until(lambda shown: shown.count(text) >= times)
 
     def wait_end(self) -> int:

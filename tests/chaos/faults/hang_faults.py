@@ -46,7 +46,7 @@ class EngineHangs(Fault):
             await self._stop.stop()
             if await self._lives():
                 return
-            # It had the interpreter's lock, without which nobody beats: that is another fault.
+            # It had the interpreter's lock, so no heartbeat was sent: that is another fault.
             self._stop.go_on()
             await asyncio.sleep(_AGAIN_S)
         self.complaints.append("its engine never stood still alone")

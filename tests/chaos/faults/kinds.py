@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Target = Literal["prefill", "decode", "router", "store", "cluster"]
-"""Whom it strikes: one worker, one router, the store, or all of them."""
+"""The target of a fault: one worker, one router, the store, or all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Kind:
     has_spare: bool = True
     """Whether others can do what its victims did: else requests may be refused meanwhile."""
     may_reset: bool = False
-    """Whether connections of clients may break by it: whoever holds them ends."""
+    """Whether the fault may break clients' connections, because their owner ends."""
     is_standstill: bool = False
     """Whether clients of its victims wait for its end, however long it lasts: their requests are
     nowhere else. Nothing else is done meanwhile, and recovery is counted from its end."""

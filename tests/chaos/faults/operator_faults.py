@@ -26,7 +26,7 @@ _OTHER: dict[str, Role] = {"prefill": "decode", "decode": "prefill"}
 
 
 class _Told(Fault):
-    """The routers are told something about a worker, as ``baton drain`` and ``baton role`` do."""
+    """The routers receive an order for a worker, as from ``baton drain`` and ``baton role``."""
 
     def __init__(self, cluster: Cluster, victim: Victim) -> None:
         super().__init__(cluster, victim)

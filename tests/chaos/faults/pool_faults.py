@@ -70,12 +70,12 @@ class PoolGone(Fault):
 
 
 class PrefillGone(PoolGone):
-    """Decode workers compute the prompts until it is back: nobody sees an error."""
+    """Decode workers compute the prompts until it is back: no client sees an error."""
 
     expected = "degraded"
 
 
 class DecodeGone(PoolGone):
-    """Nobody can be served: each request is told so at once."""
+    """No request can be served: each one fails at once."""
 
     expected = "down"

@@ -85,13 +85,13 @@ class _StoreWire(Fault):
 
 
 class StoreSlow(_StoreWire):
-    """All takes longer than anybody wants to wait."""
+    """Every call takes longer than its deadline."""
 
     wire = Wire(delay_s=_SLOW_S)
 
 
 class StoreSilent(_StoreWire):
-    """It hears and does what it is told, and its answers do not come: half-open."""
+    """It receives and executes commands, and its answers do not arrive: half-open."""
 
     wire = Wire(back=False)
 

@@ -120,7 +120,7 @@ class Company:
 
 
 class Client:
-    """Who asks, and what a test wants to know of the dispatcher."""
+    """The caller, and what a test reads of the dispatcher."""
 
     def __init__(
         self, company: Company, dispatcher: ClusterDispatcher, metrics: RouterMetrics

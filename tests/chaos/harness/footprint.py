@@ -1,6 +1,6 @@
 """What a quiet cluster holds, and what of it should not be there.
 
-With no request under way every block, ticket and stream is given back, the store has the keys of
+With no request in flight every block, ticket and stream is released, the store has the keys of
 the living alone, and no process has more descriptors or memory than it had at first.
 """
 
@@ -25,7 +25,7 @@ _LOOK_S = 0.25
 QUIET_S = 15.0
 """What is held for longer than this after the last request, in seconds, is leaked."""
 _MORE_DESCRIPTORS = 16
-"""Connections come and go: so many more than at first are no leak."""
+"""Connections come and go: this many more than at first are no leak."""
 _MORE_BYTES = {"router": 64 << 20, "prefill": 128 << 20, "decode": 128 << 20}
 """Memory of its own that is no leak: an allocator keeps some of what it was given."""
 _POOL = "memfd:baton-kv"
@@ -39,10 +39,10 @@ class Size:
 
     descriptors: int
     own_bytes: int
-    """Memory that it shares with nobody: neither pools, which fill with time, nor weights."""
+    """Private memory: neither pools, which fill with time, nor weights."""
     pools: int
     """Pools of blocks that it has mapped, its own and other workers'. They cost memory for as long
-    as anybody has them, though their owner may be dead."""
+    as any process maps them, though their owner may be dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ async def footprint(cluster: Cluster) -> Footprint:
 async def leaks(cluster: Cluster, first: Footprint) -> list[str]:
     """What a quiet cluster still holds after ``QUIET_S`` seconds; empty as soon as it is nothing.
 
-    Each line says who holds what.
+    Each line names the process and what it holds.
     """
     until = time.monotonic() + QUIET_S
     while (found := await _held(cluster, first)) and time.monotonic() < until:

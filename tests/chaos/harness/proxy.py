@@ -99,7 +99,7 @@ class Proxy:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # First: who waits for the tasks may be cancelled.
+            # First: the task that waits for these tasks may be canceled.
             self._writers.discard(onward)
             onward.transport.abort()
             await end_tasks(ways)

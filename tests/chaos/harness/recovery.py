@@ -15,14 +15,13 @@ from tests.chaos.load.load import Load
 _LOOK_S = 0.02
 _LOOK_AT_ALL_S = 0.25
 _FELT_S = 0.2
-"""What comes so soon after a strike was under way before it."""
+"""A message this soon after a fault was in flight before it."""
 MAX_S = 60.0
 """What is not there again by then never will be."""
 
 
 async def until_streams_run(load: Load, struck_at: float) -> float:
-    """Until every request of ``struck_at`` has got its next piece or ended, in seconds from then;
-
+    """Seconds until every request of ``struck_at`` has received its next piece or ended, or
     ``MAX_S`` where one does not.
     """
     met = list(load.calls)
@@ -35,8 +34,7 @@ async def until_streams_run(load: Load, struck_at: float) -> float:
 
 
 async def until_answered(load: Load, struck_at: float) -> float:
-    """Until a request that came after ``struck_at`` was answered, in seconds from then;
-
+    """Seconds until a request that arrived after ``struck_at`` was answered, or
     ``MAX_S`` where none is.
     """
     while time.monotonic() < struck_at + MAX_S:
@@ -47,8 +45,7 @@ async def until_answered(load: Load, struck_at: float) -> float:
 
 
 async def until_whole(cluster: Cluster, struck_at: float, faults: Iterable[Fault] = ()) -> float:
-    """Until every worker and router is there and can be used, in seconds from ``struck_at``;
-
+    """Seconds from ``struck_at`` until every worker and router is there and usable, or
     and until ``faults`` are over, by what they themselves know.
 
     ``MAX_S`` where it stays broken.

@@ -36,7 +36,7 @@ class Stage:
 
     def _start(self, role: Role, number: int) -> WorkerChild:
         slot = f"{role}-{number}"
-        # Whoever stood still is to wake in the life in which it made its promises.
+        # A process that was stopped must wake in the session in which it made its promises.
         job = Job(
             role,
             slot,

@@ -42,7 +42,7 @@ class Store:
         self.client = self._client(self.port)
 
     def url(self, port: int) -> str:
-        """For somebody who comes by way of ``port``."""
+        """For a client that connects through ``port``."""
         return f"redis://:{self._password}@127.0.0.1:{port}/0"
 
     def _client(self, port: int) -> redis.asyncio.Redis:
@@ -119,7 +119,7 @@ class Store:
             await asyncio.to_thread(self._process.wait)
 
     async def kill(self) -> None:
-        """SIGKILL; nothing of what it held is left, but for what its replica has."""
+        """SIGKILL; all its data is lost, except what its replica has."""
         await self._end()
         self.client = self._client(self.port)
 
@@ -143,7 +143,7 @@ class Store:
         await self.client.config_set("maxmemory", max_bytes)
 
     async def change_password(self) -> None:
-        """From now on nobody gets in who knows the cluster's; connections are cut."""
+        """Refuse the cluster's password from now on, and cut connections."""
         await self.client.config_set("requirepass", secrets.token_urlsafe(12))
         await self.client.client_kill_filter(_type="normal", skipme=True)
 

@@ -1,4 +1,4 @@
-"""Whom a fault meets: somebody on whom a stream runs at this moment."""
+"""The victim of a fault: a process with a stream at this moment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Victim:
 
 
 async def find_victim(cluster: Cluster, load: Load, target: Target, pick: int) -> Victim:
-    """Wait until a stream runs on somebody, and return him. Raises NobodyToStrike."""
+    """Wait until a process has a stream, and return it. Raises NobodyToStrike."""
     try:
         async with asyncio.timeout(_PATIENCE_S):
             while not (found := await _candidates(cluster, load, target)):

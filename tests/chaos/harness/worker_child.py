@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 START_S = 200.0
 """Until a worker that was just started serves."""
 ANSWER_S = 60.0
-"""Until one that runs has done what it was told."""
+"""Until the running one has executed its order."""
 _ENVIRONMENT = {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"}
 """For nixl: no network device but the loopback interface."""
 
@@ -99,7 +99,7 @@ class WorkerChild:
         assert await self._heard("armed") == point
 
     async def stand(self, steps: int) -> None:
-        """Have its engine stand still when it has run so many steps: it halts at ``stand``."""
+        """Have its engine stop after this number of steps: it halts at ``stand``."""
         self._tell(f"stand {steps}")
         assert await self._heard("armed") == "stand"
 

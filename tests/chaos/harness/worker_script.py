@@ -102,7 +102,7 @@ class Job:
 
 
 def say(key: str, value: object) -> None:
-    # In one piece: the event loop, the engine and whoever obeys are threads.
+    # In one piece: the event loop, the engine and the command reader are threads.
     sys.stdout.write(json.dumps({key: value}) + "\n")
     sys.stdout.flush()
 
@@ -198,7 +198,7 @@ class HaltingHandoff(Handoff):
     async def commit(self, firsts: Sequence[FirstToken]) -> int:
         while HALTS.armed == "receiving":
             # A commit that is out may come true without its writer: a receiver that reads the
-            # writer's memory needs nobody there.
+            # writer's memory needs no process there.
             await asyncio.sleep(0.001)
         if HALTS.armed == "landed":
             assert self._push is not None
@@ -287,7 +287,7 @@ def _obey(loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
             standing.go()
         else:
             loop.call_soon_threadsafe(lambda: say("report", _report(process)))
-    # Whoever started it has gone.
+    # The parent process has ended.
     os._exit(0)
 
 

@@ -12,7 +12,7 @@ class ChoiceSoFar:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     calls: str = ""
-    """Names and arguments of tool calls, in order; their ids are drawn anew each time."""
+    """Names and arguments of tool calls, in order; their ids are random each time."""
     finish_reason: str = ""
     """Empty until the choice has ended."""
 
@@ -25,7 +25,7 @@ class AnswerSoFar:
 
     @classmethod
     def empty(cls, choices: int) -> AnswerSoFar:
-        """Nothing has come of so many choices."""
+        """An empty answer with this number of choices."""
         return cls([ChoiceSoFar() for _ in range(choices)])
 
     @property

@@ -79,7 +79,7 @@ class Call:
         return self.heard > 0 and self.ended == 0
 
     async def run(self, fronts: Fronts) -> None:
-        """Make it; how it ended is told by ``error`` and ``answer``. Raises nothing of its own."""
+        """Make it; ``error`` and ``answer`` have its result. Raises nothing of its own."""
         try:
             if self.way == "http":
                 await self._over_http(fronts)

@@ -24,7 +24,7 @@ class Phase:
     struck: float = 0.0
     """When the fault was complete."""
     has_spare: bool = True
-    """Whether somebody was left who could do what the victims did."""
+    """Whether another process was left that could do the victims' work."""
     may_reset: bool = False
     """Whether connections of clients may have broken by it."""
 
@@ -63,7 +63,7 @@ class Ending:
         return self.answer != self.expected
 
     def is_refused_at_once(self, struck: float) -> bool:
-        """Whether the error is what it has to be while nobody can serve, since ``struck``."""
+        """Whether the error is the expected one while no worker can serve, since ``struck``."""
         kind = _ERRORS.get(self.error)
         waited = self.ended - max(self.began, struck)
         is_known = kind is not None and issubclass(kind, Unavailable)
@@ -79,9 +79,9 @@ class Counts:
     finished: int = 0
     errors: int = 0
     errors_single_fault: int = 0
-    """Of those, with at most one fault at their time, or none at all; but for the next ones."""
+    """Errors with at most one fault at their time, or none at all; except for the next ones."""
     errors_without_spare: int = 0
-    """Of those, at the time of a fault that leaves nobody who could serve: told so at once, and
+    """Errors at the time of a fault that leaves no worker to serve: reported at once, and
     when to come back."""
     lost: int = 0
     wrong_tokens: int = 0
@@ -89,9 +89,9 @@ class Counts:
     """Whose connection broke, and who asked again."""
     resets_unexplained: int = 0
     """Of those, and of clients that hung up, whose connection broke when no fault that ends routers
-    was under way."""
+    was in flight."""
     hung_up: int = 0
-    """Requests beside these, whose clients hung up in the middle."""
+    """Further requests, whose clients disconnected in the middle."""
     errors_by_fault: dict[str, int] = field(default_factory=dict)
     """``none`` stands for requests that met no fault."""
 

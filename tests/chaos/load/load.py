@@ -1,4 +1,4 @@
-"""A steady load: some clients, each of which asks one question after the other.
+"""A steady load: some clients, each with one request after the other.
 
 Owned by one event loop.
 """
@@ -46,7 +46,7 @@ class Load:
         self._busy = 0
         """Clients that wait for an answer, or are about to ask again."""
         self.calls: set[Call] = set()
-        """Under way."""
+        """Requests in flight."""
         self.newest_answered = 0.0
         """When the newest request began that was answered, in seconds of the monotonic clock."""
 
@@ -56,7 +56,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._ask_on(source)) for source in self._clients]
 
     async def pause(self) -> None:
-        """Let no request begin, and wait for those under way. Raises TimeoutError."""
+        """Start no request, and wait for those in flight. Raises TimeoutError."""
         self._open.clear()
         async with asyncio.timeout(_DRAINED_S):
             while self._busy:

@@ -75,7 +75,7 @@ class Client:
 
 
 def _usage(text: str, *, stream: bool) -> dict[str, Any] | None:
-    """None where the answer broke off."""
+    """None if the answer was interrupted."""
     if stream:
         events = [one.removeprefix("data: ") for one in text.split("\n\n") if one]
         if len(events) < 2 or events[-1] != "[DONE]":

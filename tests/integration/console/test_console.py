@@ -166,7 +166,7 @@ async def test_by_keyboard_alone(stage: Stage, open_page: OpenPage) -> None:
         while "chat-text" not in reached:
             await page.keyboard.press("Tab")
             focused = page.locator(":focus")
-            # A choice shows its focus at the words beside it.
+            # A choice shows its focus at the words next to it.
             seen = page.locator(":focus, :focus + span")
             outlines = [await one.evaluate(OUTLINE) for one in await seen.all()]
             reached.append(await focused.get_attribute("id") or "")

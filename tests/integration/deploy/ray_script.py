@@ -120,7 +120,7 @@ async def call(method: Any) -> Any:
 
 
 def ask_without_token(address: str) -> str:
-    """How the control store answers somebody who only knows where it is."""
+    """How the control store answers a client that only knows its address."""
     with grpc.insecure_channel(address) as channel:
         ask: Any = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
         code: grpc.StatusCode = ask.future(b"", timeout=DEADLINE_S).code()

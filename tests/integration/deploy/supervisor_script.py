@@ -37,7 +37,7 @@ NODE_SCRIPT = str(Path(__file__).with_name("node_script.py"))
 
 
 class LightWorker:
-    """Answers, and breaks where a file says so."""
+    """Answers, and fails if a file asks for it."""
 
     def __init__(self, settings_json: str) -> None:
         self._settings = ActorSettings.model_validate_json(settings_json)
@@ -115,7 +115,7 @@ class Stage:
         return self.run.log(slot).with_suffix(".broken")
 
     async def until(self, holds: Callable[[SupervisionStatus], bool]) -> SupervisionStatus:
-        """What is told, once it is as it should be."""
+        """The status, once it is as it should be."""
         async with redis_client(self.redis_url) as client:
             board = StatusStore(client, self.mark.cluster_id)
             while True:

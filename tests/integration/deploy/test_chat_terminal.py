@@ -157,7 +157,7 @@ def test_commands(chats: Chats, address: str, parrot: Parrot) -> None:
 
 
 def has_ended(tries: int, text: str) -> bool:
-    """Whether so many questions have an answer or an error."""
+    """Whether this number of questions has an answer or an error."""
     return text.count("/retry asks") + text.count(WORKERS) >= tries
 
 

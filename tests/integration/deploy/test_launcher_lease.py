@@ -1,4 +1,4 @@
-"""Who has a cluster, and when those elsewhere know that nobody does."""
+"""The lease of a cluster, and when other machines know that it has no owner."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ COMMANDS = (
     ("SLOWLOG", "GET"),
     ("LATENCY", "RESET"),
 )
-"""Nobody's who serves requests."""
+"""A user of no serving process."""
 OWNERS_KEYS: dict[StoreUser, tuple[str, ...]] = {
     "worker": (
         *("limit:k:requests", "limit:new", "traffic", "pins", "pool-sizes", "supervision"),

@@ -1,4 +1,4 @@
-"""`baton router` beside workers that a real Valkey lists, and a small hub."""
+"""`baton router` with workers that a real Valkey lists, and a small hub."""
 
 from __future__ import annotations
 

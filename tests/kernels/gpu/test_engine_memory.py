@@ -59,8 +59,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
 def gpu_of(
     total: int, settings: EngineSettings, others: int = 0
 ) -> Iterator[tuple[FakeGpu, list[int]]]:
-    """A GPU of ``total`` bytes, of which other processes have taken some; and what the engine held
-
+    """A GPU of ``total`` bytes with memory used by other processes; and what the engine held
     when it asked for its size.
     """
     asked: list[int] = []

@@ -127,7 +127,7 @@ def test_one_whose_end_fails_leaves_no_names(built: Engine) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         first()
     assert second().token_ids[1] == answers(built, 1, 1)[0][0]
-    # What it cannot settle keeps this one from beginning, and not what it was told.
+    # What it cannot settle keeps this one from beginning, but not its orders.
     with pytest.raises(torch.OutOfMemoryError):
         runner.start(StepPlan(3, (new(2),), (0,), (decode(1, 0), prompt(2))))
     assert not has_names(runner)

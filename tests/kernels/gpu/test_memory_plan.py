@@ -26,7 +26,7 @@ LIMITS = StepLimits(
 
 
 def _case(case: Sized) -> Any:
-    """Other contexts than the usual one are for the long run, but for one model's."""
+    """Other contexts than the usual one are for the long run, except for one model's."""
     quick = case.context == CONTEXT or case.name == "Llama 3.1 8B"
     return pytest.param(case, marks=() if quick else pytest.mark.long, id=str(case))
 

@@ -160,9 +160,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> GpuBench:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> GpuBench:
-    """In bf16, by the CPU's own decoder: the same bits in every batch, as a GPU's where it is told
-
-    so.
+    """In bf16, by the CPU's own decoder: the same bits in every batch, as on a GPU with
+    ``deterministic``.
     """
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
@@ -253,7 +252,7 @@ def test_without_drafts_every_step_overlaps(plain: GpuBench) -> None:
 
 
 def test_a_gpu_that_waits_for_the_host_is_looked_for_drafts_seldom(plain: GpuBench) -> None:
-    """Looking takes time then. Whoever drafts goes on with it."""
+    """Lookups take time then, and drafting continues with it."""
     expected = plain.run(PROMPTS[:1], [GREEDY], slow=False)
     drafter = Said([])
     assert plain.run(PROMPTS[:1], [GREEDY], drafter, slow=False).outcome == expected.outcome
@@ -264,7 +263,7 @@ def test_a_gpu_that_waits_for_the_host_is_looked_for_drafts_seldom(plain: GpuBen
 
 
 def test_prompt_lookup_by_measured_costs(plain: GpuBench) -> None:
-    """Nothing is told of costs: the runner measures them. Its answers are the same."""
+    """Costs are unknown: the runner measures them. Its answers are the same."""
     samplings = [replace(GREEDY, max_tokens=60)] * len(PROMPTS)
     expected = plain.run(PROMPTS, samplings)
     steps = TorchSteps(plain.built.runner.model, 200)
@@ -298,7 +297,7 @@ def test_drafters_by_name() -> None:
 
 
 class Said:
-    """Proposes what it was told to, whatever the sequence is; notes what it was asked behind."""
+    """Proposes the given tokens, whatever the sequence is; records the positions."""
 
     name = "said"
 
@@ -366,7 +365,7 @@ def test_no_draft_goes_further_than_the_answer() -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "penalties", "grammar"])
 def test_with_an_engine_thread_and_one_that_waits(plain: GpuBench, name: str) -> None:
-    """As a worker has them: who waits for a step's end is not who begins the next."""
+    """As in a worker: the caller that waits for a step's end does not begin the next."""
     samplings = [replace(SAMPLINGS[name], seed=n) for n in range(2)]
     expected = plain.run(PROMPTS[:2], samplings)
     answers = {n: sequence.token_ids for n, sequence in enumerate(expected.sequences)}
@@ -402,7 +401,7 @@ def test_with_an_engine_thread_and_one_that_waits(plain: GpuBench, name: str) ->
 
 
 class Told(OverlapSpeculation):
-    """Notes what it is told of steps: how many tokens they drafted, and whether they overlapped."""
+    """Records of each step how many tokens it drafted, and whether it overlapped."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter, WholeDrafts(), AnyCosts())

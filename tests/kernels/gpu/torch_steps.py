@@ -13,7 +13,7 @@ from engine.sampling.step import StepInput, StepModel, StepOutput
 
 
 class _Running:
-    """A step's end, which has not come before somebody waits for it."""
+    """A step's end, which does not come before a caller waits for it."""
 
     def query(self) -> bool:
         return False

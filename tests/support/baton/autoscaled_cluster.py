@@ -1,4 +1,4 @@
-"""A cluster that is a list, for the autoscaler's tests: it does at once what it is told."""
+"""A cluster that is a list, for the autoscaler's tests: it executes orders at once."""
 
 from __future__ import annotations
 

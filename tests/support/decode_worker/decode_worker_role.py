@@ -42,7 +42,7 @@ ROUTER = "router"
 
 
 class Control:
-    """Steps that run when the test says so."""
+    """Steps that run when the test starts them."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.scheduler = scheduler

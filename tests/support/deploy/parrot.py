@@ -1,4 +1,4 @@
-"""A model that repeats what it is told, behind the real protocol."""
+"""A model that repeats its input, behind the real protocol."""
 
 from __future__ import annotations
 

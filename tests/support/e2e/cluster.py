@@ -214,7 +214,7 @@ def wait_until_gone(cluster_id: str, deadline_s: float = END_S) -> list[psutil.P
 
 
 def told_by(cluster_id: str, ask: Callable[[psutil.Process], T]) -> list[T]:
-    """What every process of the cluster says, but for those that end meanwhile."""
+    """The output of every process of the cluster, except of those that end meanwhile."""
     told = []
     for process in processes_of(cluster_id):
         with contextlib.suppress(psutil.Error):

@@ -24,7 +24,7 @@ from tests.support.e2e.cluster import UpProcess
 SLOT = "decode-0"
 REST_S = 35.0
 """Between two deaths: the slot has no past ones any more (``HEALTHY_S``), which would delay its
-next life, the machine is idle again, and a process stands by (deploy/workers/standby.py)."""
+next life, the machine is idle again, and a warm standby is there (deploy/workers/standby.py)."""
 _MAX_S = 60.0
 
 

@@ -18,7 +18,6 @@ def attend_dense(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """The definition: queries [count, heads, dim] at positions ``start …`` over keys and values
-
     [start + count, kv_heads, dim], in fp32. ``scale``, ``window`` and ``softcap`` are those of
     ``attend``. Returns [count, heads * dim].
     """

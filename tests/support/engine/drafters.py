@@ -26,7 +26,7 @@ class WholeDrafts(DraftLength):
 
 
 class FixedLength(ModelDraftLength):
-    """Every sequence drafts so many tokens, whatever that takes."""
+    """Every sequence drafts this number of tokens, whatever that costs."""
 
     def __init__(self, tokens: int = 5, *, prompts: bool = True) -> None:
         """``prompts``: whether the drafter takes prompts in at once."""

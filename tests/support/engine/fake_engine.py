@@ -78,7 +78,6 @@ class FakeEngine:
 
     def __init__(self, blocks: int, block_size: int, draft_tokens: int = 0) -> None:
         """``draft_tokens``: the most of a sequence in a step; how many it is depends on its tokens,
-
         and how many of them are right too.
         """
         self.block_size = block_size

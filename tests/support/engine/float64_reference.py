@@ -20,7 +20,7 @@ def float64_logits(model: DecoderModel, token_ids: list[int]) -> torch.Tensor:
     ids = torch.tensor(token_ids)
     rows = dequantize(table.rows(ids)) if isinstance(table, QuantizedWeight) else table[ids]
     x = rows.double()
-    # The angles are rounded to fp32 for everybody.
+    # The angles are rounded to fp32 in all implementations.
     cosines, sines = model.ropes[0][:count, :, None].double().unbind(1)
 
     def heads(y: torch.Tensor) -> torch.Tensor:

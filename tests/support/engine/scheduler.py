@@ -318,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def take_blocks(self, count: int) -> None:
-        """A ticket: blocks that are nobody's in the scheduler, and that others write to."""
+        """A ticket: blocks without a sequence in the scheduler, which other processes write to."""
         if count <= self.world.pool.available:
             blocks = self.world.pool.allocate(count)
             self.world.engine.write(blocks, 0, [-1] * count * self.world.limits.block_size)

@@ -38,7 +38,7 @@ def open_store(url: str, cluster_id: str = "") -> Store:
 
 
 async def contents(store: Store) -> dict[bytes, set[str]]:
-    """Who holds the block of that name, numbers that are nobody's any more as they are."""
+    """Workers that hold the block of that name; unused numbers as they are."""
     state = f"baton:{{{store.cluster_id}}}:index"
     generation = await cast(Any, store.client.hget(state, "generation"))
     names = await cast(Any, store.client.hgetall(f"{state}:numbers"))
@@ -90,7 +90,7 @@ class Publisher:
         self.publisher = IndexPublisher(store.index, self.pool, incarnation)
 
     def fill(self, chain: list[bytes]) -> None:
-        """Compute and release a prompt's blocks, the last of which is evicted first."""
+        """Compute and release a prompt's blocks; the last one is evicted first."""
         held = self.pool.match(chain)
         self.pool.pin(held)
         missing = self.pool.allocate(len(chain) - len(held))

@@ -6,7 +6,7 @@ from engine.gpu.speculation import OverlapCosts
 
 
 class AnyCosts(OverlapCosts):
-    """All drafts are worth the wait, beside prompts too."""
+    """All drafts are worth the wait, in steps with prompts too."""
 
     def __init__(self) -> None:
         pass

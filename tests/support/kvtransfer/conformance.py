@@ -210,7 +210,7 @@ class TransportConformance:
         assert np.array_equal(pair.receiver.data[8:10], pair.writer.data[5:7])
 
     def test_batches_back_to_back(self, pair: Pair) -> None:
-        """All are announced and sent before anybody waits; they end one by one."""
+        """All are announced and sent before any is awaited; they end one by one."""
         sources = [(number * 7) % BLOCKS for number in range(BLOCKS)]
         transfers = []
         for target, source in enumerate(sources):
@@ -363,7 +363,7 @@ class TransportConformance:
                 transfer.wait(DEADLINE_S)
         pair.receive.close()
         pair.receiver.data[:] = PATTERN
-        # Nobody awaits it any more, and it must end all the same.
+        # It is not awaited any more, and it must end all the same.
         ended(pair.send.send(1, packed, DEADLINE_S))
         with pytest.raises(WorkerFailed):
             pair.announced(packed, [1, 2])[1].wait(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""A transport whose bytes land when a test says so."""
+"""A transport whose bytes land when a test decides."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FakeSendLink:
 
 
 class FakeReceiveLink:
-    """Keeps what it is told of."""
+    """Records the calls that it receives."""
 
     def __init__(self) -> None:
         self.batches: list[AnnouncedBatch] = []

@@ -44,7 +44,7 @@ class WriterProcess:
     def pack(
         self, number: int, sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> AnnouncedBatch:
-        """Have it pack whole blocks; the batch as the receiver is told of it."""
+        """Have it pack whole blocks; the batch as it is announced to the receiver."""
         self.tell(["pack", list(sources)])
         return AnnouncedBatch(
             number,

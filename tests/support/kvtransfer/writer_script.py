@@ -1,8 +1,8 @@
 """A writer in a process of its own: ``python -m tests.support.kvtransfer.writer_script NAME SEED
 PEER``.
 
-Speaks in lines of JSON. It says what it offers; is told the receiver's answer, and connects. Then
-it is told ``["pack", [blocks]]`` and answers with the checksums, or ``["send", number]`` and
+Speaks in lines of JSON. It prints its offer, reads the receiver's answer, and connects. Then
+it reads ``["pack", [blocks]]`` and answers with the checksums, or ``["send", number]`` and
 answers at the end of sending what it packed first, with an empty line or the error's name. It ends
 with its input.
 """

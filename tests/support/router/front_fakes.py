@@ -168,7 +168,7 @@ class ScriptedDispatcher:
 
 
 def score_of(top: int) -> Callable[[int], TokenLogprobs]:
-    """Made-up log probabilities: the token's own is the likeliest, those beside it follow."""
+    """Made-up log probabilities: the token's own is the likeliest, the alternatives follow."""
 
     def score(token: int) -> TokenLogprobs:
         return TokenLogprobs(-0.5, tuple((token + n, -0.5 - n) for n in range(top)))

@@ -32,7 +32,7 @@ SWITCHED = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
     "{% endif %}"
 )
-"""As Qwen 3 has it: the model begins to reason by itself, unless it is told not to."""
+"""As Qwen 3 has it: the model begins to reason by itself, unless it is switched off."""
 OPENED = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
 """As DeepSeek R1 has it: the template begins the reasoning."""
 WITH_EFFORT = SWITCHED.replace(

@@ -146,7 +146,7 @@ class ManualWorker:
         return self.thread.plans[0]
 
     async def step(self, seconds: float = 0.01) -> StepPlan:
-        """The step that runs ends, after so long; its results are told."""
+        """The running step ends after this time; its results are applied."""
         self.now += seconds
         result = self.model.run(self.plan())
         plan = self.thread.end(StepResult(result.step, result.token_ids, seconds))

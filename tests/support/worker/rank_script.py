@@ -1,7 +1,7 @@
 """A rank in a process of its own: ``python -m tests.support.worker.rank_script``.
 
-Speaks in lines of JSON. It is told its geometry, number, transports, and the seed of what its
-blocks hold, and says where it listens; then it is told block numbers, and says what they hold. It
+Speaks in lines of JSON. It reads its geometry, number, transports, and the seed of what its
+blocks hold, and prints where it listens; then it reads block numbers, and prints what they hold. It
 ends with its input.
 """
 

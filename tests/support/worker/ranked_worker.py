@@ -193,7 +193,7 @@ class RankedWorker:
     async def begin(
         self, receiver: RankedWorker, blocks: int, attempt: int = 0
     ) -> tuple[Ticket, BlockPush]:
-        """A ticket there, and the push to it, of which nothing is put yet."""
+        """A ticket there, and the push to it before anything is put."""
         ticket = receiver.promise(self, blocks, attempt)
         opened = receiver.receiver.opened(ticket.ticket_id)
         async with asyncio.timeout(DEADLINE_S):

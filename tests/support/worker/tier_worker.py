@@ -36,7 +36,7 @@ LABELS = {"worker": "worker-0", "role": "decode"}
 
 
 def settings_of(model: Path, blocks: int) -> EngineSettings:
-    """A pool of so many blocks of 4096 bytes."""
+    """A pool of this number of blocks of 4096 bytes."""
     return EngineSettings(
         model, "float32", device="cpu", threads=1, kv_pool_bytes=blocks * 4096, chunk_tokens=64
     )
@@ -153,7 +153,7 @@ async def tier_worker(
     costs: StepCosts = SLOW,
     estimates: TierEstimates | None = None,
 ) -> AsyncIterator[TierWorker]:
-    """With tiers of so many blocks; ``storage`` stands for the disk's."""
+    """With tiers of this number of blocks; ``storage`` replaces the disk's."""
     engine = build_engine(settings_of(model, blocks))
     assert engine.cache.block_bytes == 4096
     storages: dict[str, tuple[int, TierStorage]] = {}

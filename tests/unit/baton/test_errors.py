@@ -27,7 +27,7 @@ Context = grpc.aio.ServicerContext[object, object]
 
 
 class Service(inference_pb2_grpc.InferenceServiceServicer):
-    """Raises what it is told to, by a unary and by a streaming method."""
+    """Raises the given error, by a unary and by a streaming method."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None

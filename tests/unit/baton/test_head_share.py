@@ -1,4 +1,4 @@
-"""How heads are shared by ranks: every head somewhere, every query beside what it attends to."""
+"""How heads are shared by ranks: every head somewhere, every query with what it attends to."""
 
 from __future__ import annotations
 

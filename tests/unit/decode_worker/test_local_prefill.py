@@ -43,7 +43,7 @@ HOLDER = prefill_pb2.PrefixSource(address="127.0.0.1:1", incarnation="prefill-0:
 
 
 class Eager(FetchEstimates):
-    """Whoever is named is asked."""
+    """The named worker is asked."""
 
     def pays(
         self, incarnation: str, transport: str, size: int, compute_s: float, now: float
@@ -61,7 +61,7 @@ class World(ManualWorker):
         self.asked = asyncio.Event()
         self.holder_answers = asyncio.Event()
         self.held: tuple[int, ...] = ()
-        """Tokens of which the holder has all full blocks; nothing of them is cached here."""
+        """Tokens whose full blocks the holder has; none of them is cached here."""
         self.role = DecodeRole(self.context, Eager())
         self.core.subscribe(self.role)
         self.core.start()

@@ -102,7 +102,7 @@ def commit(receiver: HandoffReceiver, ticket: Ticket, now: float) -> Sequence:
 
 
 class Copy(NamedTuple):
-    """A copy under way."""
+    """A copy in flight."""
 
     ticket: Ticket
     block: int

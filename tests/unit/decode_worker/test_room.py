@@ -1,4 +1,4 @@
-"""The rule for room, for whoever asks."""
+"""The rule for room, for every kind of caller."""
 
 from __future__ import annotations
 

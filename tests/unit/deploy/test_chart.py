@@ -48,7 +48,7 @@ OLDEST, NEWEST = "1.27", "1.37"
 KUBERAY_SETS = [name for name in VALUE_SETS if name.startswith("kuberay")]
 NOT_OF_KUBERNETES = ("RayCluster", "ServiceMonitor", "PrometheusRule")
 ENDING_S = 45
-"""How long ending may take beside a drain, in seconds: routers 8, the supervisor 5, workers 5,
+"""How long ending may take during a drain, in seconds: routers 8, the supervisor 5, workers 5,
 Redis 5, Ray 10, the stores 3, what is left 2; and some."""
 INGRESS = ("--set=ingress.enabled=true", "--set=ingress.host=a.example.com")
 BRIEFLY = Retry(ConstantBackoff(0.02), 500)
@@ -450,7 +450,7 @@ def test_pools_of_kuberay_have_pods_of_their_own() -> None:
         assert group["resources"][f"baton_{role}"] == places
         (container,) = group["template"]["spec"]["containers"]
         joins = parse(container["args"]).parameters
-        # What the pod offers is what Ray's autoscaler is told.
+        # What the pod offers is what Ray's autoscaler knows.
         assert str(joins["workers"]) == places
         assert joins["resource"] == [f"baton_{role}={places}"]
         assert str(joins["gpus"]) == group["rayStartParams"]["num-gpus"]
@@ -603,7 +603,7 @@ def test_kuberay_is_refused_what_it_cannot_have(values: tuple[str, ...], message
 
 
 def test_the_rules_are_those_of_the_repository() -> None:
-    """Rendered of the very file; without it the chart says so."""
+    """Rendered from the very file; without it the chart reports an error."""
     rules = ROOT / "deploy" / "monitoring" / "rules.yaml"
     asked = ("--set=metrics.prometheusRule.enabled=true",)
     if not rules.is_file():
@@ -646,13 +646,13 @@ def test_workers_pods_have_the_certificates_in_their_configuration(value_set: st
 
 @each_set
 def test_missing_certificates_or_keys_are_reported(value_set: str) -> None:
-    def says_so(*more: str) -> bool:
+    def has_hint(*more: str) -> bool:
         found = [one for _, one in containers(render(value_set, *more)) if one.get("env")]
         return any(v["name"] == "BATON_INSECURE_LISTEN" for one in found for v in one["env"])
 
-    assert says_so()
+    assert has_hint()
     has_keys = value_set not in ("open-values.yaml", "kuberay-plain-values.yaml")
-    assert says_so(CERTIFICATES) is not has_keys
+    assert has_hint(CERTIFICATES) is not has_keys
 
 
 def _http_probes(container: dict[str, Any]) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def test_a_profile_is_its_workers_and_all_else_is_always_there() -> None:
     for name, service in services().items():
         profiles = [profile for profile, nodes in PROFILES.items() if name in nodes]
         assert service.get("profiles", []) == profiles, name
-        # Of what another profile starts nobody may wait.
+        # No service may wait for one of another profile.
         assert not {*service.get("depends_on", ())} & {*NODES}, name
     assert services()["router"]["scale"] == 2
     assert services()["nginx"]["depends_on"] == {"router": {"condition": "service_healthy"}}
@@ -206,7 +206,7 @@ def test_each_worker_has_a_gpu_of_its_own() -> None:
 def test_nothing_is_published_beyond_this_machine() -> None:
     published = [port for one in services().values() for port in one.get("ports", ())]
     assert len(published) == 6
-    # Where TLS ends others may be let in, by those who say so.
+    # Behind a TLS proxy other hosts may be allowed, explicitly.
     encrypted = [port for port in published if port.startswith("${LISTEN:-127.0.0.1}:${")]
     assert [port.rpartition(":")[2] for port in encrypted] == ["8443", "8444"]
     assert all(port.startswith("127.0.0.1:${") for port in {*published} - {*encrypted})
@@ -312,7 +312,7 @@ def store_of(service: str, folder: Path) -> Iterator[int]:
 
 
 def test_each_role_is_another_user_of_the_store(tmp_path: Path) -> None:
-    """What a router is told opens neither the store nor what belongs to the supervisor."""
+    """A router's credentials open neither the store nor what belongs to the supervisor."""
     addresses = {
         "router": services()["router"]["environment"]["BATON_REDIS_URL"],
         "supervisor": services()["launcher"]["environment"]["BATON_REDIS_URL"],

@@ -201,7 +201,7 @@ def test_stop_tokens_end_a_text_in_its_middle(engine: Engine, tokenizer: Tokeniz
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 17])
 def test_a_moved_sequence_goes_on_where_it_was(engine: Engine, cut: int) -> None:
-    """Whoever takes it over replays what was said, and draws the tokens that would have come."""
+    """The next engine replays its output, and draws the tokens that would have come."""
     spec = spec_of(json_grammar(PERSON), temperature=1.0, seed=3)
     (whole,) = generate(engine, [spec])
     moved = replace(spec, token_ids=spec.token_ids + whole.token_ids[:cut])

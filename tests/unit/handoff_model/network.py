@@ -67,11 +67,11 @@ class Connection(Protocol):
         """Whether the process is at one of them."""
 
     def lose(self) -> None:
-        """It breaks; both ends are told as far as they live."""
+        """It breaks; both ends are notified if they live."""
 
 
 class Network:
-    """Knows who listens where, what is under way, and what is to go wrong."""
+    """Knows which process listens where, what is in flight, and what is to go wrong."""
 
     def __init__(self, time: VirtualTime) -> None:
         self.time = time
@@ -128,7 +128,7 @@ class Network:
     def strike(self, lane: str, *, is_first: bool = False) -> Strike | None:
         """What is to become of the next message of a lane.
 
-        The first message of a stream says who is there. No bit of it is flipped: a writer by
+        The first message of a stream names its sender. No bit of it is flipped: a writer by
         another name is another writer, and only TCP's and TLS's own checks can tell.
         """
         waiting = self.faults.get(lane)
@@ -493,7 +493,7 @@ class Call:
 
     def _arrive(self, message: bytes) -> None:
         if self._server is not None and self.is_unary:
-            # A request that comes again is a call of its own, of whoever listens now.
+            # A repeated request is a call of its own, to the present listener.
             again = self._network.server(self._address)
             if again is not None:
                 again.process.soon(self._begin_again, again, message)

@@ -42,7 +42,7 @@ class Process:
         self.time.loops.remove(self.loop)
 
     def soon(self, call: Callable[..., Any], *args: Any) -> None:
-        """Have the process told of something; one that is dead is told nothing."""
+        """Notify the process; a dead one receives nothing."""
         if self.is_alive:
             self.loop.call_soon(call, *args)
 

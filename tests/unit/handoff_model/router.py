@@ -68,7 +68,7 @@ class Router(Process):
         self._end(request, "abandoned")
 
     def forget(self, worker: Worker) -> None:
-        """A decode worker's life is over: nobody reads its tokens any more."""
+        """A decode worker's session is over: its tokens are not read any more."""
         reader = self._readers.pop(worker.name, None)
         if reader is not None:
             reader.cancel()

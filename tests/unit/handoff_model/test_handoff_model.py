@@ -272,7 +272,7 @@ def run_strike(transports: tuple[str, ...], lane: str, strike: Strike) -> None:
 
 
 def stops(every: int) -> Iterator[tuple[str, str, int]]:
-    """Every worker, every way in which it stops, after so many turns and their multiples."""
+    """Every worker, every way in which it stops, after this number of turns and its multiples."""
     return itertools.product(SLOTS, ("kill", "cut", *FREEZES), range(0, 240, every))
 
 

@@ -35,7 +35,7 @@ class Watch:
     """The test's eyes on a worker's memory, called when a transport touches it."""
 
     is_given_back: Callable[[Parts], bool]
-    """Whether some of these sources are nobody's any more."""
+    """Whether some of these sources have no owner any more."""
     complain: Callable[[str], None]
     beginning: Callable[[int], None]
     """A transport is about to write a part, or a batch, whose first block is this."""

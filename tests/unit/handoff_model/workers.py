@@ -315,7 +315,7 @@ class Worker(Process):
         assert quarantined == self.pool._quarantined, "the quarantine and the tickets disagree"
 
     def _check_leases(self) -> None:
-        """Who is awake ends what has expired."""
+        """A worker that is awake ends what has expired."""
         now = self.time.now
         if self.is_frozen or now - self.awake_since < 2 * HEARTBEAT_S:
             return

@@ -34,7 +34,7 @@ def receive_all(ticket: Ticket) -> None:
 
 
 def state_of(ticket: Ticket) -> TicketState:
-    """Read anew: a type checker takes an attribute for what it was compared with last."""
+    """Read again: a type checker takes an attribute for what it was compared with last."""
     return ticket.state
 
 

@@ -96,7 +96,7 @@ async def test_what_a_prompt_took_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Handoffs:
-    """Stands for the handoffs of a prefill role; receivers have room when the test says so."""
+    """Replaces the handoffs of a prefill role; receivers have room when the test decides."""
 
     def __init__(self) -> None:
         self.rooms: dict[str, asyncio.Event] = {}

@@ -113,7 +113,7 @@ def test_a_steady_load_below_capacity_is_served_in_full(
 def test_chance_alone_refuses_nothing_below_capacity(
     slo_s: float, workers: int, prompt: int, seed: int
 ) -> None:
-    """Arrivals without memory, at 70 %, of prompts that are short beside the SLO."""
+    """Arrivals without memory, at 70 %, of prompts that are short compared with the SLO."""
     cluster = roomy(slo_s, workers)
     dice, rate = random.Random(seed), 0.7 * workers * 2000.0 / prompt
     for number in range(1000):

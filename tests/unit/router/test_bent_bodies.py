@@ -1,4 +1,4 @@
-"""Bodies that are right but for one place: whatever stands there, it is no fault of the server."""
+"""Bodies that are right except in one place: whatever is there, it causes no server error."""
 
 from __future__ import annotations
 

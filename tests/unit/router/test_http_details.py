@@ -1,4 +1,4 @@
-"""What answers have beside their text: log probabilities, several choices, echoes, token ids."""
+"""What answers have besides their text: log probabilities, several choices, echoes, token ids."""
 
 from __future__ import annotations
 

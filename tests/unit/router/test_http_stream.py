@@ -251,7 +251,7 @@ async def test_a_slow_reader_holds_back_the_dispatcher_alone() -> None:
             assert await _stalled(front) < 100_000
             async with plain_client() as client:
                 assert (await client.get(f"http://{address}/live")).status_code == 200
-            # The deadline ends even what nobody reads.
+            # The deadline ends even what is not read.
             await front.dispatcher.closed.wait()
     assert front.requests() == {("short", "error", "deadline_exceeded"): 1}
 

@@ -1,4 +1,4 @@
-"""OpenAI's schemas, by which answers are validated where they are beside the repository."""
+"""OpenAI's schemas, which validate answers where they are next to the repository."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ async def test_calls_that_must_be(choice: Any, single: bool, names: set[str]) ->
     assert grammar.kind is GrammarKind.LARK
     assert ("call)*" not in grammar.text) == single
     assert {name for name in ("weather", "clock") if f'\\"{name}\\"' in grammar.text} == names
-    # All of them are told, whichever may be called.
+    # The prompt has all of them, whichever may be called.
     assert "Tells it." in prompt_of(front)
 
 
@@ -252,7 +252,7 @@ async def test_markers_that_are_special_tokens() -> None:
     assert len(call["id"]) == 9
     chunks = await stream(front, {**HELLO, **TOOLS})
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    # Who has no tools sees no marker.
+    # A request without tools sees no marker.
     (plain,) = (await post(front, CHAT, HELLO)).json()["choices"]
     assert plain["message"]["content"] == 'See: [{"name": "clock", "arguments": {}}]'
 

@@ -1,4 +1,4 @@
-"""Tool calls beside what else an answer may have: several choices, log probabilities, usage."""
+"""Tool calls with what else an answer may have: several choices, log probabilities, usage."""
 
 from __future__ import annotations
 

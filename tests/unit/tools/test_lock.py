@@ -96,7 +96,7 @@ def test_tests_run_with_what_is_locked() -> None:
 
 
 def test_everything_that_is_installed_is_checked_against_a_lock() -> None:
-    """But for the tools in environments of their own, whose versions are pinned."""
+    """Except for the tools in environments of their own, whose versions are pinned."""
     for file in ("Makefile", "Dockerfile"):
         text = (ROOT / file).read_text().replace("\\\n", " ")
         for line in text.splitlines():

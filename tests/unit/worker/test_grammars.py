@@ -243,7 +243,7 @@ async def test_a_commit_whose_grammar_does_not_compile(monkeypatch: pytest.Monke
 
 
 class Listener:
-    """Remembers what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.updates: list[SequenceUpdate] = []

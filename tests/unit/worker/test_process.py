@@ -194,7 +194,7 @@ async def test_a_worker_that_stood_still_lives_on_unless_the_registry_says_other
 
 
 async def test_a_worker_that_stood_still_alone_ends_its_life_at_once(living: Living) -> None:
-    """The registry has said so after it went on, however long that took."""
+    """The registry confirmed it after it continued, however long that took."""
     process, ends = living.process, []
 
     async def replace_session(reason: str) -> None:

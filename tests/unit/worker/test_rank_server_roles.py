@@ -1,4 +1,4 @@
-"""Who may speak to a rank where the cluster has certificates: workers, and nobody else."""
+"""Which callers a rank accepts where the cluster has certificates: only workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_only_workers_may_join_a_rank(tmp_path: Path, role: PeerRole) -> N
         try:
             files = authority.sign("caller", role)
             async with open_channel(server.address, files, "worker") as channel:
-                # Who is refused writes nothing: grpc.aio tells INTERNAL of a call that ends amid
+                # A refused caller writes nothing: grpc.aio reports INTERNAL for a call that ends amid
                 # a write.
                 requests = iter([rank_pb2.JoinRequest()]) if role == "worker" else None
                 call = rank_pb2_grpc.RankServiceStub(channel).Join(requests, timeout=DEADLINE_S)

@@ -23,7 +23,7 @@ TOGETHER = (
     ("drafts", "draft speed"),
     ("kernel speed", "step speed"),
 )
-"""Phases of one run: the runs take about as long, and serving has a test of its own beside this."""
+"""Phases of one run: the runs take about as long, and serving has its own test."""
 QUICK = "machine"
 """The run that is no long test; what the kernels of the others compute, tests/kernels/gpu tells."""
 BLOCKED = """

@@ -1,4 +1,4 @@
-"""The serving phase on a CPU: real workers, routers and a Valkey, of which one dies and one breaks.
+"""The serving phase on a CPU: real workers, routers and a Valkey; one dies and one breaks.
 
 On a GPU it was not run yet.
 """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _STEP = 512
-"""Bytes of which torch's allocator gives multiples (c10/cuda/CUDACachingAllocator.h)."""
+"""The unit of torch's allocator, in bytes (c10/cuda/CUDACachingAllocator.h)."""
 
 _SORT = {"aten::sort", "aten::argsort"}
 _SORT_BYTES = 32

@@ -1,4 +1,4 @@
-"""Models at their real sizes, but for the number of layers, with weights without contents."""
+"""Models at their real sizes, except for the number of layers, with weights without contents."""
 
 from __future__ import annotations
 

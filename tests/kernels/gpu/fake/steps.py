@@ -56,7 +56,7 @@ class Steps:
             forward.logits(step_tensors(buffer, shape), drawn, None)
 
     def draw(self, rows: int, tokens: int) -> None:
-        """``rows`` sequences, one of which has a chunk that makes it ``tokens`` in all."""
+        """``rows`` sequences; one has a chunk that makes it ``tokens`` in all."""
         self._answer(tokens)
         self.model.start(self._mixed(rows, tokens), [LIMITED] * rows)
 

@@ -72,7 +72,7 @@ SAMPLINGS = (
 
 
 def answers(folder: Path, oracle: Oracle | None, recorder: Recorder) -> list[list[int]]:
-    """Of two sequences, one of which begins while the other decodes."""
+    """Two sequences; one begins while the other decodes."""
     model = load(folder)
     cache = new_cache(model)
     limits = SchedulerLimits(BLOCK, 16, 8, 128, draft_tokens=MAX_DRAFT_TOKENS if oracle else 0)

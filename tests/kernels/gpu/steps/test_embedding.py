@@ -30,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def run(runner: ModelRunner) -> list[StepResult]:
-    """Two embedded sequences, one in two chunks and one of one token, beside a plain one."""
+    """Two embedded sequences, one in two chunks and one of one token, with a plain one."""
     embedded = NewSequence(0, PROMPT, 12, GREEDY, (), embeds=True)
     plain = NewSequence(1, BESIDE, 4, GREEDY, ())
     short = NewSequence(2, ONE, 1, GREEDY, (), embeds=True)

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(runner: ModelRunner) -> list[StepResult]:
-    """A prompt in two scored chunks beside a plain sequence, its forks, and a step of them all."""
+    """A prompt in two scored chunks with a plain sequence, its forks, and a step of them all."""
     scored = NewSequence(0, PROMPT, 12, WARM, ())
     beside = NewSequence(1, BESIDE, 4, PLAIN, ())
     first = StepPlan(

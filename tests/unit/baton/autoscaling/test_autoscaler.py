@@ -37,7 +37,7 @@ crews = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 
 def workers(prefill: float, decode: float) -> Load:
-    """What so many workers can just do."""
+    """The load that this number of workers can just serve."""
     return Load(prefill * INPUT_PER_WORKER, decode * OUTPUT_PER_WORKER)
 
 

@@ -204,7 +204,7 @@ async def test_keys(kind: str) -> None:
 @ALL
 async def test_an_absent_server(kind: str) -> None:
     with socket.socket() as taken:
-        # Bound, and not listening: nobody else can take the port.
+        # Bound, and not listening: no other process can take the port.
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         there = There(make_front(), f"http://{address}", address)

@@ -1,4 +1,4 @@
-"""Background tasks end when they are told to, even if they lose a cancellation."""
+"""Background tasks end when asked to, even if they lose a cancellation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ BLOCKED_S = 0.05
 
 
 async def told(least: float, *, blocked_s: float) -> list[float]:
-    """What is told until ``least`` or more was; the loop is blocked once, in between."""
+    """Reports until ``least`` or more came; the loop is blocked once, in between."""
     lags: list[float] = []
     watching = asyncio.create_task(watch_loop(lags.append, 0.001))
     try:

@@ -39,9 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with a line for each source that is compiled, by a compiler that takes its time: as
-
-    long as there is a file ``hold`` beside it.
+    """A file with a line for each source that is compiled, by a compiler that waits as
+    long as there is a file ``hold`` next to it.
     """
     calls, program = tmp_path / "calls", tmp_path / "slow-g++"
     wait = f"echo $* >> {calls}; sleep 0.3; while [ -e {tmp_path}/hold ]; do sleep 0.05; done"
@@ -52,7 +51,7 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def held_build(folder: Path, counted: Path) -> tuple[Path, threading.Thread]:
-    """A build under way in a thread, until the file that comes with it is removed."""
+    """A build in a thread, until the file that comes with it is removed."""
     hold = counted.with_name("hold")
     hold.touch()
     builder = threading.Thread(target=CppLibrary(folder, NATIVE).build)

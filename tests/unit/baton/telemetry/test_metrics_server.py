@@ -1,4 +1,4 @@
-"""A page of metrics over TLS: whom it is for, and that nobody can keep it from others."""
+"""A page of metrics over TLS: which clients may read it, and that none can block the others."""
 
 from __future__ import annotations
 

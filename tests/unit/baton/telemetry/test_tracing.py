@@ -1,4 +1,4 @@
-"""Spans have the parents that they are told, and cost nothing where nobody asked for them."""
+"""Spans have the given parents, and cost nothing where tracing is off."""
 
 from __future__ import annotations
 

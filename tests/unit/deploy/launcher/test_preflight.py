@@ -1,4 +1,4 @@
-"""Fronts that others reach have keys and TLS, or are told in so many words that they do not."""
+"""Listeners that other machines reach have keys and TLS, or an explicit option."""
 
 from __future__ import annotations
 

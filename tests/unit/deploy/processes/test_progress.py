@@ -11,7 +11,7 @@ from deploy.processes.progress import Progress
 
 
 class Clock:
-    """Says what it is told."""
+    """Records the lines of progress."""
 
     now = 0.0
 

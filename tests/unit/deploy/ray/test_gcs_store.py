@@ -1,4 +1,4 @@
-"""How Ray's control store is told of the store behind it."""
+"""How Ray's control store learns of the store behind it."""
 
 from __future__ import annotations
 

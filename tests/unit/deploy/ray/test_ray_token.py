@@ -1,4 +1,4 @@
-"""A Ray without a token is refused: its ports would let everybody who reaches them run code."""
+"""A Ray without a token is refused: every client of its ports could run code."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Play:
         return self.cluster.figures(self.load)
 
     async def forget_gone(self, now: float) -> None:
-        """Nobody goes."""
+        """No worker leaves."""
 
     @property
     def records(self) -> Mapping[str, WorkerRecord]:

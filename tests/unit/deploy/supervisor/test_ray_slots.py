@@ -55,7 +55,7 @@ class Scene:
         self.workers = [FakeWorker("decode-0"), FakeWorker("decode-1")]
 
     async def roll(self) -> Mapping[str, Hashable] | None:
-        """Entries that are renewed with each look, but for those of ``frozen``."""
+        """Entries that are renewed with each look, except those of ``frozen``."""
         if self.listed is None:
             return None
         return {slot: 0 if slot in self.frozen else object() for slot in self.listed}
@@ -73,7 +73,7 @@ class Scene:
                 await asyncio.sleep(0)
 
     async def pass_time(self, slots: RaySlots, seconds: int) -> float:
-        """The worker is asked once a second; returns what it was told at last."""
+        """The worker is asked once a second; returns its last answer."""
         for _ in range(seconds):
             self.now += 1.0
             await slots.refresh()

@@ -27,7 +27,7 @@ SLOTS = ("decode-0", "decode-1")
 
 
 class FakeWorkers:
-    """Whoever is started serves at once."""
+    """Started workers serve at once."""
 
     def __init__(self, **living: SlotObservation) -> None:
         self.seen = {slot.replace("_", "-"): seen for slot, seen in living.items()}
@@ -77,7 +77,7 @@ class FakeWorkers:
 
 
 class FakeBoard:
-    """Keeps what is told, as long as it can be reached."""
+    """Records what is published, as long as it can be reached."""
 
     def __init__(self, told: SupervisionStatus | None = None) -> None:
         self.told = told
@@ -281,7 +281,7 @@ async def test_a_death_that_is_heard_of_is_looked_at_at_once(
     await play.until(lambda: play.phase("decode-0") is Phase.RUNNING)
     monkeypatch.setattr(supervisor_module, "LOOK_S", 3600.0)
     workers = play.workers
-    # The look that was under way, and rests for an hour now.
+    # The look in progress, which rests for an hour now.
     looks = workers.refreshed
     await play.until(lambda: workers.refreshed >= looks)
     workers.seen["decode-0"] = SlotObservation(Observed.ABSENT, "it died")

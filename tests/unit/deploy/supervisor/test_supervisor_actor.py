@@ -1,4 +1,4 @@
-"""What further workers of a pool are told."""
+"""The settings of further workers of a pool."""
 
 from __future__ import annotations
 

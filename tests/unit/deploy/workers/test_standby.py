@@ -1,4 +1,4 @@
-"""A process that stands by: who does, and when no longer."""
+"""The warm standby of a node: which process it is, and until when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def place(tmp_path: Path) -> StandbyFiles:
 
 
 class Imports:
-    """Takes as long as it is told to."""
+    """Takes the given time."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()

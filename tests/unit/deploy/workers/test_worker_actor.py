@@ -46,14 +46,14 @@ def no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_life_module, "fail", fail)
 
 
-def life_of_nobody() -> WorkerThread:
+def thread_without_worker() -> WorkerThread:
     run = RunDirectory(Path("run"))
     share = NodeShare("127.0.0.1", run, run.log("decode-0"), 0, 1, 1, "", 0)
     return WorkerThread(settings("decode", 0), share, "node", io.StringIO())
 
 
 def serving(port: int, leave_by: float | None = None) -> WorkerThread:
-    life = life_of_nobody()
+    life = thread_without_worker()
     process: Any = SimpleNamespace(
         leave_by=leave_by, record=SimpleNamespace(address=f"127.0.0.1:{port}")
     )
@@ -85,7 +85,7 @@ def test_a_leaving_worker_reports_it_whatever_the_registry_lists() -> None:
 
 
 def test_who_does_not_serve_yet_is_not_judged() -> None:
-    life = life_of_nobody()
+    life = thread_without_worker()
     assert not life.ask(10 * UNLISTED_S)
 
 

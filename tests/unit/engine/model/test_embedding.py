@@ -1,4 +1,4 @@
-"""Embeddings of a sequence: those of transformers, whatever computes them and beside whom."""
+"""Embeddings of a sequence: those of transformers, for every engine and in every batch."""
 
 from __future__ import annotations
 

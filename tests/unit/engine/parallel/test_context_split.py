@@ -82,5 +82,5 @@ def test_short_steps_are_not_divided(ranks: int) -> None:
     least = ranks * MIN_TOKENS
     assert is_split(rows_of([(70, least)]), ranks)
     assert not is_split(rows_of([(70, least - 1)]), ranks)
-    # Many sequences that decode beside a short chunk.
+    # Many sequences that decode in a step with a short chunk.
     assert not is_split(rows_of([(70, least - 1)] + [(9, 1)] * least), ranks)

@@ -44,7 +44,7 @@ def expected(settings: EngineSettings) -> tuple[list[list[int]], torch.Tensor]:
 
 
 def answers(engine: Engine) -> tuple[list[list[int]], torch.Tensor]:
-    """Tokens of each prompt, greedy but for the last one's, in mixed steps; and some logits."""
+    """Tokens of each prompt, greedy except for the last one's, in mixed steps; and some logits."""
     run = engine.runner.run
     found = [list(prompt) for prompt in PROMPTS]
     tables = [tuple(range(5 * n, 5 * n + 5)) for n in range(len(PROMPTS))]
@@ -52,7 +52,7 @@ def answers(engine: Engine) -> tuple[list[list[int]], torch.Tensor]:
     new = tuple(
         NewSequence(n, prompt, len(prompt), sampling[n], ()) for n, prompt in enumerate(PROMPTS)
     )
-    # The first prompt in two chunks, the second beside its end, the third alone.
+    # The first prompt in two chunks, the second with its end, the third alone.
     steps = [
         (PlanRow(0, 0, 20, tables[0], False),),
         (PlanRow(0, 20, 17, tables[0], True), PlanRow(1, 0, 21, tables[1], True)),

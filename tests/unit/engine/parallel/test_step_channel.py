@@ -1,4 +1,4 @@
-"""The connections between ranks: who is let in, and how the loss of a rank is told."""
+"""The connections between ranks: which callers are admitted, and how a lost rank is reported."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def load(folder: Path, config: dict[str, Any] | None, parts: Parts) -> Quantized
 
 
 def check(weight: QuantizedWeight, expected: torch.Tensor) -> None:
-    """Equal but for the rounding of fp32."""
+    """Equal except for the rounding of fp32."""
     assert weight.shape == expected.shape
     torch.testing.assert_close(dequantize(weight), expected, rtol=1e-6, atol=1e-6)
 

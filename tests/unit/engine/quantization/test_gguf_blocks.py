@@ -18,7 +18,7 @@ FLOATS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K"
 
 
 def random_blocks(name: str) -> torch.Tensor:
-    """uint8 [ROWS, BLOCKS * size]: any bits, but for the scales, which are small."""
+    """A uint8 tensor [ROWS, BLOCKS * size]: random bits, except for the scales, which are small."""
     layout = BLOCK_FORMATS[name]
     generator = torch.Generator().manual_seed(0)
     raw = torch.randint(0, 256, (ROWS, BLOCKS, layout.size), generator=generator)

@@ -80,7 +80,7 @@ def drawn(logits: torch.Tensor, row: SampleRow) -> int:
 
 
 def runs_of(prompt: list[int], outputs: list[int]) -> st.SearchStrategy[tuple[int, ...]]:
-    """Bad words, of which many are about to be said."""
+    """Bad words; many are likely next tokens."""
     known = [*prompt, *outputs]
     token = st.integers(0, VOCAB - 1)
     ends = st.integers(0, 3).map(lambda length: tuple(known[len(known) - length :]))

@@ -41,7 +41,7 @@ def leading(digest: bytes) -> list[bytes]:
 
 @dataclass
 class Copying:
-    """A spill under way: ``bytes`` are what was read when it began."""
+    """A write in progress: ``bytes`` are what was read when it began."""
 
     spill: Spill
     bytes: bytes
@@ -49,7 +49,7 @@ class Copying:
 
 @dataclass
 class Loading:
-    """A load under way, into blocks of the pool that nobody else uses."""
+    """A load in progress, into blocks of the pool without another user."""
 
     missing: list[Found]
     held: list[int]
@@ -60,7 +60,7 @@ class TiersWorld:
     """Sequences come, compute what they do not find, and go; copies are made meanwhile."""
 
     def __init__(self, total: int, sizes: dict[str, int]) -> None:
-        """A pool of ``total`` blocks, and tiers of so many slots."""
+        """A pool of ``total`` blocks, and tiers with the given numbers of slots."""
         self.pool = BlockPool(total)
         self.tiers = BlockTiers(self.pool, [BlockTier(name, n) for name, n in sizes.items()])
         self.budget = dict(sizes)

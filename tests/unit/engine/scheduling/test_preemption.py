@@ -1,4 +1,4 @@
-"""Who loses its blocks: the cheapest, by priority, and nobody for ever."""
+"""Which sequence loses its blocks: the cheapest, by priority, and none forever."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ TestPressure = PressureMachine.TestCase
 
 
 def test_a_fork_without_a_block_is_handed_back() -> None:
-    """It would be computed anew beside those that decode."""
+    """It would be computed again in steps with decoding sequences."""
     world = World(4, SchedulerLimits(SIZE, 16, 4, CONTEXT))
     spec = replace(make_spec([1, 2, 3, 4, 5], max_tokens=6), hand_back=True)
     parent, fork = (
@@ -197,7 +197,7 @@ def test_a_fork_without_a_block_is_handed_back() -> None:
 
 @pytest.mark.parametrize("hand_back", [False, True])
 def test_one_without_a_token_is_computed_again_where_it_is(hand_back: bool) -> None:
-    """Whoever asked for its first token waits for it here."""
+    """The request for its first token waits for it here."""
     world = World(8, SchedulerLimits(SIZE, 8, 4, CONTEXT))
     spec = replace(make_spec([1] * 20, max_tokens=4), hand_back=hand_back, priority=1)
     world.add(spec)

@@ -1,5 +1,4 @@
 """The step scheduler: whatever it batches, preempts, pipelines and drafts, every answer is the
-
 model's.
 """
 
@@ -108,7 +107,7 @@ def test_handed_off_blocks_give_way_to_equal_ones() -> None:
 
 
 def test_blocks_of_several_hash_blocks() -> None:
-    """Found whole; the index is told of every hash block in them."""
+    """Found whole; the index receives every hash block in them."""
     world = World(16, SchedulerLimits(4, 64, 8, 64, hash_block_size=2))
     first = world.add(make_spec([*range(1, 11)], max_tokens=1))
     world.run_to_end()
@@ -179,7 +178,7 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
 
 
 def test_what_is_in_flight_may_end_before_others_are_preempted() -> None:
-    """The blocks of a sequence that has left are on their way: nobody else need give up his."""
+    """The blocks of a sequence that has left are on their way: no other need give up its own."""
     world = make_world(6, 2, depth=2)
     leaver = world.hand_in(make_spec([1] * 4, max_tokens=8))
     grower = world.hand_in(make_spec([2] * 5, max_tokens=8))

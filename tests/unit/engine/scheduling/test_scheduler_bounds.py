@@ -1,4 +1,4 @@
-"""Prompts beside sequences that decode, deadlines, and what a sequence's steps have taken."""
+"""Prompts in steps with decoding sequences, deadlines, and what a sequence's steps have taken."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def choice_answer(
 
 
 def score_of(token: int) -> TokenLogprobs:
-    """So that it can be told whose it is."""
+    """So that a token shows its choice."""
     return TokenLogprobs(-float(token))
 
 

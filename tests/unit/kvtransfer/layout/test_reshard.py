@@ -127,7 +127,6 @@ def execute(slices: list[Slice], source: list[Bytes], target: list[Bytes]) -> li
 
 def whole_blocks(case: Case, rank: int, data: Bytes) -> Bytes:
     """1 in a target rank's blocks that go whole: where a source rank has the same heads, those that
-
     begin in the range. Padding and what follows the last token come along.
     """
     source, target = case.source, case.target

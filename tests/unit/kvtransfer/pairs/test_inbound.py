@@ -1,4 +1,4 @@
-"""The receiver's ends of pairs, over a real gRPC stream; the bytes land when the test says so."""
+"""The receiver's ends of pairs, over a real gRPC stream; the bytes land when the test decides."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_ticket(ticket_id: str = "t", writer: str = WRITER.incarnation) -> Ticke
 
 @dataclass
 class Keeper:
-    """Has some tickets, and keeps what it is told."""
+    """Has some tickets, and records its messages."""
 
     tickets: dict[str, Ticket] = field(default_factory=dict)
     told: list[tuple[str, ...]] = field(default_factory=list)
@@ -221,7 +221,7 @@ _LANDED: WeakKeyDictionary[Call, deque[transfer_pb2.BatchLanded]] = WeakKeyDicti
 
 
 async def landed(call: Call) -> transfer_pb2.BatchLanded:
-    """The next batch that has; several may be told of at a time."""
+    """The next batch that has; several may be reported at a time."""
     waiting = _LANDED.setdefault(call, deque())
     while not waiting:
         waiting.extend((await read(call)).landed)

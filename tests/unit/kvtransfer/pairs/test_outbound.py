@@ -1,4 +1,4 @@
-"""The writer's end of a pair, against a receiver over real gRPC that says what it is told to."""
+"""The writer's end of a pair, against a receiver over real gRPC with scripted answers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Receiver(transfer_pb2_grpc.TransferServiceServicer):
         return [list(r.renew.ticket_ids) for r in self.heard if r.HasField("renew")]
 
     def landed(self, number: int, error: BatonError | None = None) -> None:
-        """Say so."""
+        """Report that they have landed."""
         landed = transfer_pb2.BatchLanded(number=number)
         if error is not None:
             landed.error, landed.code = error.message, error.code or ""
@@ -128,7 +128,7 @@ class World:
         await self.pair.open(self.channel, deadline_s)
 
     async def announced(self, count: int) -> list[transfer_pb2.AnnounceBatch]:
-        """Once the receiver has heard of so many batches."""
+        """Once the receiver has received this number of batches."""
         await until(lambda: len(self.receiver.announced) >= count)
         assert len(self.receiver.announced) == count
         return self.receiver.announced
@@ -203,7 +203,7 @@ async def test_it_offers_what_it_has_and_connects_by_what_was_chosen(make_world:
     await world.open()
     assert world.pair.transport == "grpc"
     assert (grpc_.connected, shm.connected) == ([(world.peer, b"the answer")], [])
-    # It answers whoever calls, before it has heard anything.
+    # It answers every caller, before it has received anything.
     await until(lambda: bool(world.receiver.heard))
     hello = world.receiver.heard[0].open
     assert (hello.fingerprint, hello.writer, hello.receiver) == (

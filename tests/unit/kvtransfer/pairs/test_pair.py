@@ -1,4 +1,4 @@
-"""Who may exchange blocks with whom: fingerprint first, then geometry, then the life meant."""
+"""Which workers may exchange blocks: fingerprint first, then geometry, then the incarnation."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_fingerprint_comes_first_and_the_life_last() -> None:
 
 
 class Receiver(transfer_pb2_grpc.TransferServiceServicer):
-    """Accepts every pair by shm, and says what it is told to of its geometry."""
+    """Accepts every pair by shm, and reports the given geometry."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = convert.geometry_to_proto(geometry)

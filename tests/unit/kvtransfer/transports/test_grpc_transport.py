@@ -58,7 +58,7 @@ class World:
             return code
 
     def announce(self, number: int, sources: list[int], targets: list[int]) -> Transfer:
-        """Whole blocks, as the receiver is told of them."""
+        """Whole blocks, as they are announced to the receiver."""
         batch = AnnouncedBatch(
             number,
             Parts(tuple(sources), 0, BLOCK_BYTES),
@@ -126,7 +126,7 @@ def test_pairs_have_names_that_cannot_be_guessed_and_end_with_their_links(world:
 
 
 def test_a_second_stream_of_a_pair_ends_it(world: World) -> None:
-    """Whoever knows the name of a pair is its writer, or has stolen it."""
+    """A process that knows the name of a pair is its writer, or has stolen the name."""
     sender = world.writer.connect(RECEIVER, world.answer)
     packed = sender.pack(Parts((1,), 0, BLOCK_BYTES))
     transfer = world.announce(0, [1], [2])
@@ -148,7 +148,7 @@ def test_there_is_a_bound_to_the_pairs(world: World, monkeypatch: pytest.MonkeyP
 
 
 def test_a_port_that_cannot_be_had_is_said() -> None:
-    transport = GrpcTransport(host="192.0.2.1")  # of nobody: RFC 5737
+    transport = GrpcTransport(host="192.0.2.1")  # reserved for documentation: RFC 5737
     with pytest.raises(ConfigError, match=r"nothing can listen on 192\.0\.2\.1"):
         transport.register(HostMemory(np.zeros((1, 64), dtype=np.uint8)))
     transport.close()
@@ -324,7 +324,7 @@ def test_an_answer_that_cannot_be_read_is_refused(world: World, answer: bytes) -
 
 
 def check_nothing_goes(world: World) -> None:
-    """The writer's link breaks; the receiver's waits on, for whoever proves to be the writer."""
+    """The writer's link breaks; the receiver's still waits for a proven writer."""
     before = world.ours.copy()
     transfer = world.announce(0, [1], [2])
     send_until_refused(world)

@@ -142,7 +142,7 @@ def test_the_writers_memory_is_mapped_until_the_link_is_closed(world: World) -> 
     link = world.accept()
     assert maps() == before + 1
     link.close()
-    # Whoever still has the link, in a traceback or a cycle, does not keep a dead writer's pool.
+    # A reference left to the link, in a traceback or a cycle, keeps no dead writer's pool.
     assert maps() == before
     with pytest.raises(WorkerFailed, match="the pair was closed"):
         link.receive(batch_of(1), DEADLINE_S).wait(DEADLINE_S)

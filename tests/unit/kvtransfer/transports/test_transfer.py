@@ -1,4 +1,4 @@
-"""One transfer: who may end it when, and who is told."""
+"""One transfer: which side may end it when, and which is notified."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TransferMachine(RuleBasedStateMachine):
             self.end(error)
 
     @invariant()
-    def says_so(self) -> None:
+    def report(self) -> None:
         """Over is never said while bytes are being placed."""
         assert self.told == ([self.transfer] if self.ended else [])
         if isinstance(self.ended, str):

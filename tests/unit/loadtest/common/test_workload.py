@@ -1,4 +1,4 @@
-"""What the client is told to send."""
+"""The requests that the client sends."""
 
 from __future__ import annotations
 

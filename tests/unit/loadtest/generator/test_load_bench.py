@@ -47,7 +47,7 @@ METRICS = "# TYPE baton_active_requests gauge\nbaton_active_requests 0\nbaton_se
 
 
 class Server(threading.Thread):
-    """Serves in a thread until it is told to stop."""
+    """Serves in a thread until it is stopped."""
 
     def __init__(self, sequences: int = 0) -> None:
         super().__init__()

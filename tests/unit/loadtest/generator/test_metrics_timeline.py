@@ -44,7 +44,7 @@ def test_a_page() -> None:
 async def read(
     paths: dict[str, str], pages: int, path: str = ""
 ) -> tuple[MetricsReader, list[str]]:
-    """Until so many pages were asked for."""
+    """Until this number of pages was requested."""
 
     async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
         page = paths.get(asked.line.split()[1])

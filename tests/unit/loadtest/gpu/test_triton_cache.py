@@ -30,7 +30,7 @@ def _run(*arguments: str) -> str:
 def test_another_build_of_triton_finds_the_kernels_that_were_unpacked(tmp_path: Path) -> None:
     folder, target = tmp_path / "filled", tmp_path / "unpacked"
     assert _run("fill", str(folder)) == "1"
-    # A kernel that is not found is compiled again, beside the other.
+    # A kernel that is not found is compiled again, next to the other.
     assert _run("unpack", str(folder), str(target)) == "1"
 
 

@@ -19,7 +19,7 @@ def test_they_are_those_of_the_configuration() -> None:
 
 
 def test_the_network_is_a_share_of_the_data_sheet() -> None:
-    # 400 Gb/s, of which 0.8 are reached.
+    # 400 Gb/s; 0.8 of it are reached.
     assert TRANSPORTS["nixl"].bytes_per_s(ACCELERATORS["h200"], 1) == pytest.approx(40e9)
     assert TRANSPORTS["nccl"].bytes_per_s(ACCELERATORS["h200"], 2) == pytest.approx(80e9)
     assert TRANSPORTS["cuda_ipc"].bytes_per_s(ACCELERATORS["h200"], 1) == pytest.approx(360e9)

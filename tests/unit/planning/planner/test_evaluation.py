@@ -1,4 +1,4 @@
-"""Candidates are simulated once, and what counts is told apart from what leads up to it."""
+"""Candidates are simulated once, and what counts is separate from the warm-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan is the cheapest that meets its target, and says what stands beside it."""
+"""A plan is the cheapest that meets its target, and shows its alternatives."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_a_deadline_ends_what_waits_and_what_runs() -> None:
     assert len(sent) > 2
     assert {one.code for one in sent} == {"deadline_exceeded"}
     assert all(one.e2el_s == pytest.approx(1.0, abs=0.05) for one in sent)
-    # The others were told before.
+    # The others were notified before.
     assert all(not one.ok and one.e2el_s <= 1.05 for one in result.requests)
 
 

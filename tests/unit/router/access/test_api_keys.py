@@ -109,7 +109,7 @@ async def test_a_key_is_created_used_and_revoked_without_a_restart(tmp_path: Pat
         assert aside.expires_at is not None
         baton_keys("revoke", aside.name, "--file", file)
         assert [await status(key) for key in (first, third)] == [401, 200]
-        # What is broken changes nothing, and is told; so is a file that is gone.
+        # A broken file changes nothing, and is reported; so is a missing one.
         whole = _put(file, "{")
         for broken in ("{", '{"keys": [{"name": "x", "admin": true}]}', None):
             _put(file, broken)

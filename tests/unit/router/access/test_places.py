@@ -67,7 +67,7 @@ async def test_deadlines_end_in_order_and_only_of_those_that_wait() -> None:
         while len(ended) < 2:
             await asyncio.sleep(0.01)
     assert ended == ["soon", "late"]
-    # Those that are told keep their places until they release them.
+    # Those that are notified keep their places until they release them.
     assert len(places) == 3
 
 

@@ -234,7 +234,7 @@ async def test_pools_are_scaled() -> None:
         }
         request = control_pb2.ScalePoolRequest(pool="decode", count=2)
         assert (await there.grpc.ScalePool(request, timeout=DEADLINE_S)).previous == 3
-        # Decode workers prefill where nobody else does.
+        # Decode workers prefill if no prefill worker does.
         answer = await there.http.post("/v1/pools/prefill/scale", json={"count": 0})
         assert answer.is_success
         assert there.sizes.sizes == {"decode": 2, "prefill": 0}

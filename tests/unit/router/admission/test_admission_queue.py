@@ -139,7 +139,7 @@ async def test_priorities_and_tenants() -> None:
     await asyncio.gather(*tasks)
     defaults = [name for name in room.done if name not in ("others", "unknown")]
     assert defaults == ["first", "high", "low", "low-2"]
-    # A tenant that nobody has named has turns of its own.
+    # An unconfigured tenant has turns of its own.
     assert room.done.index("unknown") < room.done.index("low-2")
     assert room.done.index("others") <= 3
     room.room.close()
@@ -256,7 +256,7 @@ async def test_the_background_waits_behind_all_others() -> None:
 async def test_time_in_which_a_client_held_its_answer_up_slows_no_prediction(
     held_s: float,
 ) -> None:
-    """Ten tokens in a minute, of which the cluster took 0.9 s; or all of it."""
+    """Ten tokens in a minute; the cluster took 0.9 s of it, or all of it."""
     room = Room(prefill_cost=A_SECOND)
     await room.visit("slow reader", max_tokens=10)
     room.room.first_token("slow reader")

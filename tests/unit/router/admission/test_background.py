@@ -1,4 +1,4 @@
-"""Background requests: behind everybody, and in the slack alone. A simulated cluster."""
+"""Background requests: behind all others, and only in the slack. A simulated cluster."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shared(Cluster):
         self.max_tokens = max(self.max_tokens, self.admission._prefill.tokens)
         sent = self.order[before:]
         if any(self.wanted[name].background for name in sent):
-            # Whoever was not in the background has gone first, and nobody of them waits still.
+            # Every foreground request has gone first, and none of them still waits.
             firsts = [name for name in sent if not self.wanted[name].background]
             assert sent[: len(firsts)] == firsts
             assert len(firsts) == interactive
@@ -140,7 +140,7 @@ def test_others_overtake_them() -> None:
 
 @pytest.mark.parametrize("prompt", [100, 500])
 def test_others_wait_for_one_prompt_at_most(prompt: int) -> None:
-    """The first token of a request that comes now and then, with and without a batch beside it."""
+    """The first token of an occasional request, with and without a batch."""
 
     def first_tokens(batch: int) -> list[float]:
         cluster = Shared(tokens_per_s=2000.0)

@@ -41,7 +41,7 @@ def test_a_cost_model_that_is_wrong_is_corrected_while_requests_wait(model_error
 
 
 def test_what_was_learned_of_few_prefill_workers_counts_for_each_of_many() -> None:
-    """Where roles change, too low a rate would turn all away, and nobody would wait and tell."""
+    """After a role change, a rate that is too low would reject all, and none would correct it."""
     cluster = Cluster(tokens_per_s=3000.0)
     cluster.learn()
     learned = cluster.admission.speed
@@ -67,7 +67,7 @@ def stand_still(cluster: Cluster, seconds: float) -> None:
 
 
 def test_a_worker_that_was_stopped_does_not_reject_requests_forever() -> None:
-    """Only waiting teaches a rate, and who is refused does not wait."""
+    """Only waiting teaches a rate, and rejected requests do not wait."""
     cluster = Cluster()
     cluster.learn()
     stand_still(cluster, 60.0)
@@ -214,7 +214,7 @@ def test_overload_keeps_what_is_admitted_within_its_time() -> None:
 
 
 def test_prompts_come_no_faster_than_tokens_allow() -> None:
-    """The cluster could take 20 prompts a second, of which its decoding bears 13."""
+    """The cluster could take 20 prompts a second; its decoding bears 13 of them."""
     cluster = Cluster(slo_s=1.6, slo_tpot_s=0.1, strain=6.0)
     cluster.learn()
     start = cluster.now
@@ -287,7 +287,7 @@ def test_while_requests_are_refused_for_time_one_is_let_through_now_and_then() -
 
 
 def test_what_was_learned_of_slow_answers_is_forgotten_if_nothing_decodes() -> None:
-    """Prompts held back, and deadlines taken for hopeless: nobody would get in to show better."""
+    """Prompts held back, and deadlines taken for hopeless: no admission would disprove it."""
     cluster = Cluster(slo_s=1.6, slo_tpot_s=0.1)
     cluster.learn()
     cluster.token_s = 2.0
@@ -385,7 +385,7 @@ def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
 def test_room_is_never_promised_twice(
     places: int, blocks: int, requests: list[tuple[int, int, float]], token_s: float
 ) -> None:
-    """Neither places nor blocks of the decode worker run out, and everybody is served."""
+    """Neither sequences nor blocks of the decode worker run out, and every request is served."""
     cluster = Cluster(places=places, blocks=blocks, token_s=token_s)
     # Answers are as long as they may be: then what is expected is what comes.
     for number, (prompt, answer, pause_s) in enumerate(requests):
@@ -399,7 +399,7 @@ def test_room_is_never_promised_twice(
 
 
 BLOCK_ERROR = 3
-"""An answer that is longer than the mean of the past takes at most so many blocks more here."""
+"""An answer longer than the past mean takes at most this number of blocks more here."""
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -71,7 +71,7 @@ def test_shares_follow_the_weights(
 
 
 def test_tokens_are_shared_and_not_requests() -> None:
-    """Who asks for ten times as much a request gets a tenth of the requests."""
+    """A tenant whose requests cost ten times as much gets a tenth of the requests."""
     queue: FairQueue[Numbered] = FairQueue({"big": 1.0, "small": 1.0}, 1000)
     for _ in range(200):
         queue.push(entry("big", 1000))

@@ -179,7 +179,7 @@ def test_a_worker_that_hangs_lowers_the_rate() -> None:
 
 
 def test_between_two_ends_of_prompts_the_rate_stays_as_it_is() -> None:
-    """How much of a long prompt is done nobody knows: that must not swing what is predicted."""
+    """The progress of a long prompt is unknown: that must not swing the prediction."""
     rate = PrefillThroughput()
     rate.saturated(0.0, waiting=True)
     now = 0.0
@@ -216,7 +216,7 @@ def test_what_was_learned_fades_while_no_request_waits_and_idleness_forgets_it()
     rate.saturated(20.0, waiting=False)
     rate.look(20.0 + IDLE_S / 2)
     assert rate.speed == pytest.approx(1000, rel=0.01)
-    # Something lies at the workers all the time, but nobody waits for them.
+    # The workers have work all the time, but no request waits for them.
     stay = rate.sent(1, 10, 20.0 + IDLE_S / 2)
     rate.look(20.0 + QUIET_MEMORY_S)
     assert rate.speed == pytest.approx(1000, rel=0.01)

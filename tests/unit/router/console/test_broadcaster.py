@@ -1,4 +1,4 @@
-"""One look for all, and none for nobody."""
+"""One collection for all clients, and none without clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE_S = 20.0
 
 
 class Looks:
-    """Counts; fails while it is told to."""
+    """Counts; fails while the test wants it."""
 
     def __init__(self) -> None:
         self.made = 0

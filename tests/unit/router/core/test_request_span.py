@@ -40,7 +40,7 @@ REQUEST = GenerationRequest(
 
 
 class Workers:
-    """Answers every request with two deltas, or fails as it is told."""
+    """Answers every request with two deltas, or fails as given."""
 
     context_length = 100
 

@@ -17,7 +17,7 @@ CALL = ScriptCall(cast(AsyncScript, None), ("key",), (1,))
 
 
 class Server:
-    """Keeps the calls that go together, and answers when the test says so."""
+    """Records the calls that go together, and answers when the test decides."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[asyncio.Future[list[Any]]] = []

@@ -11,7 +11,7 @@ from router.core.turns import FairTurns
 
 
 class Work:
-    """Pieces of work that hold turns until they are told to end."""
+    """Pieces of work that hold turns until the test ends them."""
 
     def __init__(self, turns: FairTurns) -> None:
         self._turns = turns

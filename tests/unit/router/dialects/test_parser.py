@@ -111,7 +111,7 @@ CASES: list[tuple[str, str, Parsed]] = [
         '<tool_call>{"name":"add-2","arguments":{"x": 1,}}</tool_call>then',
         Parsed("then", (Call("add-2", '{"x": 1,}}'),)),
     ),
-    # A key that says more than clients are told makes it content.
+    # An unknown key makes it content.
     (
         "hermes",
         '<tool_call>{"name":"add-2","why":"so","arguments":{}}</tool_call>',

@@ -266,7 +266,7 @@ class World:
     def tell(
         self, running: RunningRequest, tokens: int, *, choice: int = 0, ends: bool = False
     ) -> None:
-        """So many more tokens of a choice, by its attempt."""
+        """This number of further tokens of a choice, by its attempt."""
         state = running.choices[choice]
         output = TokenOutput(
             "r",
@@ -694,7 +694,7 @@ async def test_a_silent_worker_keeps_what_no_other_can_take() -> None:
 
 
 def short_contexts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody that is left could take what the request has become."""
+    """No worker left could take what the request has become."""
 
     async def find(*_: Any, **__: Any) -> Decision:
         await asyncio.sleep(0)

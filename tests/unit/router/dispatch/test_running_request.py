@@ -1,4 +1,4 @@
-"""A request's tokens, in whatever order and however often they are told."""
+"""A request's tokens, in any order and with any repetition."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_tokens_in_order_are_coalesced_for_a_slow_reader() -> None:
 
 
 async def test_tokens_that_came_together_were_drafted() -> None:
-    """But for the first of each step; joined deltas have the sum."""
+    """Except for the first of each step; joined deltas have the sum."""
     running = make_running()
     running.accept(output(0, "a"))
     running.accept(output(1, "bcd"))
@@ -221,7 +221,7 @@ async def read_choices(running: RunningRequest) -> dict[int, str]:
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3), st.data())
 def test_choices_do_not_mix(texts: list[str], data: st.DataObject) -> None:
-    """In whatever order and however often their tokens are told."""
+    """In any order and with any repetition of their tokens."""
     outputs = [
         choice_output(choice, index, text[index], ends=index == len(text) - 1)
         for choice, text in enumerate(texts)

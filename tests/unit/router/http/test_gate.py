@@ -32,7 +32,7 @@ async def refuses(request: Request) -> Response:
     raise NotFound("nothing here")
 
 
-async def breaks_off(request: Request) -> Response:
+async def fails_midway(request: Request) -> Response:
     async def body() -> AsyncIterator[bytes]:
         yield b"a beginning"
         raise RuntimeError("odd")
@@ -44,7 +44,7 @@ async def serves(request: Request) -> Response:
     return PlainTextResponse("served")
 
 
-HANDLERS = {"fails": fails, "refuses": refuses, "breaks": breaks_off, "serves": serves}
+HANDLERS = {"fails": fails, "refuses": refuses, "breaks": fails_midway, "serves": serves}
 
 
 def gate(**fields: Any) -> HttpGate:

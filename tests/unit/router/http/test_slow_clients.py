@@ -1,4 +1,4 @@
-"""Clients that hardly read: what they hold is bounded, they are cut off, and slow nobody else."""
+"""Clients that hardly read: their memory is bounded, they are cut off, and slow no other client."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_a_client_that_hardly_reads_is_cut_off(
 async def test_a_client_that_reads_slowly_gets_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its buffers stay full for longer than anybody may read nothing."""
+    """Its buffers stay full for longer than a client may read nothing."""
     connections = Connections(monkeypatch)
 
     async def much(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
@@ -169,7 +169,7 @@ async def test_a_grpc_client_that_does_not_read_is_cut_off() -> None:
             request.sampling.max_tokens = 8
             assert len([message async for message in stub.Generate(request)]) == 8
             await until(lambda: ("short", "error", "deadline_exceeded") in front.requests())
-            # It reads on, and is told.
+            # It reads on, and receives the error.
             assert await read_all(slow) is grpc.StatusCode.DEADLINE_EXCEEDED
     assert front.requests() == {
         ("short", "error", "deadline_exceeded"): 1,

@@ -1,4 +1,4 @@
-"""How a model is told of tools, whatever its chat template knows; and which format it speaks."""
+"""How tools are written into prompts for every chat template, and which format is used."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def test_long_texts_of_a_tenant_leave_others_a_turn() -> None:
     ]
     try:
         async with asyncio.timeout(WAIT_S):
-            # Another tenant's long text is done while all of the first one's are under way.
+            # Another tenant's long text is done while all of the first one's are in progress.
             other = "b" * (INLINE + 1)
             assert await encoder.prompt_ids("two", [other], SamplingInput(), "prompt")
         assert begun.count("a") <= TEXTS_AT_ONCE - 1

@@ -42,7 +42,7 @@ def test_a_header_before_the_content_belongs_to_the_end(
 
 
 def test_a_call_ends_the_reasoning_of_some_models() -> None:
-    """A budget must not force the reasoning's end into a call, of which the first line counts."""
+    """A budget must not force the reasoning's end into a call; the call's first line counts."""
     form = dialect_for("qwen3_coder", "think", None, lambda _: False).reasoning
     assert form is not None
     ids = {"<think>": (1,), "</think>": (2,), "<tool_call>": (3,)}

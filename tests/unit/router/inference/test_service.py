@@ -27,7 +27,7 @@ def arrival(*, background: bool = False) -> Arrival:
 
 
 async def run(front: Front, *requests: GenerationRequest, background: bool = False) -> list[int]:
-    """The prompts of which deltas have come, in their order."""
+    """The prompts whose deltas have come, in their order."""
     told: list[int] = []
 
     async def sink(prompt: int, _: OutputDelta) -> None:

@@ -132,7 +132,7 @@ def test_what_was_done_is_reported_for_the_worker_that_did_it(
 
 
 async def drafting(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
-    """An answer of which two tokens were drafted, behind a prompt that was cached."""
+    """An answer with two drafted tokens, after a cached prompt."""
     yield OutputDelta("a", (5,), None, cached_prompt_tokens=4)
     yield OutputDelta("bcd", (6, 7, 8), None, accepted_drafts=2)
     yield OutputDelta("", (9,), FinishReason.STOP, decode_worker="decode-0")

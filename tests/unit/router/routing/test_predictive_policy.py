@@ -307,7 +307,7 @@ def test_short_prompts_stay_at_an_idle_decode_worker_long_ones_do_not() -> None:
 def test_an_idle_decode_worker_is_kept_free_of_long_prompts_where_others_run() -> None:
     table = table_of("p-0", "d-0", "d-1")
     auto = ClassRoute("auto")
-    # Nobody is in the way of anybody, and there is no handoff.
+    # No worker disturbs another, and there is no handoff.
     assert decide(table, RouteRequest(2000), route=auto).local
     table.set_load("d-1", LoadSnapshot(running=2, free_blocks=4000, context_tokens=1000), 0.0)
     assert not decide(table, RouteRequest(2000), route=auto).local
@@ -387,7 +387,7 @@ def one_first_block(count: int, every_s: float) -> list[tuple[float, int, list[b
 
 @pytest.mark.parametrize(("every_s", "instant"), [(0.01, False), (1.0, True)])
 def test_a_first_block_that_all_share_does_not_herd(every_s: float, *, instant: bool) -> None:
-    """Neither in a rush nor where nobody ever waits."""
+    """Neither in a rush nor without any waiting."""
     slots = ("p-0", "p-1", "p-2", "p-3", "d-0")
     counts = replay(slots, one_first_block(800, every_s), instant=instant)
     assert max(counts.values()) <= 1.1 * sum(counts.values()) / 4

@@ -28,7 +28,7 @@ from tests.support.router.workers import BLOCK, record
 
 @asynccontextmanager
 async def synced(*slots: str) -> AsyncIterator[tuple[TableSync, RoutingState, WorkerLinks]]:
-    """Links that nobody answers, said to be connected."""
+    """Links without an answering worker, reported as connected."""
     links = WorkerLinks("r", heartbeat_s=1.0)
     routing = RoutingState(make_policy("predictive", RouteSettings()), BLOCK)
     try:
@@ -77,7 +77,7 @@ DEADLINE_S = 60.0
 
 
 class FakeIndex:
-    """Answers when it is told to."""
+    """Answers when the test decides."""
 
     def __init__(self) -> None:
         self.asked: list[asyncio.Future[dict[str, int]]] = []

@@ -1,4 +1,4 @@
-"""Who is left out, and who comes back."""
+"""Which workers are skipped, and which come back."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_whole_stream_closes_it() -> None:
 
 
 def test_without_any_other_worker_all_streams_try_it() -> None:
-    """Who is asked although it is open shows as much by a whole stream."""
+    """A worker that is asked although its breaker is open proves itself by a whole stream."""
     breaker = opened()
     breaker.began(0.1)
     breaker.ended_well(0.1, 0.2)

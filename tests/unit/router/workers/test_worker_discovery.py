@@ -89,7 +89,7 @@ async def test_workers_of_another_commit_get_no_requests() -> None:
 async def test_whatever_goes_wrong_the_registry_is_followed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A router that has lost sight of its workers, and does not say so, would serve ever less."""
+    """A router that silently loses sight of its workers would serve ever less."""
     failures: list[Answer | Exception] = [
         ValueError("a bug"),
         OSError("reset"),

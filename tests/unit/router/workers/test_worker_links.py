@@ -31,7 +31,7 @@ OUTPUTS = [TokenOutput("r", 0, index, (index,)) for index in range(3)]
 
 
 class Decode(decode_pb2_grpc.DecodeServiceServicer):
-    """A decode worker that says what it is told to say, and None ends the stream."""
+    """A decode worker with scripted messages; None ends the stream."""
 
     def __init__(self) -> None:
         self.says: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
@@ -127,7 +127,7 @@ class World:
 async def open_world(
     shown: TlsFiles | None = None, to: TlsFiles | None = None
 ) -> AsyncIterator[World]:
-    """``shown`` by the worker ``to`` whom the router shows these; None without TLS."""
+    """``shown`` by the worker that receives these from the router; None without TLS."""
     server, decode = make_server(), Decode()  # type: ignore[abstract]
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
     port = listen(server, "127.0.0.1:0", shown)
@@ -405,7 +405,7 @@ async def test_closing_ends_even_if_a_message_arrives_at_that_moment(
 
 
 async def test_an_abort_whose_link_is_closed_meanwhile_raises_nothing() -> None:
-    """gRPC tells of it by a cancellation, which would end whoever wanted the request to end."""
+    """gRPC reports it by a cancellation, which would end the caller that ends the request."""
     async with open_world() as world:
         world.links.update({"d": world.record})
         await world.until(world.is_up)

@@ -42,7 +42,7 @@ def write(cache: KvGroup, layer: int, both: torch.Tensor, table: list[int]) -> N
 
 
 def make_source(layout: KvLayout, tokens: int) -> tuple[KvCache, list[int]]:
-    """A full cache, of which a sequence has some blocks, not in order."""
+    """A full cache; a sequence has some of its blocks, not in order."""
     count = -(-tokens // layout.block_size)
     cache = make_cache(layout, 2 * count + 1)
     numbers = torch.Generator().manual_seed(tokens)

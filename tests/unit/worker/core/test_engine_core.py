@@ -1,4 +1,4 @@
-"""The engine core on a clock of the test's: deadlines, reports, chunks beside others."""
+"""The engine core on a clock of the test's: deadlines, reports, chunks with other sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.costs.step_costs import StepCosts
 
 
 class Listener:
-    """Keeps what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.updates: list[SequenceUpdate] = []
@@ -71,7 +71,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 async def test_an_expired_prompt_is_in_no_later_step(world: World) -> None:
-    """It is told with the end of the step in which it expired, and frees its blocks then."""
+    """It is reported with the end of the step in which it expired, and frees its blocks then."""
     sequence = world.add(spec_of(length=40), deadline=100.05)
     await world.step(0.01)
     assert [row.sequence_id for row in world.plan().rows] == [sequence.sequence_id]
@@ -111,7 +111,7 @@ async def test_one_that_decodes_stops_and_the_others_go_on(world: World) -> None
 
 
 async def test_without_steps_the_next_schedule_ends_what_has_expired(world: World) -> None:
-    """The heartbeat's, for one that nobody computes: here there are no blocks for it."""
+    """The heartbeat's, for one that is not computed: here there are no blocks for it."""
     taken = world.pool.allocate(world.pool.available)
     sequence = world.add(spec_of(), deadline=101.0)
     assert not world.thread.plans

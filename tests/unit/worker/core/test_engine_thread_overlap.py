@@ -16,7 +16,7 @@ WAIT_S = 60.0
 
 
 class OverlappingRunner:
-    """Steps end when the test says so."""
+    """Steps end when the test decides."""
 
     overlaps = True
     device = torch.device("cpu")

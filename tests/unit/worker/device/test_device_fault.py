@@ -76,7 +76,7 @@ def test_an_error_that_was_raised_for_another_one() -> None:
 
 
 def test_an_error_of_handling_another_one() -> None:
-    """A lack of memory that was met beside a fault is no reason to go on."""
+    """A lack of memory that was met during a fault is no reason to continue."""
     error = torch.OutOfMemoryError("CUDA out of memory.")
     error.__context__ = RuntimeError(TEXTS[0])
     assert is_device_fault(error)

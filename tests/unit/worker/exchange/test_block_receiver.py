@@ -25,7 +25,7 @@ CUTS = (0, 64, 128, BLOCK_BYTES)
 
 @dataclass
 class Listener:
-    """Keeps what it is told."""
+    """Records its calls."""
 
     released_errors: dict[str, BatonError] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ def counted(receiver: BlockReceiver, outcome: str, transport: str = "shm") -> fl
 
 @dataclass(eq=False)
 class Copy:
-    """A copy under way, and the bytes that it brings."""
+    """A copy in flight, and the bytes that it brings."""
 
     ticket: Ticket
     bytes: set[tuple[int, int]]

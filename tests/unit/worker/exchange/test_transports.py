@@ -53,7 +53,7 @@ def shared() -> Iterator[HostMemory]:
 
 @pytest.fixture
 def private() -> HostMemory:
-    """Memory that nobody can map."""
+    """Memory that no other process can map."""
     return HostMemory(np.zeros(SHAPE, dtype=np.uint8))
 
 

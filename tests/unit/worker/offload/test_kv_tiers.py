@@ -1,5 +1,4 @@
 """Real engines with pools that are too small: what they evict comes back from host memory and disk,
-
 and every answer is that of an engine with room for everything.
 """
 
@@ -36,7 +35,7 @@ from worker.offload.tier_estimates import TierEstimates
 from worker.offload.tier_storage import DiskStorage, Fill, Take
 
 LENGTH = 6 * BLOCK + 3
-"""Of a prompt: with its answer it takes 7 of 16 blocks, 6 of which can be found."""
+"""A prompt's tokens: with its answer it takes 7 of 16 blocks; 6 of them can be found."""
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +222,7 @@ async def test_a_damaged_block_is_computed(
 
 
 class StuckDisk(DiskStorage):
-    """Does not answer until it is told to."""
+    """Does not answer until the test lets it."""
 
     def __init__(self, folder: Path, slots: int, block_bytes: int) -> None:
         super().__init__(folder, slots, block_bytes)
@@ -311,7 +310,7 @@ async def test_the_predicted_cost_of_coming_back_grows_with_the_tokens(
 async def test_who_loses_its_blocks_stays_where_they_come_back_sooner(
     model: Path, tmp_path: Path, computing_is_slow: bool
 ) -> None:
-    """Else its router is told, and it is computed elsewhere."""
+    """Otherwise its router is notified, and it is computed elsewhere."""
     costs = SLOW if computing_is_slow else StepCosts(prefill=(0.0, 1e-6, 0.0))
     async with tier_worker(model, tmp_path, blocks=18, host=64, costs=costs) as worker:
         specs = [

@@ -34,7 +34,7 @@ LISTS = {
 SHOWN = [option for option in config_options() if option.panel]
 VALUES = [option for option in SHOWN if not option.is_entry]
 OTHERS = {
-    # What a value needs beside it.
+    # Options that a value requires.
     "ray_address": {"--redis-url": "redis://127.0.0.1:1"},
     "leave_workers": {
         "--ray-address": "auto",

@@ -174,7 +174,7 @@ def test_with_lengths_by_what_is_measured(bench: Bench) -> None:
 
 
 def test_an_eagle_head_fills_full_blocks_even_if_it_never_drafts(benches: dict[str, Bench]) -> None:
-    """Before they are told of: what is full may be sent or shared, and must not change."""
+    """Before they are published: full blocks may be sent or shared, and must not change."""
     bench = benches["plain-eagle"]
     found = bench.run([some_tokens(40, 1)], [replace(GREEDY, max_tokens=60)], FixedLength(0))
     assert found.drafted == 0

@@ -149,7 +149,7 @@ def test_it_is_right_whether_it_has_kept_up_or_catches_up(itself: Bench, prompts
 
 
 def test_what_the_prefix_cache_finds_is_filled(itself: Bench) -> None:
-    """By whoever computed it: the drafter need not take it in again."""
+    """Whichever process computed it, the drafter need not compute it again."""
     pool = BlockPool(64)
     prompt = some_tokens(100, 3)
     itself.run([prompt], [GREEDY], FixedLength(), pool=pool)

@@ -1,4 +1,4 @@
-"""kvtransfer/transports/nixl/reader.py over an agent that reads when it is told to."""
+"""kvtransfer/transports/nixl/reader.py over an agent that reads when the test decides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOTS = 4
 
 @dataclass
 class Read:
-    """One that is under way."""
+    """A read in progress."""
 
     writer: str
     remote: npt.NDArray[np.uint64]
@@ -133,11 +133,11 @@ class Bench:
         return transfer
 
     def reads(self, count: int) -> list[Read]:
-        """Those under way, when there are so many."""
-        until(lambda: len(self._under_way()) == count)
-        return self._under_way()
+        """Reads in progress, once there are this many."""
+        until(lambda: len(self._in_progress()) == count)
+        return self._in_progress()
 
-    def _under_way(self) -> list[Read]:
+    def _in_progress(self) -> list[Read]:
         return [read for read in self.agent.reads if not read.ended]
 
     def arrived(self) -> set[int]:

@@ -27,7 +27,7 @@ def test_steps_take_what_was_measured_and_lines_between() -> None:
     assert a100.seconds(StepLoad(0, 0, ((1024, 0),))) == pytest.approx(0.1545)
     assert a100.seconds(StepLoad(0, 0, ((768, 0),))) == pytest.approx((0.0930 + 0.1545) / 2)
     assert h100.seconds(StepLoad(48, 48 * 512)) == pytest.approx((0.0387 + 0.0502) / 2)
-    # Two prompts count as one of both lengths, those who decode beside it as a tenth more.
+    # Two prompts count as one of both lengths, sequences that decode with it as a tenth more.
     both = StepLoad(24, 24 * 512, ((500, 0), (500, 0)))
     assert a100.seconds(both) == pytest.approx(1.1 * a100.seconds(StepLoad(0, 0, ((1024, 0),))))
     # Beyond the last batch that was measured time goes on growing.
@@ -76,7 +76,7 @@ def test_a_lone_request_on_an_a100_machine_meets_every_objective() -> None:
 
 
 def test_what_is_missed_is_named() -> None:
-    """Thirty prompts at once wait for one another; what decodes beside them waits too."""
+    """Thirty prompts at once wait for one another; sequences that decode with them wait too."""
     worker = machine("a100", KINDS["measured"])
     shape = ClusterShape(0, 1, worker, worker, paces_chunks=False)
     result = simulate([TracedRequest(0.0, 1000, 10)] * 30, shape, quiet_config())

@@ -1,4 +1,4 @@
-"""Chats beside long prompts: the load, and the figures of a run."""
+"""Chats while long prompts arrive: the load, and the figures of a run."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def test_a_cluster_is_timed_within_its_limits() -> None:
     assert {batch.batch for batch in timings.batches} == {1, 2, 4}
     assert all(batch.gap_s > 0 for batch in timings.batches)
     assert len(timings.sharing) == 2
-    # And a prompt beside them.
+    # And a prompt with them.
     assert fake.most == 5
     assert max(fake.prompts) + 64 <= LIMITS.context_tokens
 

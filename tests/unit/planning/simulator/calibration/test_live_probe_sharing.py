@@ -1,4 +1,4 @@
-"""Prompts beside answers, timed at a cluster whose answers slow down meanwhile."""
+"""Prompts during answers, timed at a cluster whose answers slow down meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS = Limits(1000, 4000, 4, 16_000, 1024.0)
 
 
 class FakeRouter:
-    """Prompts of one token's answer take ``PROMPT_S``; answers end when nobody listens any more."""
+    """Prompts of one token's answer take ``PROMPT_S``; answers end when their client has left."""
 
     PROMPT_S = 0.02
 
@@ -68,7 +68,7 @@ async def test_an_answer_that_breaks_is_reported() -> None:
 
 
 def test_gaps_belong_to_the_window_in_which_they_lie() -> None:
-    """30 ms a token beside a prompt, 60 ms behind the patience of the board, 10 ms without."""
+    """30 ms a token during a prompt, 60 ms after the board's patience ends, 10 ms otherwise."""
     gaps, at = [], 0.0
     windows = [Window(1.0, 2.0), Window(3.0, 4.0)]
     while at < 5.0:

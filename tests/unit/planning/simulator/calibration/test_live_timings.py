@@ -77,7 +77,7 @@ def test_what_is_shared_is_the_mean_of_what_was_timed() -> None:
     assert found.decode_beside_prefill == pytest.approx(1.4)
     assert found.decode_beside_long_prefill == pytest.approx(3.0)
     assert found.prefill_beside_decode == pytest.approx(1.2)
-    # Nobody timed two of a kind.
+    # Two of a kind were not timed.
     assert found.decode_beside_decode == found.decode_beside_prefill
     assert found.prefill_beside_prefill == found.prefill_beside_decode
 

@@ -1,4 +1,4 @@
-"""Who slows whom down, and when."""
+"""Which worker slows down which, and when."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_long_chunk_computes_what_the_roofline_says(llama: Path) -> None:
 
 
 def test_a_steps_work_is_what_the_roofline_counts(llama: Path) -> None:
-    """Chunks, one of them behind others, beside rows that decode."""
+    """Chunks, one of them after others, with rows that decode."""
     rows = [PlanRow(n, 999, 1, (), True) for n in range(8)]
     rows += [PlanRow(8, 0, 300, (), True), PlanRow(9, 4096, 1000, (), True)]
     storage = Storage(2.0, 2.0, MODELS["llama-3.1-8b"].kv_token_bytes(2.0))

@@ -12,7 +12,7 @@ from router.batches.schedule.throughput import MIN_LINES, MIN_S, NEW_SHARE, Prog
 def learned(
     *looks: tuple[float, int, float], known: float | None = None, per_line: int = 10
 ) -> list[float]:
-    """What is learned from looks at a time, with so many lines done, and so much asked for."""
+    """What is learned from samples of a time, the lines done, and the tokens in flight."""
     throughput, found = Throughput(), []
     for now, lines, asked in looks:
         progress = Progress(lines, lines * per_line, known)
