@@ -29,8 +29,8 @@ async def test_only_workers_may_join_a_rank(tmp_path: Path, role: PeerRole) -> N
         try:
             files = authority.sign("caller", role)
             async with open_channel(server.address, files, "worker") as channel:
-                # A refused caller writes nothing: grpc.aio reports INTERNAL for a call that ends amid
-                # a write.
+                # A refused caller writes nothing: grpc.aio reports INTERNAL for a call that ends
+                # amid a write.
                 requests = iter([rank_pb2.JoinRequest()]) if role == "worker" else None
                 call = rank_pb2_grpc.RankServiceStub(channel).Join(requests, timeout=DEADLINE_S)
                 code = await call.code()
