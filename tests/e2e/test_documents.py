@@ -94,6 +94,8 @@ def test_there_are_examples() -> None:
         "how-to/use/batches.md",
         "how-to/use/costs.md",
         "tutorials/first-answer.md",
+        "tutorials/watch-a-handoff.md",
+        "how-to/operate/keys-and-tls.md",
         "how-to/use/reasoning.md",
     } <= set(PAGES)
     assert sum(map(len, PAGES.values())) >= 10
