@@ -181,7 +181,7 @@ def _shape(path: str, line: int, name: str, text: str) -> Iterator[Finding]:
     paragraph = text.strip().partition("\n\n")[0].rstrip()
     if paragraph and not _ENDS_WELL.search(paragraph):
         yield Finding(path, line, "a docstring's first paragraph is whole sentences")
-    said = {_stem(word) for word in re.findall(r"[a-z]+", text.lower())} - _FILLER
+    said = {_stem(word) for word in re.findall(r"[a-z]+", text.lower()) if word not in _FILLER}
     named = {_stem(word.lower()) for word in _NAME_WORD.findall(name)}
     if said and said <= named:
         yield Finding(path, line, f"the docstring repeats the name '{name}': delete it")
