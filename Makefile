@@ -29,7 +29,7 @@ QUICK = -m "not long" --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install install-dev up test test-long test-clients check docs fuzz audit sbom proto check-proto lock clean
+.PHONY: help install install-dev up test test-long test-clients check docs reference fuzz audit sbom proto check-proto lock clean
 
 help:
 	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton serve"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-clients  run other people's clients against a cluster; CLIENTS=all adds heavy ones"
 	@echo "make check      format, lint, types, layers, protobuf"
 	@echo "make docs       build the documentation site in site/"
+	@echo "make reference  write the pages of docs/reference that are made from the code"
 	@echo "make fuzz       fuzz what strangers send, MINUTES=... for each entrance, FUZZ=... chooses"
 	@echo "make audit      look up known faults of what is installed"
 	@echo "make sbom       list what is installed in baton.cdx.json (CycloneDX)"
@@ -119,6 +120,10 @@ test-clients: install
 # The documentation site, in site/: a dead link or a missing page fails.
 docs: install-dev
 	$(BIN)/zensical build --strict
+
+# The pages of docs/reference that are made from the code; a test compares them with it.
+reference: install-dev
+	$(BIN)/python -m tools.reference
 
 check: install-dev check-proto docs
 	$(BIN)/ruff format --check .

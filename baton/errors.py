@@ -1,7 +1,8 @@
 """One small tree of errors.
 
-Rooms raise these; only the fronts turn them into HTTP answers (``router.http.errors``) and gRPC
-statuses (``baton.rpc.grpc_errors``). Each class says once what it means in both worlds.
+Rooms raise these; only the listeners turn them into HTTP answers (``router.http.errors``) and gRPC
+statuses (``baton.rpc.grpc_errors``). docs/reference/errors.md is made from this module: the first
+paragraph of a class is the meaning, the second one says whether to retry and what to do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from typing import ClassVar
 
 
 class BatonError(Exception):
-    """The root. ``message`` is safe to show to a client: it holds no secret and no prompt."""
+    """Baton has failed for a reason that it does not expect.
+
+    Retry once. If it fails again, look for the traceback in the log of the process. ``message`` is
+    safe to show to a client: it holds no secret and no prompt.
+    """
 
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"
@@ -35,13 +40,19 @@ class BatonError(Exception):
 
 
 class ConfigError(BatonError):
-    """The operator's configuration, files or machine do not fit; the message says what to do."""
+    """The configuration, files or machine of the operator do not fit.
+
+    Do not retry. Change what the message names, and start again.
+    """
 
     code = "config_error"
 
 
 class InvalidRequest(BatonError):
-    """What the client sent cannot be served as it is."""
+    """A field of the request is missing, or has a value that is not allowed.
+
+    Do not retry. Change the field that ``param`` and the message name.
+    """
 
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
@@ -50,37 +61,56 @@ class InvalidRequest(BatonError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt, or the prompt and max_tokens, do not fit the model's context."""
+    """The prompt, or the prompt and max_tokens, do not fit the model's context.
+
+    Do not retry. Shorten the prompt, lower ``max_tokens``, or set ``truncate_prompt_tokens``.
+    """
 
     code = "context_length_exceeded"
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A known field that this server does not serve was set."""
+    """The request sets a field that this server does not know or serve.
+
+    Do not retry. Leave the field out, or correct its name.
+    """
 
     code = "unsupported_parameter"
 
 
 class InvalidGrammar(InvalidRequest):
-    """A grammar, or a schema, that cannot be compiled; the message is the reason alone."""
+    """A grammar or a JSON schema cannot be compiled.
+
+    Do not retry. Correct what the message names: it is the reason alone.
+    """
 
     code = "invalid_grammar"
 
 
 class GrammarFailed(InvalidRequest):
-    """A sequence could not follow its grammar any further: the grammar takes too much to follow."""
+    """A sequence could not follow its grammar any further: that takes too much work.
+
+    Do not retry. Use a simpler grammar or schema.
+    """
 
     code = "grammar_failed"
 
 
 class PoisonRequest(InvalidRequest):
-    """Several workers have failed while they ran the request, or lately one with its prompt."""
+    """Several workers have failed while they ran the request, or recently one with its prompt.
+
+    Do not retry before the time in ``Retry-After``, if the answer has one. Look in the logs of the
+    workers for the reason of the failures.
+    """
 
     code = "poison_request"
 
 
 class Unauthenticated(BatonError):
-    """The request shows no API key that is known, and one is required."""
+    """The request has no known API key, and one is required.
+
+    Do not retry. Send a valid key as ``Authorization: Bearer KEY``.
+    """
 
     http_status = 401
     grpc_status = "UNAUTHENTICATED"
@@ -89,7 +119,10 @@ class Unauthenticated(BatonError):
 
 
 class Forbidden(BatonError):
-    """The API key is known, and does not allow this."""
+    """The caller is known, and may not do this.
+
+    Do not retry. Use a key that has the scope in the message.
+    """
 
     http_status = 403
     grpc_status = "PERMISSION_DENIED"
@@ -98,7 +131,10 @@ class Forbidden(BatonError):
 
 
 class NotFound(BatonError):
-    """There is no such thing, or it belongs to somebody else."""
+    """What the request names does not exist, or belongs to another tenant.
+
+    Do not retry. Check the id and the key.
+    """
 
     http_status = 404
     grpc_status = "NOT_FOUND"
@@ -107,7 +143,10 @@ class NotFound(BatonError):
 
 
 class ModelNotFound(BatonError):
-    """No such model is served."""
+    """The model that the request names is not served.
+
+    Do not retry. Take a name from ``GET /v1/models``.
+    """
 
     http_status = 404
     grpc_status = "NOT_FOUND"
@@ -116,7 +155,10 @@ class ModelNotFound(BatonError):
 
 
 class LastWorker(BatonError):
-    """The last ready worker of a role would leave it, and the operator has not forced that."""
+    """The last ready worker of a role would leave it.
+
+    Do not retry until another worker of the role is ready, or set ``force``.
+    """
 
     http_status = 409
     grpc_status = "FAILED_PRECONDITION"
@@ -125,7 +167,10 @@ class LastWorker(BatonError):
 
 
 class CacheShareExceeded(BatonError):
-    """Pinned prefixes of the tenant take all of its share of the cache."""
+    """Pinned prefixes of the tenant take all of its share of the cache.
+
+    Retry after a pin has ended, or delete one with ``DELETE /v1/cache/prefixes/{prefix_id}``.
+    """
 
     http_status = 409
     grpc_status = "RESOURCE_EXHAUSTED"
@@ -134,7 +179,11 @@ class CacheShareExceeded(BatonError):
 
 
 class RequestTooLarge(BatonError):
-    """The body is over the size limit."""
+    """The body is over the size limit.
+
+    Do not retry. Send a smaller body; the operator sets ``max_body_bytes`` and
+    ``max_file_bytes``.
+    """
 
     http_status = 413
     grpc_status = "INVALID_ARGUMENT"
@@ -143,14 +192,20 @@ class RequestTooLarge(BatonError):
 
 
 class HeadTooLarge(RequestTooLarge):
-    """The request's headers are too many or too long."""
+    """The request's headers are too many or too long.
+
+    Do not retry. Send fewer or shorter headers.
+    """
 
     http_status = 431
     code = "head_too_large"
 
 
 class Overloaded(BatonError):
-    """Queues are full; the request was not started and may be tried again."""
+    """The queues are full; the request was not started.
+
+    Retry after the time in ``Retry-After``.
+    """
 
     http_status = 429
     grpc_status = "RESOURCE_EXHAUSTED"
@@ -159,15 +214,19 @@ class Overloaded(BatonError):
 
 
 class DeadlineUnreachable(Overloaded):
-    """So much work lies ahead that the request would be late; it was not started."""
+    """The request would be late, because other work comes first; it was not started.
+
+    Retry after the time in ``Retry-After``, or with a later deadline.
+    """
 
     code = "deadline_unreachable"
 
 
 class RateLimitExceeded(Overloaded):
-    """The API key has used up one of its limits. ``facts`` say what is left: headers for HTTP,
+    """The API key has used up one of its limits.
 
-    trailers for gRPC.
+    Retry after the time in ``Retry-After``. ``facts`` give what is left, as headers in HTTP and as
+    trailers in gRPC.
     """
 
     code = "rate_limit_exceeded"
@@ -185,14 +244,20 @@ class RateLimitExceeded(Overloaded):
 
 
 class BudgetExceeded(RateLimitExceeded):
-    """The request could exceed the budget of its key or tenant. OpenAI's name for the code."""
+    """The request could exceed the budget of its key or tenant. The code is OpenAI's.
+
+    Do not retry before the next period of the budget, except with lower ``max_tokens``.
+    """
 
     error_type = "insufficient_quota"
     code = "insufficient_quota"
 
 
 class Unavailable(BatonError):
-    """Nothing can serve the request at present."""
+    """Nothing can serve the request at present.
+
+    Retry after the time in ``Retry-After``.
+    """
 
     http_status = 503
     grpc_status = "UNAVAILABLE"
@@ -201,7 +266,10 @@ class Unavailable(BatonError):
 
 
 class WorkerFailed(Unavailable):
-    """A worker died or failed while it held the request."""
+    """A worker died or failed while it held the request.
+
+    Retry after the time in ``Retry-After``. The router has tried other workers where it could.
+    """
 
     code = "worker_failed"
 
@@ -209,14 +277,18 @@ class WorkerFailed(Unavailable):
 class StepFailed(WorkerFailed):
     """A step that had the request failed at a worker, and the worker goes on.
 
-    Clients get WorkerFailed; a router counts this error as evidence against the request.
+    Retry as for ``worker_failed``, which is what clients get. A router counts this error as evidence
+    against the request.
     """
 
     code = "step_failed"
 
 
 class DeadlineExceeded(BatonError):
-    """The request's time was up before it ended."""
+    """The request's time was up before it ended.
+
+    Retry with a later deadline, or ask for fewer tokens. The operator sets ``request_deadline_s``.
+    """
 
     http_status = 504
     grpc_status = "DEADLINE_EXCEEDED"
@@ -225,41 +297,59 @@ class DeadlineExceeded(BatonError):
 
 
 class HandoffError(Unavailable):
-    """Moving a sequence between workers failed."""
+    """A handoff between two workers failed, also where the router tried again.
+
+    Retry after the time in ``Retry-After``.
+    """
 
     grpc_status = "ABORTED"
     code = "handoff_failed"
 
 
 class ChecksumMismatch(HandoffError):
-    """Bytes that arrived are not the bytes that were sent."""
+    """The receiver got other bytes of KV than the sender sent.
+
+    Retry after the time in ``Retry-After``. If it lasts, check memory and network of the machines.
+    """
 
     grpc_status = "DATA_LOSS"
     code = "handoff_checksum_mismatch"
 
 
 class TicketEnded(HandoffError):
-    """The ticket is unknown here, was released, or belongs to another writer."""
+    """The ticket of a handoff is unknown, was released, or belongs to another writer.
+
+    Retry after the time in ``Retry-After``.
+    """
 
     code = "handoff_ticket_ended"
 
 
 class FingerprintMismatch(HandoffError):
-    """The two workers do not serve the same weights."""
+    """The two workers of a handoff do not serve the same weights.
+
+    Do not retry. Start all workers with the same model and revision.
+    """
 
     grpc_status = "FAILED_PRECONDITION"
     code = "handoff_fingerprint_mismatch"
 
 
 class GeometryMismatch(HandoffError):
-    """The two workers' KV caches cannot be converted into one another."""
+    """The KV caches of the two workers of a handoff cannot be converted into one another.
+
+    Do not retry. Give the pools block sizes and KV types that fit.
+    """
 
     grpc_status = "FAILED_PRECONDITION"
     code = "handoff_geometry_mismatch"
 
 
 class NoRoom(Overloaded):
-    """A decode worker has too few free blocks; ``retry_after`` estimates the wait."""
+    """A decode worker has too few free blocks; ``retry_after`` estimates the wait.
+
+    Retry after the time in ``Retry-After``.
+    """
 
     code = "no_decode_room"
 

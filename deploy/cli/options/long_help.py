@@ -77,14 +77,14 @@ def _heading(parameter: Any, ctx: typer.Context) -> Text:
             names += parameter.secondary_opts
         heading = Text(", ".join(names), style="bold cyan")
         if not parameter.is_flag:
-            heading.append(f" {_value(parameter, ctx)}", style="yellow")
+            heading.append(f" {value_of(parameter, ctx)}", style="yellow")
     notes = list(_notes(parameter))
     if notes:
         heading.append(f" ({', '.join(notes)})", style="dim")
     return heading
 
 
-def _value(parameter: Any, ctx: typer.Context) -> str:
+def value_of(parameter: Any, ctx: typer.Context) -> str:
     """The placeholder of an option's value."""
     if parameter.metavar is not None:
         return str(parameter.metavar)

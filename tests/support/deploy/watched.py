@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from tests.support.deploy.promql import Checker
-from tools.metrics_reference import Family, families
+from tools.reference.metrics import Family, families
 
 MONITORING = Path(__file__).parents[3] / "deploy" / "monitoring"
 RULES = MONITORING / "rules.yaml"

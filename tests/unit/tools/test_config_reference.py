@@ -1,9 +1,8 @@
-"""docs/reference/configuration.md says what baton/config says, of every field."""
+"""The page of the configuration describes every field and every option."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
@@ -11,29 +10,22 @@ from pydantic import BaseModel
 from baton.config.sources import variable_of
 from deploy.cli.options.config_options import config_options
 from deploy.cli.options.field_text import unit_of
-from tools.config_reference import _SECTIONS, reference
+from tools.reference.configuration import _LISTS, _SECTIONS, reference
 
-PAGE = Path(__file__).parents[3] / "docs/reference/configuration.md"
 NUMBERS = (int, float, int | None, float | None)
 
 
 def rows(title: str) -> dict[str, dict[str, str]]:
     """The table below a heading, by the name of the field."""
     lines = reference().split(f"\n## {title}\n", 1)[1].split("\n## ")[0].splitlines()
-    head, _, *body = (line for line in lines if line.startswith("|"))
-    columns = [cell.strip() for cell in head.strip("|").split("|")]
-    table = {}
+    _, _, *body = (line for line in lines if line.startswith("|"))
+    found = {}
     for line in body:
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        assert len(cells) == len(columns), line
-        row = dict(zip(columns, cells, strict=True))
-        table[row["field"].strip("`")] = row
-    return table
-
-
-def test_the_page_is_what_the_code_says() -> None:
-    hint = "run: python -m tools.config_reference > docs/reference/configuration.md"
-    assert PAGE.read_text() == reference(), hint
+        names, kind, default, meaning = (cell.strip() for cell in line[1:-1].split("|"))
+        place, name = re.match(r'<a id="([^"]+)"></a>`([^`]+)`', names).groups()  # type: ignore[union-attr]
+        row = {"names": names, "type": kind, "default": default, "meaning": meaning}
+        found[name] = {**row, "place": place}
+    return found
 
 
 @pytest.mark.parametrize(
@@ -42,17 +34,27 @@ def test_the_page_is_what_the_code_says() -> None:
 def test_every_field_has_a_type_a_default_a_unit_and_a_meaning(
     title: str, model: type[BaseModel], path: tuple[str, ...]
 ) -> None:
-    table = rows(title)
-    assert set(table) == set(model.model_fields)
-    for name, row in table.items():
+    found = rows(title)
+    assert set(found) == set(model.model_fields)
+    for name, row in found.items():
         assert row["type"], name
         assert row["default"], name
         assert row["meaning"].endswith("."), name
+        assert row["place"] == ".".join((*path, name))
         is_number = model.model_fields[name].annotation in NUMBERS
-        assert bool(row["unit"]) is is_number, name
-        assert row["unit"] == unit_of(name)
-        if "variable" in row:
-            assert row["variable"] == f"`{variable_of((*path, name))}`"
+        assert bool(unit_of(name)) is is_number, name
+        assert row["type"].endswith(f", {unit_of(name)}") is is_number, name
+        has_variable = f"`{variable_of((*path, name))}`" in row["names"]
+        assert has_variable is not (bool(path) and path[0] in _LISTS), name
+
+
+def test_types_are_plain_words() -> None:
+    for title, *_ in _SECTIONS:
+        for row in rows(title).values():
+            leaks = re.findall(r"Literal|None\b|\w+\[|\bstr\b|\bint\b|\bbool\b", row["type"])
+            assert leaks == [], row
+    choices = rows("The cluster")["log_level"]["type"]
+    assert choices == "one of `debug`, `info`, `warning`, `error`"
 
 
 def test_every_option_is_on_the_page() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -10,6 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
 from baton.telemetry.worker_metrics import WorkerMetrics
+from tools.reference.markdown import anchor, cell, code, codes, made_from, table
 
 _PROCESSES = (
     ("router", RouterMetrics),
@@ -76,15 +76,16 @@ def _family(page: str, metric: MetricWrapperBase) -> Family:
     )
 
 
-_HEAD = """# Metrics
+_HEAD = f"""# Metrics
 
-This page is made from `baton/telemetry` by `python -m tools.metrics_reference`; a test
-keeps the two equal. How to scrape them, dashboards and alerts:
-docs/how-to/operate/observability.md.
+[Observability](../how-to/operate/observability.md) describes how to scrape metrics, the dashboards and
+the alerts.
 
-Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` (with the label
-`le`), `x_sum` and `x_count`. No label holds what a client has sent. Series of a name that two pages
-have are told apart by their labels, so that pages may be summed.
+Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` (with the label `le`),
+`x_sum` and `x_count`. No label holds text of a client. Two pages may have a series of the same name:
+labels tell them apart, so that sums over pages are right.
+
+{made_from("`baton/telemetry`")}
 """
 _PAGES = {
     "router": (
@@ -98,7 +99,7 @@ _PAGES = {
     ),
     "supervisor": ("The supervisor", "It has a page, too, which `baton status` names."),
 }
-_TABLE_HEAD = "| series | type | labels | unit | meaning |\n|---|---|---|---|---|"
+_COLUMNS = ("series", "type", "labels", "unit", "meaning")
 LABELS = {
     "action": "`to_prefill`, `to_decode`, `grow`, `shrink`",
     "call": "which call to Redis: `registry_read`, `prefix_lookup`, `registry_put`,"
@@ -133,21 +134,24 @@ def reference() -> str:
     """The page's text. Raises KeyError for a label that is not described."""
     found = families()
     parts = [_HEAD]
+    known: set[str] = set()
     for page, (title, where) in _PAGES.items():
-        parts.append(f"\n## {title}\n\n{where}\n\n{_TABLE_HEAD}")
-        parts.extend(_row(family) for family in found if family.page == page)
-        parts.append("")
-    parts.append("\n## Labels\n\n| label | values |\n|---|---|")
+        own = [family for family in found if family.page == page]
+        rows = [_row(family, first=family.name not in known) for family in own]
+        known |= {family.name for family in own}
+        parts.append(f"\n## {title}\n\n{where}\n\n{table(_COLUMNS, rows)}\n")
     used = {label for family in found for label in family.labels}
-    parts.extend(f"| `{label}` | {LABELS[label]} |" for label in sorted(used))
-    return "\n".join(parts) + "\n"
+    labels = ((f"{anchor(f'label-{one}')}{code(one)}", LABELS[one]) for one in sorted(used))
+    parts.append(f"\n## Labels\n\n{table(('label', 'values'), labels)}\n")
+    return "".join(parts)
 
 
-def _row(family: Family) -> str:
-    labels = ", ".join(f"`{label}`" for label in family.labels) or "none"
-    meaning = " ".join(family.meaning.split()).replace("|", "or")
-    return f"| `{family.shown_name}` | {family.kind} | {labels} | {family.unit} | {meaning} |"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())
+def _row(family: Family, *, first: bool) -> tuple[str, ...]:
+    """``first``: no page before has the family. An anchor must be unique."""
+    return (
+        f"{anchor(family.shown_name) if first else ''}{code(family.shown_name)}",
+        family.kind,
+        codes(family.labels) or "none",
+        family.unit,
+        cell(family.meaning),
+    )

@@ -3,7 +3,6 @@ serve`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,19 +19,35 @@ from baton.config.sources import variable_of
 from baton.config.tls import TlsConfig
 from deploy.cli.options.config_options import option_flag, pool_flags
 from deploy.cli.options.field_text import default_text, type_text, unit_of
+from tools.reference.markdown import anchor, cell, code, made_from, option_place, table, text
 
-_HEAD = """# Configuration
+_HEAD = f"""# Configuration
 
-A field comes from a flag of `baton serve`, from an environment variable, or from the TOML file of
-`baton serve --config FILE`. Flags take precedence over the environment, and the environment over
-the file. An error names the flag, the variable, or the file and line at fault.
+A field comes from an option of [`baton serve`](cli.md#baton-serve), from an environment variable, or
+from the TOML file of `baton serve --config FILE`. Options take precedence over the environment, and
+the environment over the file. An error names the option, the variable, or the file and line at fault.
 
-`baton serve --help` shows the options that most clusters need, `--help-all` all of them. The flag
-of a boolean field has a form that turns it off: `--no-log-requests` for `log_requests`. A flag
-whose field is a list can be repeated. In the environment a list, and a list of tables, is JSON.
+| field | option | variable | in the file |
+|---|---|---|---|
+| `max_queue_s` | `--max-queue-s 5` | `BATON_MAX_QUEUE_S=5` | `max_queue_s = 5` |
+| `log_requests`, a boolean | `--log-requests` or `--no-log-requests` | `BATON_LOG_REQUESTS=true` | `log_requests = true` |
+| `allowed_hosts`, a list | `--allowed-hosts a --allowed-hosts b` | `BATON_ALLOWED_HOSTS=["a", "b"]` | `allowed_hosts = ["a", "b"]` |
+| `folder` of the table `tls` | `--certs certs` | `BATON_TLS__FOLDER=certs` | `folder = "certs"` below `[tls]` |
+| `max_decode` of the table `autoscaler` | `--autoscaler-max-decode 4` | `BATON_AUTOSCALER__MAX_DECODE=4` | `max_decode = 4` below `[autoscaler]` |
+| an entry of the list `pools` | `--pool name=long,role=prefill,count=2`, repeatable | `BATON_POOLS=[{{"name": "long", …}}]` with all entries | `[[pools]]` |
 
-This page is made from `baton/config` by `python -m tools.config_reference`; a test keeps the two
-equal.
+- **Variables** begin with `BATON_`. The variable of a field in a table has the name of the table and
+  the name of the field, with two underscores between them. Lists, and lists of tables, are JSON.
+- **Options** have hyphens instead of underscores, and the name of the table comes first; the tables
+  below show the exceptions. `baton serve --help` shows the options that most clusters need,
+  `--help-all` all of them.
+- **Old names** of a field or an option are refused with the new one.
+- **Secrets** have no option, because every user of a machine can read the command lines of its
+  processes.
+
+The first column of each table has the field, its options and its variable.
+
+{made_from("`baton/config`")}
 """
 _SECTIONS: tuple[tuple[str, str, type[BaseModel], tuple[str, ...]], ...] = (
     ("The cluster", "At the top of the file.", Config, ()),
@@ -56,7 +71,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel], tuple[str, ...]], ...] = (
     ("The autoscaler", "The `[autoscaler]` table.", AutoscalerConfig, ("autoscaler",)),
     (
         "Prices",
-        "The `[prices]` table: docs/how-to/use/costs.md.",
+        "The `[prices]` table. docs/how-to/use/costs.md describes what it is for.",
         PricesConfig,
         ("prices",),
     ),
@@ -91,6 +106,7 @@ _SECTIONS: tuple[tuple[str, str, type[BaseModel], tuple[str, ...]], ...] = (
     ),
 )
 _LISTS = ("pools", "classes", "class_prices", "tenants", "keys")
+_COLUMNS = ("field, option, variable", "type", "default", "meaning")
 _EXAMPLE = """
 ## Example
 
@@ -116,37 +132,36 @@ def reference() -> str:
     """The page's text."""
     parts = [_HEAD]
     for title, where, model, path in _SECTIONS:
-        parts.append(f"\n## {title}\n\n{where}\n\n{_table_head(path)}")
-        parts.extend(_row((*path, name), field) for name, field in model.model_fields.items())
-        parts.append("")
-    return "\n".join(parts) + _EXAMPLE
+        rows = (_row((*path, name), field) for name, field in model.model_fields.items())
+        parts.append(f"\n## {title}\n\n{text(where)}\n\n{table(_COLUMNS, rows)}\n")
+    return "".join(parts) + _EXAMPLE
 
 
-def _columns(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Fields of entries have no variable of their own, and only those of pools have a flag."""
-    sources: tuple[str, ...] = ("flag", "variable")
-    if path and path[0] in _LISTS:
-        sources = ("flag",) if path[0] == "pools" else ()
-    return ("field", *sources, "type", "unit", "default", "meaning")
+def place_of(path: tuple[str, ...]) -> str:
+    """The anchor of a field on this page."""
+    return ".".join(path)
 
 
-def _table_head(path: tuple[str, ...]) -> str:
-    columns = _columns(path)
-    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+def _row(path: tuple[str, ...], field: Any) -> tuple[str, ...]:
+    names = [f"{anchor(place_of(path))}`{path[-1]}`", *map(_option, _flags(path))]
+    # An entry of a list has no variable of its own.
+    if len(path) == 1 or path[0] not in _LISTS:
+        names.append(code(variable_of(path)))
+    kind, unit = type_text(field.annotation), unit_of(path[-1])
+    return (
+        "<br>".join(names),
+        cell(f"{kind}, {unit}" if unit else kind),
+        _default(path, field),
+        cell(field.description or ""),
+    )
 
 
-def _row(path: tuple[str, ...], field: Any) -> str:
-    cells = {
-        "field": f"`{path[-1]}`",
-        "flag": ", ".join(f"`{flag}`" for flag in _flags(path)),
-        "variable": f"`{variable_of(path)}`",
-        "type": type_text(field.annotation),
-        "unit": unit_of(path[-1]),
-        "default": _default(field),
-        "meaning": " ".join((field.description or "").split()),
-    }
-    row = " | ".join(cells[column].replace("|", "\\|") for column in _columns(path[:-1]))
-    return f"| {row} |".replace("|  |", "| |").replace("|  |", "| |")
+def _option(flag: str) -> str:
+    """An option, with a link to its place on the page of commands."""
+    if flag in ("MODEL", "--model"):
+        # The page of commands has the argument.
+        return code(flag)
+    return f"[{code(flag)}](cli.md#{option_place('baton serve', flag)})"
 
 
 def _flags(path: tuple[str, ...]) -> Iterator[str]:
@@ -158,18 +173,16 @@ def _flags(path: tuple[str, ...]) -> Iterator[str]:
         yield from filter(None, [option_flag(path)])
 
 
-def _default(field: Any) -> str:
+def _default(path: tuple[str, ...], field: Any) -> str:
     if field.default_factory is not None:
-        return "see below" if field.default_factory() else "none"
+        title = next((title for title, _, _, where in _SECTIONS if where == path), "")
+        place = title.lower().replace(" ", "-")
+        return f"[below](#{place})" if field.default_factory() else "none"
     if field.default is PydanticUndefined:
         return "must be given"
     if isinstance(field.default, bool):
-        return f"`{str(field.default).lower()}`"
+        return code(str(field.default).lower())
     if isinstance(field.default, tuple) and field.default:
-        return ", ".join(f"`{one}`" for one in field.default)
-    text = default_text(field)
-    return f"`{text}`" if text else "none"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())
+        return ", ".join(map(code, field.default))
+    shown = default_text(field)
+    return code(shown) if shown else "none"
