@@ -30,7 +30,7 @@ class PoolConfig(Section):
     many (spread), or each on a different node (strict_spread)."""
     threads: int = Field(default=0, ge=0, le=1024)
     """Compute threads of each rank on a CPU; 0 divides the machine's cores among the workers, and
-    assigns them anew for each step, to decode workers first."""
+    assigns them again for each step, to decode workers first."""
     device: Device = "auto"
     """Device that runs the model; ``auto`` takes a GPU if there is one."""
     kv_pool_mib: int = Field(default=1024, ge=1)

@@ -51,8 +51,8 @@ def event_loop_lag_seconds(registry: CollectorRegistry) -> Histogram:
 def redis_call_seconds(registry: CollectorRegistry) -> Histogram:
     return Histogram(
         "baton_redis_call_seconds",
-        "Calls that Redis answered: of a router registry_read and prefix_lookup, of a worker"
-        " registry_put and index_publish, which is as many calls as there are changes to be told.",
+        "Redis calls that were answered: at a router registry_read and prefix_lookup, at a worker "
+        "registry_put and index_publish. An index_publish takes as many calls as its changes need.",
         ["role", "call"],
         buckets=SHORT,
         registry=registry,

@@ -142,7 +142,7 @@ class WorkerMetrics:
         self.redis_failures = redis_failures(registry)
         self.index_pending_blocks = Gauge(
             "baton_index_pending_blocks",
-            "Blocks of which the prefix index was not told yet that they are held, or dropped.",
+            "Blocks whose change (held or dropped) the prefix index has not received yet.",
             labels,
             registry=registry,
         )

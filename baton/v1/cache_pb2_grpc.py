@@ -52,7 +52,7 @@ class CacheServiceServicer(object):
     """
 
     def DropCache(self, request, context):
-        """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index.
+        """Drops every unused block, also those in the tiers, and updates the prefix index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,7 +146,8 @@ class CacheService(object):
 
 
 class OperatorServiceStub(object):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys.
+    """Caches of all workers; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
     """
 
     def __init__(self, channel):
@@ -168,17 +169,19 @@ class OperatorServiceStub(object):
 
 
 class OperatorServiceServicer(object):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys.
+    """Caches of all workers; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
     """
 
     def GetCacheStats(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Sizes and hit rates of the caches of all workers, and of the prefix index.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropCaches(self, request, context):
-        """DropCache at every worker.
+        """Drops the unused blocks of all workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,7 +209,8 @@ def add_OperatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OperatorService(object):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys.
+    """Caches of all workers; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
     """
 
     @staticmethod

@@ -34,7 +34,7 @@ class CacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     DropCache: _grpc.UnaryUnaryMultiCallable[_cache_pb2.DropCacheRequest, _cache_pb2.DropCacheResponse]
-    """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index."""
+    """Drops every unused block, also those in the tiers, and updates the prefix index."""
     Unpin: _grpc.UnaryUnaryMultiCallable[_cache_pb2.UnpinRequest, _cache_pb2.UnpinResponse]
     """Ends the pin of that name, if there is one: its blocks are evicted as all others."""
 
@@ -44,7 +44,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DropCache: _aio.UnaryUnaryMultiCallable[_cache_pb2.DropCacheRequest, _cache_pb2.DropCacheResponse]  # type: ignore[assignment]
-    """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index."""
+    """Drops every unused block, also those in the tiers, and updates the prefix index."""
     Unpin: _aio.UnaryUnaryMultiCallable[_cache_pb2.UnpinRequest, _cache_pb2.UnpinResponse]  # type: ignore[assignment]
     """Ends the pin of that name, if there is one: its blocks are evicted as all others."""
 
@@ -57,7 +57,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.DropCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.DropCacheResponse, _abc.Awaitable[_cache_pb2.DropCacheResponse]]:
-        """Forgets every block that nobody uses, those in the tiers included, and tells the prefix index."""
+        """Drops every unused block, also those in the tiers, and updates the prefix index."""
 
     @_abc_1.abstractmethod
     def Unpin(
@@ -70,34 +70,43 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class OperatorServiceStub:
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys."""
+    """Caches of all workers; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OperatorServiceAsyncStub: ...
     GetCacheStats: _grpc.UnaryUnaryMultiCallable[_cache_pb2.GetCacheStatsRequest, _cache_pb2.GetCacheStatsResponse]
+    """Sizes and hit rates of the caches of all workers, and of the prefix index."""
     DropCaches: _grpc.UnaryUnaryMultiCallable[_cache_pb2.DropCachesRequest, _cache_pb2.DropCachesResponse]
-    """DropCache at every worker."""
+    """Drops the unused blocks of all workers."""
 
 @_typing.type_check_only
 class OperatorServiceAsyncStub(OperatorServiceStub):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys."""
+    """Caches of all workers; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetCacheStats: _aio.UnaryUnaryMultiCallable[_cache_pb2.GetCacheStatsRequest, _cache_pb2.GetCacheStatsResponse]  # type: ignore[assignment]
+    """Sizes and hit rates of the caches of all workers, and of the prefix index."""
     DropCaches: _aio.UnaryUnaryMultiCallable[_cache_pb2.DropCachesRequest, _cache_pb2.DropCachesResponse]  # type: ignore[assignment]
-    """DropCache at every worker."""
+    """Drops the unused blocks of all workers."""
 
 class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys."""
+    """Caches of all workers; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
+    """
 
     @_abc_1.abstractmethod
     def GetCacheStats(
         self,
         request: _cache_pb2.GetCacheStatsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_cache_pb2.GetCacheStatsResponse, _abc.Awaitable[_cache_pb2.GetCacheStatsResponse]]: ...
+    ) -> _typing.Union[_cache_pb2.GetCacheStatsResponse, _abc.Awaitable[_cache_pb2.GetCacheStatsResponse]]:
+        """Sizes and hit rates of the caches of all workers, and of the prefix index."""
 
     @_abc_1.abstractmethod
     def DropCaches(
@@ -105,6 +114,6 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.DropCachesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.DropCachesResponse, _abc.Awaitable[_cache_pb2.DropCachesResponse]]:
-        """DropCache at every worker."""
+        """Drops the unused blocks of all workers."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -148,7 +148,8 @@ class ControlService(object):
 
 
 class WorkerOperatorServiceStub(object):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys.
+    """Workers and pools; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
     """
 
     def __init__(self, channel):
@@ -175,27 +176,28 @@ class WorkerOperatorServiceStub(object):
 
 
 class WorkerOperatorServiceServicer(object):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys.
+    """Workers and pools; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
     """
 
     def DrainWorker(self, request, context):
-        """ControlService.Drain at the worker of that name. FAILED_PRECONDITION (code last_worker) without
-        `force` where no other worker of its role is ready.
+        """Drains a worker: it takes no more work, its requests end or move, and its process ends. The error
+        is last_worker where no other worker of its role is ready, unless `force` is set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChangeWorkerRole(self, request, context):
-        """ControlService.ChangeRole at the worker of that name. Refused as DrainWorker is.
+        """Gives a worker the other role. It is refused as DrainWorker is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScalePool(self, request, context):
-        """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
-        starts workers, and drains those with the highest numbers.
+        """Sets the number of workers of a pool. Answers once that is stored; the supervisor then starts
+        workers, or drains those with the highest numbers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,7 +230,8 @@ def add_WorkerOperatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerOperatorService(object):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys.
+    """Workers and pools; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
     """
 
     @staticmethod

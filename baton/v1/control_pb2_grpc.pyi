@@ -82,41 +82,47 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WorkerOperatorServiceStub:
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys."""
+    """Workers and pools; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerOperatorServiceAsyncStub: ...
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerResponse]
-    """ControlService.Drain at the worker of that name. FAILED_PRECONDITION (code last_worker) without
-    `force` where no other worker of its role is ready.
+    """Drains a worker: it takes no more work, its requests end or move, and its process ends. The error
+    is last_worker where no other worker of its role is ready, unless `force` is set.
     """
     ChangeWorkerRole: _grpc.UnaryUnaryMultiCallable[_control_pb2.ChangeWorkerRoleRequest, _control_pb2.ChangeWorkerRoleResponse]
-    """ControlService.ChangeRole at the worker of that name. Refused as DrainWorker is."""
+    """Gives a worker the other role. It is refused as DrainWorker is."""
     ScalePool: _grpc.UnaryUnaryMultiCallable[_control_pb2.ScalePoolRequest, _control_pb2.ScalePoolResponse]
-    """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
-    starts workers, and drains those with the highest numbers.
+    """Sets the number of workers of a pool. Answers once that is stored; the supervisor then starts
+    workers, or drains those with the highest numbers.
     """
 
 @_typing.type_check_only
 class WorkerOperatorServiceAsyncStub(WorkerOperatorServiceStub):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys."""
+    """Workers and pools; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DrainWorker: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainWorkerRequest, _control_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """ControlService.Drain at the worker of that name. FAILED_PRECONDITION (code last_worker) without
-    `force` where no other worker of its role is ready.
+    """Drains a worker: it takes no more work, its requests end or move, and its process ends. The error
+    is last_worker where no other worker of its role is ready, unless `force` is set.
     """
     ChangeWorkerRole: _aio.UnaryUnaryMultiCallable[_control_pb2.ChangeWorkerRoleRequest, _control_pb2.ChangeWorkerRoleResponse]  # type: ignore[assignment]
-    """ControlService.ChangeRole at the worker of that name. Refused as DrainWorker is."""
+    """Gives a worker the other role. It is refused as DrainWorker is."""
     ScalePool: _aio.UnaryUnaryMultiCallable[_control_pb2.ScalePoolRequest, _control_pb2.ScalePoolResponse]  # type: ignore[assignment]
-    """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
-    starts workers, and drains those with the highest numbers.
+    """Sets the number of workers of a pool. Answers once that is stored; the supervisor then starts
+    workers, or drains those with the highest numbers.
     """
 
 class WorkerOperatorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What operators ask of a router: with an admin's API key, or on loopback where there are no keys."""
+    """Workers and pools; for operators. It needs an API key with the scope admin, or a loopback
+    listener without keys.
+    """
 
     @_abc_1.abstractmethod
     def DrainWorker(
@@ -124,8 +130,8 @@ class WorkerOperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainWorkerResponse, _abc.Awaitable[_control_pb2.DrainWorkerResponse]]:
-        """ControlService.Drain at the worker of that name. FAILED_PRECONDITION (code last_worker) without
-        `force` where no other worker of its role is ready.
+        """Drains a worker: it takes no more work, its requests end or move, and its process ends. The error
+        is last_worker where no other worker of its role is ready, unless `force` is set.
         """
 
     @_abc_1.abstractmethod
@@ -134,7 +140,7 @@ class WorkerOperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ChangeWorkerRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ChangeWorkerRoleResponse, _abc.Awaitable[_control_pb2.ChangeWorkerRoleResponse]]:
-        """ControlService.ChangeRole at the worker of that name. Refused as DrainWorker is."""
+        """Gives a worker the other role. It is refused as DrainWorker is."""
 
     @_abc_1.abstractmethod
     def ScalePool(
@@ -142,8 +148,8 @@ class WorkerOperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ScalePoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ScalePoolResponse, _abc.Awaitable[_control_pb2.ScalePoolResponse]]:
-        """Chooses how many workers a pool is to have. Answers once that is written down; the supervisor
-        starts workers, and drains those with the highest numbers.
+        """Sets the number of workers of a pool. Answers once that is stored; the supervisor then starts
+        workers, or drains those with the highest numbers.
         """
 
 def add_WorkerOperatorServiceServicer_to_server(servicer: WorkerOperatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -165,7 +165,7 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """A served model's id; empty takes the only one."""
     prompt: _builtins.str
-    """Plain text, tokenised as it is."""
+    """Plain text, tokenized without a template."""
     request_id: _builtins.str
     """The client's own name for the request, for logs; drawn when empty."""
     priority: _builtins.int
@@ -178,14 +178,14 @@ class GenerateRequest(_message.Message):
     include_stop_string: _builtins.bool
     """The stop string that ends the answer is part of it."""
     show_special_tokens: _builtins.bool
-    """The answer shows the names of special tokens, but for the one that ends it."""
+    """The answer shows the names of special tokens, except the one that ends it."""
     truncate_prompt_tokens: _builtins.int
-    """Take the prompt's last so many tokens alone; -1: as many as there is room for. Absent: all."""
+    """Maximum number of the prompt's last tokens to take; -1: as many as there is room for. Absent: all."""
     continuous_usage: _builtins.bool
     """Every message has the usage so far."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """A prompt that is tokenised already."""
+        """Token ids of a prompt."""
 
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -388,7 +388,7 @@ class TokenLogprob(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     text: _builtins.bytes
-    """The token's bytes: those of all tokens of a message join to its text, but for the token that
+    """The token's bytes: those of all tokens of a message join to its text, except the token that
     ends an answer, and for calls of tools and reasoning.
     """
     logprob: _builtins.float

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """What clients speak to the router.
+    """Generation of answers; for clients.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """What clients speak to the router.
+    """Generation of answers; for clients.
     """
 
     def Generate(self, request, context):
@@ -87,7 +87,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """What clients speak to the router.
+    """Generation of answers; for clients.
     """
 
     @staticmethod

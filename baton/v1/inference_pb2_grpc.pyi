@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """What clients speak to the router."""
+    """Generation of answers; for clients."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -40,7 +40,7 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """What clients speak to the router."""
+    """Generation of answers; for clients."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -49,7 +49,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Lists the models that are served."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What clients speak to the router."""
+    """Generation of answers; for clients."""
 
     @_abc_1.abstractmethod
     def Generate(

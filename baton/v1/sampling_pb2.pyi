@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SamplingParameters(_message.Message):
-    """How tokens are drawn from the logits. An absent field takes the default that is named beside it."""
+    """How tokens are drawn from the logits. An absent field takes the default in its comment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -86,7 +86,7 @@ class SamplingParameters(_message.Message):
     repetition_penalty: _builtins.float
     """Divides positive and multiplies negative logits of tokens seen in prompt or output. Default 1."""
     logprobs: _builtins.int
-    """Tell the log probability of each token, and those of so many of the likeliest ones: by the raw
+    """Report the log probability of each token, and those of this number of likeliest ones: by the raw
     logits, without temperature, penalties and biases. Absent: of none.
     """
     prompt_logprobs: _builtins.int

@@ -36,7 +36,7 @@ class TokenizeRequest(_message.Message):
     no_special_tokens: _builtins.bool
     """A prompt does not get the special tokens that the tokenizer adds."""
     spell: _builtins.bool
-    """Tell each token as the vocabulary writes it, too."""
+    """Also return each token as the vocabulary writes it."""
     @_builtins.property
     def messages(self) -> _inference_pb2.ChatMessages:
         """A conversation, ready for the answer."""
@@ -190,7 +190,7 @@ class GetModelInfoResponse(_message.Message):
     batch_size: _builtins.int
     """Most sequences that a decode worker computes in one step."""
     fingerprint: _builtins.str
-    """Of what decides the KV: weights, tokenizer, KV type. Empty: no worker is known yet."""
+    """Hash of what decides the KV: weights, tokenizer, KV type. Empty: no worker is known yet."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer."""

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TokenServiceStub(object):
-    """The served model's tokenizer, and what there is to know of the model.
+    """The tokenizer and the properties of the served model.
     """
 
     def __init__(self, channel):
@@ -53,24 +53,26 @@ class TokenServiceStub(object):
 
 
 class TokenServiceServicer(object):
-    """The served model's tokenizer, and what there is to know of the model.
+    """The tokenizer and the properties of the served model.
     """
 
     def Tokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Converts text or messages to token ids.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Special tokens included.
+        """Converts token ids to text, special tokens included.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Describes the served model.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -102,7 +104,7 @@ def add_TokenServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenService(object):
-    """The served model's tokenizer, and what there is to know of the model.
+    """The tokenizer and the properties of the served model.
     """
 
     @staticmethod

@@ -27,36 +27,41 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TokenServiceStub:
-    """The served model's tokenizer, and what there is to know of the model."""
+    """The tokenizer and the properties of the served model."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TokenServiceAsyncStub: ...
     Tokenize: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.TokenizeRequest, _tokens_pb2.TokenizeResponse]
+    """Converts text or messages to token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.DetokenizeRequest, _tokens_pb2.DetokenizeResponse]
-    """Special tokens included."""
+    """Converts token ids to text, special tokens included."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_tokens_pb2.GetModelInfoRequest, _tokens_pb2.GetModelInfoResponse]
+    """Describes the served model."""
 
 @_typing.type_check_only
 class TokenServiceAsyncStub(TokenServiceStub):
-    """The served model's tokenizer, and what there is to know of the model."""
+    """The tokenizer and the properties of the served model."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Tokenize: _aio.UnaryUnaryMultiCallable[_tokens_pb2.TokenizeRequest, _tokens_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Converts text or messages to token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_tokens_pb2.DetokenizeRequest, _tokens_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Special tokens included."""
+    """Converts token ids to text, special tokens included."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_tokens_pb2.GetModelInfoRequest, _tokens_pb2.GetModelInfoResponse]  # type: ignore[assignment]
+    """Describes the served model."""
 
 class TokenServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The served model's tokenizer, and what there is to know of the model."""
+    """The tokenizer and the properties of the served model."""
 
     @_abc_1.abstractmethod
     def Tokenize(
         self,
         request: _tokens_pb2.TokenizeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_tokens_pb2.TokenizeResponse, _abc.Awaitable[_tokens_pb2.TokenizeResponse]]: ...
+    ) -> _typing.Union[_tokens_pb2.TokenizeResponse, _abc.Awaitable[_tokens_pb2.TokenizeResponse]]:
+        """Converts text or messages to token ids."""
 
     @_abc_1.abstractmethod
     def Detokenize(
@@ -64,13 +69,14 @@ class TokenServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tokens_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokens_pb2.DetokenizeResponse, _abc.Awaitable[_tokens_pb2.DetokenizeResponse]]:
-        """Special tokens included."""
+        """Converts token ids to text, special tokens included."""
 
     @_abc_1.abstractmethod
     def GetModelInfo(
         self,
         request: _tokens_pb2.GetModelInfoRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_tokens_pb2.GetModelInfoResponse, _abc.Awaitable[_tokens_pb2.GetModelInfoResponse]]: ...
+    ) -> _typing.Union[_tokens_pb2.GetModelInfoResponse, _abc.Awaitable[_tokens_pb2.GetModelInfoResponse]]:
+        """Describes the served model."""
 
 def add_TokenServiceServicer_to_server(servicer: TokenServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -28,7 +28,7 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
     """The model may call tools."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 1
-    """It is told of none."""
+    """The model does not see the tools."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 2
     """It must call at least one."""
 
@@ -37,7 +37,7 @@ class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper): ...
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 """The model may call tools."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 1
-"""It is told of none."""
+"""The model does not see the tools."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 2
 """It must call at least one."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015

@@ -19,7 +19,7 @@ class EmbeddingsRequest(RequestBody):
     encoding_format: Literal["float", "base64"] | None = None
     """`float` (the default): a list of numbers; `base64`: of the bytes of little-endian fp32."""
     dimensions: Int | None = None
-    """So many of the leading numbers alone, scaled to length 1 again. Default: all."""
+    """Number of leading numbers to return, scaled to length 1 again. Default: all."""
     user: str | None = None
     """Ignored."""
 

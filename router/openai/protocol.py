@@ -1,6 +1,6 @@
-"""The OpenAI API's requests and responses, as far as they are served.
+"""The supported requests and responses of the OpenAI API.
 
-A field that is neither served nor known to change nothing is refused by name.
+A field that is neither supported nor known to change nothing is rejected by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.http.client import Count, Int, IntLists, Ints, RequestBody, Strings
 from router.inference.prompt import MAX_MESSAGES
 
 MAX_PARTS = 2048
-"""Parts of a message."""
+"""Maximum number of parts of a message."""
 
 
 IGNORED = frozenset(
@@ -27,7 +27,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Fields that clients of OpenAI and vLLM send, and that change nothing here."""
+"""Fields that clients of OpenAI and vLLM send, and that do not change the answer here."""
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -41,7 +41,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (),
     "vllm_xargs": (),
 }
-"""Known fields that would change the answer, and values of them that ask for nothing."""
+"""Known but unsupported fields, with their values that have no effect."""
 _UNSERVED_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
@@ -67,7 +67,7 @@ _UNSERVED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
 
 
 class _Part(BaseModel):
-    """Part of a body. Clients send back what other servers have sent them, so more is ignored."""
+    """Part of a body. Unknown fields are ignored: clients return what other servers sent."""
 
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
@@ -84,14 +84,14 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(RequestBody):
-    """What both endpoints have in common."""
+    """The fields of both endpoints."""
 
     ignored = IGNORED
 
     model: str
     """The served model's id; see `GET /v1/models`."""
     stream: bool | None = None
-    """Send the answer as server-sent events while it is made."""
+    """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
     temperature: float | None = None
@@ -109,48 +109,49 @@ class SamplingFields(RequestBody):
     stop_token_ids: Ints | None = None
     """Token ids that end the answer (extension)."""
     max_tokens: Int | None = None
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
     min_tokens: Int | None = None
-    """No end before this many tokens (extension)."""
+    """Minimum number of tokens before the answer may end (extension)."""
     ignore_eos: bool | None = None
-    """Go on past the model's end of sequence (extension)."""
+    """Continue past the model's end of sequence (extension)."""
     presence_penalty: float | None = None
-    """-2 … 2."""
+    """-2 … 2. Lowers the logits of tokens that the answer already contains."""
     frequency_penalty: float | None = None
-    """-2 … 2."""
+    """-2 … 2. Lowers the logits of tokens by how often the answer contains them."""
     repetition_penalty: float | None = None
     """0.001 … 10; 1 changes nothing (extension)."""
     metadata: dict[str, Any] | None = None
-    """`agent` and `run_id` name what sends the request, for usage and the request log; other
+    """`agent` and `run_id` name the sender of the request, for usage and the request log; other
     entries are ignored."""
     priority: Int | None = None
-    """A 32-bit integer: lower ones come earlier when requests wait (extension). Default: that of
+    """A 32-bit integer: waiting requests with lower values go first (extension). Default: that of
     the API key, or 0."""
     prompt_cache_key: str | None = None
     """Requests with the same key go to the same worker where possible: up to 256 characters."""
     prompt_cache_retention: str | None = None
-    """`24h` keeps the cached prompt for a day, within the tenant's share of the cache; `in_memory`,
-    the default, until others need the room."""
+    """`24h` keeps the cached prompt for a day, within the tenant's share of the cache. `in_memory`,
+    the default, keeps it until others need the room."""
     n: Int | None = None
-    """How many answers are drawn from each prompt: 1 … 128. Default 1."""
+    """Number of answers generated from each prompt: 1 … 128. Default 1."""
     prompt_logprobs: Int | None = None
-    """Tell the log probabilities of the prompt's tokens, and those of so many of the likeliest at
-    each place: 0 … 20 (extension). Not with `stream`."""
+    """Return the log probabilities of the prompt's tokens, and of this number of most likely tokens
+    at each position: 0 … 20 (extension). Not with `stream`."""
     include_stop_str_in_output: bool | None = None
-    """The stop string that ends the answer is part of it (extension)."""
+    """Whether the answer includes the stop string that ended it (extension)."""
     skip_special_tokens: bool | None = None
     """false shows the names of special tokens in the answer (extension). Default true."""
     return_token_ids: bool | None = None
-    """Tell the token ids of prompt and answers (extension)."""
+    """Return the token ids of prompt and answers (extension)."""
     truncate_prompt_tokens: Int | None = None
-    """Take the prompt's last so many tokens alone; -1: as many as fit (extension)."""
+    """Keep only this number of tokens at the prompt's end; -1: the maximum that fits (extension).
+    """
     bad_words: Strings | None = None
-    """Up to 128 words that are never generated, as their tokens are at a text's start and behind a
+    """Up to 128 words that are never generated, in their spellings at a text's start and after a
     space (extension)."""
     allowed_token_ids: Ints | None = None
-    """The token ids that alone may be generated; those that end an answer as well (extension)."""
+    """The only token ids that may be generated, including those that end an answer (extension)."""
     logit_bias: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
-    """Token id → what is added to its logit, -100 … 100; at most 300 entries."""
+    """Maps token ids to a value that is added to their logits, -100 … 100; at most 300 entries."""
     response_format: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """`{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema":
     {"name": …, "schema": …}}`: the answer is such a JSON text."""
@@ -163,8 +164,8 @@ class SamplingFields(RequestBody):
     guided_grammar: str | None = None
     """A grammar, in Lark or GBNF, that the answer follows (extension)."""
     structural_tag: Any = None
-    """Free text in which what stands between markers matches JSON schemas, as an object or as JSON
-    in a string (extension)."""
+    """Free text whose parts between markers match JSON schemas, as an object or as JSON in a string
+    (extension)."""
     structured_outputs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """One of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`, as above
     (extension)."""
@@ -178,7 +179,7 @@ class SamplingFields(RequestBody):
 
 class ContentPart(_Part):
     type: str
-    """`text` is served."""
+    """Only `text` is supported."""
     text: str | None = None
 
 
@@ -189,13 +190,13 @@ class Message(_Part):
     role: str
     """`system`, `developer`, `user`, `assistant` or `tool`."""
     content: str | _Parts | None = None
-    """Text, or a list of text parts; null only beside `tool_calls`."""
+    """Text, or a list of text parts; null only with `tool_calls`."""
     tool_calls: MessageToolCalls | None = None
     """The calls of an earlier answer."""
     tool_call_id: str | None = None
-    """The call whose result a message of the role `tool` is."""
+    """The id of the call whose result this message of the role `tool` is."""
     reasoning_content: str | None = None
-    """The reasoning of an earlier answer, for chat templates that take it (extension)."""
+    """The reasoning of an earlier answer, for chat templates that use it (extension)."""
     reasoning: str | None = None
     """Another name for `reasoning_content` (extension)."""
     function_call: Any = Field(default=None, exclude=True)
@@ -215,36 +216,37 @@ class ChatCompletionRequest(SamplingFields):
     messages: Messages
     """The conversation; the model's chat template is applied to it."""
     max_completion_tokens: Int | None = None
-    """Another name for `max_tokens`. Default: what is left of the context."""
+    """Another name for `max_tokens`. Default: the rest of the context."""
     logprobs: bool | None = None
-    """Tell the log probability of each token: that of the raw logits, without temperature,
+    """Return the log probability of each token, computed from the raw logits, without temperature,
     penalties and biases."""
     top_logprobs: Int | None = None
-    """0 … 20, with `logprobs`: tell so many of the likeliest tokens at each place."""
+    """0 … 20, with `logprobs`: number of most likely tokens returned at each position."""
     add_generation_prompt: bool | None = None
     """Whether the template begins the assistant's turn (extension). Default true."""
     continue_final_message: bool | None = None
-    """The answer goes on in the last message, which stays open (extension). Default false."""
+    """Continue the last message, which stays open (extension). Default false."""
     chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """More variables for the chat template (extension)."""
     reasoning_effort: str | None = None
     """How much the model reasons: `none`, `minimal`, `low`, `medium` or `high`."""
     enable_thinking: bool | None = None
-    """Whether the model reasons (extension). Default: as its chat template has it."""
+    """Whether the model reasons (extension). Default: that of its chat template."""
     thinking: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
-    """`{"type": "enabled", "budget_tokens": …}`, or `disabled` or `adaptive`: both fields beside
-    this one, as Anthropic has them (extension)."""
+    """`{"type": "enabled", "budget_tokens": …}`, or `disabled` or `adaptive`, in Anthropic's form.
+    It replaces `enable_thinking` and `thinking_token_budget` (extension)."""
     thinking_token_budget: Int | None = None
-    """Maximum tokens of the reasoning, whose end is then forced; -1: any number (extension)."""
+    """Maximum number of reasoning tokens, after which the end is forced; -1: no maximum
+    (extension)."""
     include_reasoning: bool | None = None
-    """false leaves the reasoning out of the answer, not out of the usage (extension). Default
-    true."""
+    """false omits the reasoning from the answer, but not from the usage (extension). Default true.
+    """
     tools: ToolDefinitions | None = None
     """Up to 128 functions that the model may call."""
     tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object", "null"]})
     """`none`, `auto` (the default), `required`, or the name of a function in OpenAI's form."""
     parallel_tool_calls: bool | None = None
-    """Whether there may be several calls in an answer. Default true."""
+    """Whether an answer may have several calls. Default true."""
 
 
 class CompletionRequest(SamplingFields):
@@ -255,14 +257,14 @@ class CompletionRequest(SamplingFields):
     prompt: str | Strings | Ints | IntLists
     """Text, a list of texts, a list of token ids, or a list of lists of token ids."""
     logprobs: Count = None
-    """Tell the log probability of each token, and those of so many of the likeliest ones: 0 … 20
-    (OpenAI: 5). By the raw logits, without temperature, penalties and biases."""
+    """Return the log probability of each token, and this number of most likely tokens: 0 … 20
+    (OpenAI: 5). Computed from the raw logits, without temperature, penalties and biases."""
     echo: bool | None = None
-    """The prompt comes before the answer; with `logprobs` its tokens are scored too, and
-    `max_tokens` may be 0."""
+    """Put the prompt before the answer. With `logprobs` its tokens are scored too, and `max_tokens`
+    may be 0."""
     best_of: Int | None = None
-    """Draw so many answers and return the `n` with the highest mean log probability. Not with
-    `stream`."""
+    """Generate this number of answers and return the `n` with the highest mean log probability. Not
+    with `stream`."""
 
 
 class PromptTokensDetails(BaseModel):
@@ -306,7 +308,7 @@ class ToolCallMessage(BaseModel):
 
 
 class _Reasoned(BaseModel):
-    """The reasoning before an answer, by both names that clients know."""
+    """The reasoning before an answer, under both names that clients use."""
 
     reasoning_content: str
     reasoning: str
@@ -362,9 +364,9 @@ class Model(BaseModel):
     created: int
     owned_by: str = "baton"
     root: str
-    """The id again, for clients that take the first model that is listed (extension)."""
+    """The id again, for clients that take the first listed model (extension)."""
     max_model_len: int
-    """Most tokens of prompt and answer together (extension)."""
+    """Maximum tokens of prompt and answer together (extension)."""
 
 
 class ModelList(BaseModel):

@@ -64,4 +64,4 @@ class ResponsesRequest(SamplingFields):
     stream_options: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """Nothing of it is served; ignored."""
     store: bool | None = None
-    """Nothing is ever stored, whatever is asked for: the answer says so."""
+    """Ignored: nothing is stored, and the answer has `false`."""

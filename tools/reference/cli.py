@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,9 +22,9 @@ from tools.reference.markdown import anchor, cell, code, made_from, option_place
 
 _HEAD = f"""# Commands and options
 
-All commands of `baton`, with their arguments, options and [exit codes](#exit-codes).
-[The command line](command-line.md) describes how commands choose a cluster, ask before a change, and
-print JSON. `baton COMMAND --help` shows the same options in a terminal.
+All commands of `baton`, with their arguments, options and [exit codes](#exit-codes). [The command
+line](command-line.md) describes how commands choose a cluster, ask before a change, and print
+JSON. `baton COMMAND --help` shows the same options in a terminal.
 
 {made_from("the commands in `deploy/cli`")}
 """
@@ -90,7 +91,7 @@ def exit_code_meanings() -> dict[ExitCode, str]:
     tree = ast.parse(inspect.getsource(exit_codes))
     (members,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef))
     found = {}
-    for statement, comment in zip(members, members[1:], strict=False):
+    for statement, comment in itertools.pairwise(members):
         match statement, comment:
             case (
                 ast.Assign(targets=[ast.Name(id=name)]),

@@ -21,26 +21,55 @@ from deploy.cli.options.config_options import option_flag, pool_flags
 from deploy.cli.options.field_text import default_text, type_text, unit_of
 from tools.reference.markdown import anchor, cell, code, made_from, option_place, table, text
 
+_EXAMPLES = (
+    ("`max_queue_s`", "`--max-queue-s 5`", "`BATON_MAX_QUEUE_S=5`", "`max_queue_s = 5`"),
+    (
+        "`log_requests`, a boolean",
+        "`--log-requests` or `--no-log-requests`",
+        "`BATON_LOG_REQUESTS=true`",
+        "`log_requests = true`",
+    ),
+    (
+        "`allowed_hosts`, a list",
+        "`--allowed-hosts a --allowed-hosts b`",
+        '`BATON_ALLOWED_HOSTS=["a", "b"]`',
+        '`allowed_hosts = ["a", "b"]`',
+    ),
+    (
+        "`folder` of the table `tls`",
+        "`--certs certs`",
+        "`BATON_TLS__FOLDER=certs`",
+        '`folder = "certs"` below `[tls]`',
+    ),
+    (
+        "`max_decode` of the table `autoscaler`",
+        "`--autoscaler-max-decode 4`",
+        "`BATON_AUTOSCALER__MAX_DECODE=4`",
+        "`max_decode = 4` below `[autoscaler]`",
+    ),
+    (
+        "an entry of the list `pools`",
+        "`--pool name=long,role=prefill,count=2`, repeatable",
+        '`BATON_POOLS=[{"name": "long", …}]` with all entries',
+        "a `[[pools]]` table",
+    ),
+)
+"""A field of each kind, and how it is set."""
 _HEAD = f"""# Configuration
 
-A field comes from an option of [`baton serve`](cli.md#baton-serve), from an environment variable, or
-from the TOML file of `baton serve --config FILE`. Options take precedence over the environment, and
-the environment over the file. An error names the option, the variable, or the file and line at fault.
+A field comes from an option of [`baton serve`](cli.md#baton-serve), from an environment variable,
+or from the TOML file of `baton serve --config FILE`. Options take precedence over the
+environment, and the environment over the file. An error names the option, the variable, or the
+file and line at fault.
 
-| field | option | variable | in the file |
-|---|---|---|---|
-| `max_queue_s` | `--max-queue-s 5` | `BATON_MAX_QUEUE_S=5` | `max_queue_s = 5` |
-| `log_requests`, a boolean | `--log-requests` or `--no-log-requests` | `BATON_LOG_REQUESTS=true` | `log_requests = true` |
-| `allowed_hosts`, a list | `--allowed-hosts a --allowed-hosts b` | `BATON_ALLOWED_HOSTS=["a", "b"]` | `allowed_hosts = ["a", "b"]` |
-| `folder` of the table `tls` | `--certs certs` | `BATON_TLS__FOLDER=certs` | `folder = "certs"` below `[tls]` |
-| `max_decode` of the table `autoscaler` | `--autoscaler-max-decode 4` | `BATON_AUTOSCALER__MAX_DECODE=4` | `max_decode = 4` below `[autoscaler]` |
-| an entry of the list `pools` | `--pool name=long,role=prefill,count=2`, repeatable | `BATON_POOLS=[{{"name": "long", …}}]` with all entries | `[[pools]]` |
+{table(("field", "option", "variable", "in the file"), _EXAMPLES)}
 
-- **Variables** begin with `BATON_`. The variable of a field in a table has the name of the table and
-  the name of the field, with two underscores between them. Lists, and lists of tables, are JSON.
-- **Options** have hyphens instead of underscores, and the name of the table comes first; the tables
-  below show the exceptions. `baton serve --help` shows the options that most clusters need,
-  `--help-all` all of them.
+- **Variables** begin with `BATON_`. The variable of a field in a table has the name of the table
+  and the name of the field, with two underscores between them. Lists, and lists of tables, are
+  JSON.
+- **Options** have hyphens instead of underscores, and the name of the table comes first; the
+  tables below show the exceptions. `baton serve --help` shows the options that most clusters
+  need, `--help-all` all of them.
 - **Old names** of a field or an option are refused with the new one.
 - **Secrets** have no option, because every user of a machine can read the command lines of its
   processes.

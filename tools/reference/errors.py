@@ -9,20 +9,22 @@ from tools.reference.markdown import anchor, cell, code, made_from, table
 
 _HEAD = f"""# Error codes
 
-An error has a code, which is the same in HTTP and gRPC. Messages may change; programs compare codes.
+An error has a code, which is the same in HTTP and gRPC. Messages may change; programs compare
+codes.
 
-- **HTTP**: the body is `{{"error": {{"message", "type", "param", "code"}}}}`, and `param` names the
-  field at fault. Paths below `/v1/messages` answer as Anthropic's API does:
-  `{{"type": "error", "error": {{"type", "message"}}}}`. A stream that has begun ends with an event of
-  the same form.
+- **HTTP**: the body is `{{"error": {{"message", "type", "param", "code"}}}}`, and `param` names
+  the field at fault. Paths below `/v1/messages` answer as Anthropic's API does: `{{"type":
+  "error", "error": {{"type", "message"}}}}`. A stream that has begun ends with an event of the
+  same form.
 - **gRPC**: the status has the message, and the trailer `baton-code` has the code.
 - **When to retry**: the HTTP header `Retry-After` (seconds) and, where the time is known,
   `retry-after-ms`; in gRPC the trailer `baton-retry-after-ms`. All statuses 429 and 503 have
   `Retry-After`.
 
 A path that does not exist gets 404 with `unknown_url`, and a wrong method 405 with
-`method_not_allowed`. The [failure model](../explanation/failure-model.md) describes what Baton retries
-itself. Metrics count requests by code: [`baton_requests_total`](metrics.md#baton_requests_total).
+`method_not_allowed`. The [failure model](../explanation/failure-model.md) describes what Baton
+retries itself. Metrics count requests by code:
+[`baton_requests_total`](metrics.md#baton_requests_total).
 
 {made_from("`baton/errors.py`")}
 """

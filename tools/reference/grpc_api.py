@@ -18,13 +18,14 @@ _PUBLIC = ("InferenceService", "TokenService", "OperatorService", "WorkerOperato
 _PACKAGE = ".baton.v1."
 _HEAD = f"""# gRPC API
 
-The gRPC listener (`grpc` in the [configuration](configuration.md#grpc)) serves four services of the
-package `baton.v1`, and also gRPC health checks and reflection. Their calls need an API key as the HTTP
-API does, as metadata `authorization: Bearer KEY`; the deadline of a call bounds the request. With an
-[`admin_http`](configuration.md#admin_http) address the services for operators are not served here.
+The gRPC listener (`grpc` in the [configuration](configuration.md#grpc)) serves four services of
+the package `baton.v1`, and also gRPC health checks and reflection. Their calls need an API key as
+the HTTP API does, as metadata `authorization: Bearer KEY`; the deadline of a call bounds the
+request. With an [`admin_http`](configuration.md#admin_http) address the services for operators
+are not served here.
 
-Errors have the code of [the HTTP API](errors.md) in the trailer `baton-code`.
-[Chat, completions and embeddings](http-api.md) lists which fields of HTTP requests are here, too.
+Errors have the code of [the HTTP API](errors.md) in the trailer `baton-code`. [Chat, completions
+and embeddings](http-api.md) lists which fields of HTTP requests are here, too.
 
 {made_from("the files in `proto/baton/v1`, with their comments,")}
 """

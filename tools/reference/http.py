@@ -23,19 +23,20 @@ from tools.reference.markdown import cell, code, made_from, table, text
 
 _HEAD = f"""# HTTP endpoints
 
-All endpoints of a router with their parameters, request bodies and answers.
-[Chat, completions and embeddings](http-api.md) describes these three APIs field by field, with examples
-and the differences from OpenAI. A running router serves the same description at `/openapi.json`, and
-as pages at `/docs`.
+All endpoints of a router with their parameters, request bodies and answers. [Chat, completions
+and embeddings](http-api.md) describes these three APIs field by field, with examples and the
+differences from OpenAI. A running router serves the same description at `/openapi.json`, and as
+pages at `/docs`.
 
-- **Address**: [`http`](configuration.md#http). With an [`admin_http`](configuration.md#admin_http),
-  endpoints of the scopes `metrics` and `admin` are there alone.
+- **Address**: [`http`](configuration.md#http). With an
+  [`admin_http`](configuration.md#admin_http), endpoints of the scopes `metrics` and `admin` are
+  there alone.
 - **Key**: `Authorization: Bearer KEY`, where a key is required. A key must have the scope of the
   endpoint; "open" endpoints need none.
 - **Deadline**: the header `x-baton-deadline-ms` bounds a request that generates tokens.
 - **Null** is the default of every field that may be null.
-- **Status**: 200, or one of the statuses below. [Error codes](errors.md) lists the codes in the body
-  and what to do.
+- **Status**: 200, or one of the statuses below. [Error codes](errors.md) lists the codes in the
+  body and what to do.
 
 {made_from("the OpenAPI description and the scopes of the router")}
 """

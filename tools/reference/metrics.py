@@ -78,12 +78,12 @@ def _family(page: str, metric: MetricWrapperBase) -> Family:
 
 _HEAD = f"""# Metrics
 
-[Observability](../how-to/operate/observability.md) describes how to scrape metrics, the dashboards and
-the alerts.
+[Observability](../how-to/operate/observability.md) describes how to scrape metrics, the
+dashboards and the alerts.
 
-Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` (with the label `le`),
-`x_sum` and `x_count`. No label holds text of a client. Two pages may have a series of the same name:
-labels tell them apart, so that sums over pages are right.
+Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` (with the label
+`le`), `x_sum` and `x_count`. No label holds text of a client. Two pages may have a series of the
+same name: labels tell them apart, so that sums over pages are right.
 
 {made_from("`baton/telemetry`")}
 """
@@ -105,7 +105,7 @@ LABELS = {
     "call": "which call to Redis: `registry_read`, `prefix_lookup`, `registry_put`,"
     " `index_publish`",
     "class": "context-length class, as the configuration names it; `unknown` for requests that"
-    " ended before they were tokenised",
+    " ended before they were tokenized",
     "code": "the error's code, as in the answer; empty without one",
     "decision": "`remote`: a prefill worker computes the prompt; `local`: the decode worker",
     "drafter": "what drafted: `ngram`, `draft`, `eagle`, `medusa`",

@@ -1,6 +1,7 @@
-"""The exit codes of `baton`. Each has one meaning in all commands; docs/reference/command-line.md
-lists
-them."""
+"""The exit codes of `baton`, each with one meaning in all commands.
+
+docs/reference/cli.md lists them.
+"""
 
 from __future__ import annotations
 

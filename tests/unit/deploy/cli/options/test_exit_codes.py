@@ -16,7 +16,7 @@ def test_no_code_has_two_meanings() -> None:
 
 
 def test_the_docs_list_every_code() -> None:
-    page = (ROOT / "docs/reference/command-line.md").read_text()
+    page = (ROOT / "docs/reference/cli.md").read_text()
     listed = dict(re.findall(r"^\| (\d+) \| `([A-Z_]+)` \|", page, re.MULTILINE))
     assert {int(code): name for code, name in listed.items()} == {
         int(code): code.name for code in ExitCode
