@@ -34,7 +34,7 @@ def reference() -> str:
     """The page's text."""
     kinds = [kind for name, kind in classes_by_code().items() if name]
     rows = (_row(kind) for kind in sorted(kinds, key=lambda kind: (kind.http_status, kind.code)))
-    head = ("code", "HTTP", "gRPC", "type", "meaning", "retry", "what to do")
+    head = ("code", "HTTP, gRPC, type", "meaning", "retry", "what to do")
     return f"{_HEAD}\n{table(head, rows)}\n"
 
 
@@ -48,9 +48,7 @@ def _row(kind: type[BatonError]) -> tuple[str, ...]:
     meaning, what_to_do = advice(kind)
     return (
         f"{anchor(str(kind.code))}{code(kind.code)}",
-        str(kind.http_status),
-        code(kind.grpc_status),
-        code(kind.error_type),
+        f"{kind.http_status}<br>{code(kind.grpc_status)}<br>{code(kind.error_type)}",
         cell(meaning),
         "yes" if what_to_do.startswith("Retry") else "no",
         cell(what_to_do),

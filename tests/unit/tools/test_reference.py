@@ -72,7 +72,8 @@ def test_every_error_says_what_it_means_and_what_to_do() -> None:
         assert meaning.endswith("."), kind
         assert what_to_do.startswith(("Retry ", "Do not retry")), kind
         assert what_to_do.endswith("."), kind
-        assert f'<a id="{code}"></a>`{code}` | {kind.http_status} | `{kind.grpc_status}`' in page
+        statuses = f"{kind.http_status}<br>`{kind.grpc_status}`<br>`{kind.error_type}`"
+        assert f'<a id="{code}"></a>`{code}` | {statuses} |' in page
 
 
 def test_every_endpoint_has_its_scope() -> None:
