@@ -32,7 +32,7 @@ def reference() -> str:
     schema = json.loads((ROOT / CHART / "values.schema.json").read_text())
     values, about = yaml.safe_load(source), comments(source)
     parts = [_HEAD]
-    general = [(name,) for name, value in values.items() if not _is_table((name,), value)]
+    general: list[Path] = [(name,) for name, value in values.items() if not _is_table((name,), value)]
     parts.append(f"\n## General\n\n{_table(general, values, schema, about)}\n")
     for name, value in values.items():
         if not _is_table((name,), value):
