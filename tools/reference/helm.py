@@ -14,8 +14,8 @@ from tools.reference.markdown import ROOT, anchor, cell, code, made_from, table,
 CHART = "deploy/helm/baton"
 _HEAD = f"""# Helm values
 
-The values of the chart `{CHART}`. [Kubernetes](../how-to/deploy/kubernetes.md) describes the two modes
-and shows complete examples. `helm lint` and `helm install` check values against the chart's schema,
+The values of the chart `{CHART}`. [Kubernetes](../how-to/deploy/kubernetes.md) describes the two
+modes and shows complete examples. `helm lint` and `helm install` check values against the chart's schema,
 and refuse names that are not listed here.
 
 {made_from(f"`{CHART}/values.yaml` and `values.schema.json`")}
@@ -32,7 +32,9 @@ def reference() -> str:
     schema = json.loads((ROOT / CHART / "values.schema.json").read_text())
     values, about = yaml.safe_load(source), comments(source)
     parts = [_HEAD]
-    general: list[Path] = [(name,) for name, value in values.items() if not _is_table((name,), value)]
+    general: list[Path] = [
+        (name,) for name, value in values.items() if not _is_table((name,), value)
+    ]
     parts.append(f"\n## General\n\n{_table(general, values, schema, about)}\n")
     for name, value in values.items():
         if not _is_table((name,), value):
