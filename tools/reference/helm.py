@@ -15,8 +15,8 @@ CHART = "deploy/helm/baton"
 _HEAD = f"""# Helm values
 
 The values of the chart `{CHART}`. [Kubernetes](../how-to/deploy/kubernetes.md) describes the two
-modes and shows complete examples. `helm lint` and `helm install` check values against the chart's schema,
-and refuse names that are not listed here.
+modes and shows complete examples. `helm lint` and `helm install` check values against the chart's
+schema, and refuse names that are not listed here.
 
 {made_from(f"`{CHART}/values.yaml` and `values.schema.json`")}
 """
