@@ -1,0 +1,143 @@
+"""Takes the console's pictures for the documentation: ``python -m tools.console_pictures``.
+
+The cluster runs already, without API keys. docs/how-to/operate/console.md has its configuration.
+The tool sends three kinds of traffic at once, asks a what-if question, drains a worker, and takes
+the pictures while that worker still answers requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from playwright.async_api import Page, async_playwright
+
+from tests.support.programs import chromium
+
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+WIDTH = 1440
+_AGENTS, _TURNS, _SHARED_WORDS = 5, 80, 300
+_BATON = (sys.executable, "-m", "baton")
+_DRAIN_S = 120
+
+
+def agent_prompts(path: Path) -> None:
+    """Write chats of a few agents; each agent's chats begin with the same long system message."""
+    chance = random.Random(1)
+    words = "ledger harbor invoice signal orchard meeting carbon valley engine letter".split()
+    systems = [" ".join(chance.choices(words, k=_SHARED_WORDS)) for _ in range(_AGENTS)]
+    # The first agents are called more often, so that some workers hold the popular prefixes.
+    weights = [_AGENTS - place for place in range(_AGENTS)]
+    with path.open("w") as file:
+        for turn in range(_AGENTS * _TURNS):
+            (system,) = chance.choices(systems, weights)
+            asked = f"Question {turn}: {' '.join(chance.choices(words, k=20))}?"
+            messages = [
+                {"role": "system", "content": system},
+                {"role": "user", "content": asked},
+            ]
+            file.write(json.dumps({"messages": messages, "output_tokens": 120}) + "\n")
+
+
+def loads(prompts: Path, scale: float) -> dict[str, list[str]]:
+    """The arguments of `baton bench serve`, by kind of traffic. `scale` multiplies all rates."""
+    return {
+        "chats": ["--rate", f"{0.5 * scale}", "--input", "lognormal:120,0.7,900"]
+        + ["--output", "lognormal:150,0.5,400"],
+        "agents": ["--rate", f"{0.4 * scale}", "--endpoint", "chat", "--prompts", str(prompts)],
+        "documents": ["--rate", f"{0.1 * scale}", "--input", "normal:2200,500,3400"]
+        + ["--output", "lognormal:80,0.4,200"],
+    }
+
+
+async def take(arguments: argparse.Namespace) -> None:
+    """Send the traffic, drain the worker, and take the pictures."""
+    url = f"http://{arguments.http}"
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        agent_prompts(folder / "agents.jsonl")
+        for kind, options in loads(folder / "agents.jsonl", arguments.scale).items():
+            command = [*_BATON, "bench", "serve", "--url", url, "--seconds", "3600", *options]
+            log = stack.enter_context((folder / f"{kind}.log").open("w"))
+            sent = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+            stack.callback(sent.terminate)
+        playwright = await stack.enter_async_context(async_playwright())
+        found = chromium()
+        # Its sandbox needs namespaces, which a container may not have.
+        browser = await playwright.chromium.launch(
+            executable_path=str(found.program),
+            env={**os.environ, **found.environment},
+            args=["--no-sandbox"],
+        )
+        stack.push_async_callback(browser.close)
+        light = await _open(browser, url, "light")
+        dark = await _open(browser, url, "dark")
+        await asyncio.sleep(arguments.minutes * 60)
+
+        prefill, decode = arguments.what_if.split("+")
+        await _ask(light, prefill, decode)
+        await _picture(light, "#what-if", "#what-if", IMAGES / "console-light-what-if.png")
+
+        drain = [*_BATON, "drain", arguments.drain, "--http", arguments.http, "--yes"]
+        drained = await asyncio.create_subprocess_exec(*drain, "--deadline", str(_DRAIN_S))
+        row = light.locator("#worker-rows tr", has_text=arguments.drain)
+        await row.get_by_text("draining").wait_for()
+        await _picture(dark, "header.bar", "#pools", IMAGES / "console-dark.png")
+        await _picture(light, "#workers", "#latency", IMAGES / "console-light-workers.png")
+        await drained.wait()
+
+
+async def _open(browser: Any, url: str, scheme: str) -> Page:
+    size = {"width": WIDTH, "height": 2400}
+    context = await browser.new_context(viewport=size, color_scheme=scheme)
+    page: Page = await context.new_page()
+    page.set_default_timeout(60_000)
+    await page.goto(f"{url}/console")
+    return page
+
+
+async def _ask(page: Page, prefill: str, decode: str) -> None:
+    form = page.locator("#what-if-form")
+    await form.locator("[name=prefill]").fill(prefill)
+    await form.locator("[name=decode]").fill(decode)
+    await form.get_by_role("button").click()
+    await page.locator("#what-if-result").wait_for()
+
+
+async def _picture(page: Page, first: str, last: str, path: Path) -> None:
+    """Take what lies between the top of `first` and the bottom of `last`."""
+    top = await page.locator(first).bounding_box()
+    bottom = await page.locator(last).bounding_box()
+    if top is None or bottom is None:
+        raise SystemExit(f"{first} or {last} is not on the page")
+    whole = first != last
+    clip = {
+        "x": 0 if whole else max(top["x"] - 16, 0),
+        "y": max(top["y"] - 16, 0),
+        "width": WIDTH if whole else top["width"] + 32,
+        "height": bottom["y"] + bottom["height"] - top["y"] + 32,
+    }
+    await page.screenshot(path=path, clip=clip)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    """Read the options and take the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--http", default="127.0.0.1:8000", help="router of the cluster")
+    parser.add_argument("--drain", default="decode-2", help="worker to drain")
+    parser.add_argument("--what-if", default="2+4", help="numbers of workers of the question")
+    parser.add_argument("--minutes", type=float, default=4, help="traffic before the pictures")
+    parser.add_argument("--scale", type=float, default=1, help="factor of all request rates")
+    asyncio.run(take(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
