@@ -1,8 +1,8 @@
 """Takes the console's pictures for the documentation: ``python -m tools.console_pictures``.
 
 The cluster runs already, without API keys. docs/how-to/operate/console.md has its configuration.
-The tool sends three kinds of traffic at once, asks a what-if question, drains a worker, and takes
-the pictures while that worker still answers requests.
+The tool sends three kinds of traffic at once and drains a worker. It takes two pictures while that
+worker still answers requests, and the third of a what-if question once another one has started.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IMAGES = Path(__file__).parent.parent / "docs" / "images"
 WIDTH = 1440
 _AGENTS, _TURNS, _SHARED_WORDS = 5, 80, 300
 _BATON = (sys.executable, "-m", "baton")
-_DRAIN_S, _QUESTIONS = 120, 5
+_DRAIN_S, _QUESTIONS = 120, 15
 
 
 def agent_prompts(path: Path) -> None:
@@ -82,10 +82,6 @@ async def take(arguments: argparse.Namespace) -> None:
         dark = await _open(browser, url, "dark")
         await asyncio.sleep(arguments.minutes * 60)
 
-        prefill, decode = arguments.what_if.split("+")
-        await _ask(light, prefill, decode)
-        await _picture(light, "#what-if", "#what-if", IMAGES / "console-light-what-if.png")
-
         drain = [*_BATON, "drain", arguments.drain, "--http", arguments.http, "--yes"]
         drained = await asyncio.create_subprocess_exec(*drain, "--deadline", str(_DRAIN_S))
         row = light.locator("#worker-rows tr", has_text=arguments.drain)
@@ -94,12 +90,17 @@ async def take(arguments: argparse.Namespace) -> None:
         await _picture(light, "#workers", "#latency", IMAGES / "console-light-workers.png")
         await drained.wait()
 
+        await row.get_by_text("ready").wait_for()
+        prefill, decode = arguments.what_if.split("+")
+        await _ask(light, prefill, decode)
+        await _picture(light, "#what-if", "#what-if", IMAGES / "console-light-what-if.png")
+
 
 async def _open(browser: Any, url: str, scheme: str) -> Page:
     size = {"width": WIDTH, "height": 2400}
     context = await browser.new_context(viewport=size, color_scheme=scheme)
     page: Page = await context.new_page()
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(300_000)
     await page.goto(f"{url}/console")
     return page
 
