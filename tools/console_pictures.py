@@ -1,6 +1,6 @@
 """Takes the console's pictures for the documentation: ``python -m tools.console_pictures``.
 
-The cluster runs already, without API keys. docs/how-to/operate/console.md has its configuration.
+The cluster runs already, without API keys: docs/how-to/operate/console.md has its commands.
 The tool sends three kinds of traffic at once and drains a worker. It takes two pictures while that
 worker still answers requests, and the third of a what-if question once another one has started.
 """
@@ -18,19 +18,21 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from playwright.async_api import Page, async_playwright
 
-from tests.support.programs import chromium
+from tests.support.programs import Browser, chromium
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 WIDTH = 1440
-_AGENTS, _TURNS, _SHARED_WORDS = 5, 80, 300
+_MARGIN = 14
+_AGENTS, _TURNS, _SHARED_WORDS = 5, 400, 200
 _BATON = (sys.executable, "-m", "baton")
 _DRAIN_S, _QUESTIONS = 120, 15
 
 
 def agent_prompts(path: Path) -> None:
-    """Write chats of a few agents; each agent's chats begin with the same long system message."""
+    """Write prompts of a few agents; each agent's prompts begin with the same long text."""
     chance = random.Random(1)
     words = "ledger harbor invoice signal orchard meeting carbon valley engine letter".split()
     systems = [" ".join(chance.choices(words, k=_SHARED_WORDS)) for _ in range(_AGENTS)]
@@ -40,20 +42,25 @@ def agent_prompts(path: Path) -> None:
         for turn in range(_AGENTS * _TURNS):
             (system,) = chance.choices(systems, weights)
             asked = f"Question {turn}: {' '.join(chance.choices(words, k=20))}?"
-            messages = [
-                {"role": "system", "content": system},
-                {"role": "user", "content": asked},
-            ]
-            file.write(json.dumps({"messages": messages, "output_tokens": 120}) + "\n")
+            file.write(json.dumps({"prompt": f"{system}\n{asked}", "output_tokens": 120}) + "\n")
+
+
+def fonts(folder: Path, browser: Browser) -> Path:
+    """Write a configuration with fonts that have all of the console's signs, such as triangles."""
+    own = Path(browser.environment["FONTCONFIG_PATH"], "fonts")
+    more = Path(matplotlib.get_data_path(), "fonts", "ttf")
+    folders = "".join(f"<dir>{one}</dir>" for one in (own, more))
+    (folder / "fonts.conf").write_text(f"<fontconfig>{folders}</fontconfig>")
+    return folder
 
 
 def loads(prompts: Path, scale: float) -> dict[str, list[str]]:
     """The arguments of `baton bench serve`, by kind of traffic. `scale` multiplies all rates."""
     return {
-        "chats": ["--rate", f"{0.5 * scale}", "--input", "lognormal:120,0.7,900"]
+        "chats": ["--rate", f"{1.6 * scale}", "--input", "lognormal:150,0.6,500"]
         + ["--output", "lognormal:150,0.5,400"],
-        "agents": ["--rate", f"{0.4 * scale}", "--endpoint", "chat", "--prompts", str(prompts)],
-        "documents": ["--rate", f"{0.1 * scale}", "--input", "normal:2200,500,3400"]
+        "agents": ["--rate", f"{0.9 * scale}", "--prompts", str(prompts)],
+        "documents": ["--rate", f"{0.2 * scale}", "--input", "normal:5200,600,7000"]
         + ["--output", "lognormal:80,0.4,200"],
     }
 
@@ -74,7 +81,7 @@ async def take(arguments: argparse.Namespace) -> None:
         # Its sandbox needs namespaces, which a container may not have.
         browser = await playwright.chromium.launch(
             executable_path=str(found.program),
-            env={**os.environ, **found.environment},
+            env={**os.environ, **found.environment, "FONTCONFIG_PATH": str(fonts(folder, found))},
             args=["--no-sandbox"],
         )
         stack.push_async_callback(browser.close)
@@ -125,11 +132,12 @@ async def _picture(page: Page, first: str, last: str, path: Path) -> None:
     if top is None or bottom is None:
         raise SystemExit(f"{first} or {last} is not on the page")
     whole = first != last
+    begin = max(top["y"] - _MARGIN, 0)
     clip = {
-        "x": 0 if whole else max(top["x"] - 16, 0),
-        "y": max(top["y"] - 16, 0),
-        "width": WIDTH if whole else top["width"] + 32,
-        "height": bottom["y"] + bottom["height"] - top["y"] + 32,
+        "x": 0 if whole else max(top["x"] - _MARGIN, 0),
+        "y": begin,
+        "width": WIDTH if whole else top["width"] + 2 * _MARGIN,
+        "height": bottom["y"] + bottom["height"] + _MARGIN - begin,
     }
     await page.screenshot(path=path, clip=clip)  # type: ignore[arg-type]
 
@@ -139,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--http", default="127.0.0.1:8000", help="router of the cluster")
     parser.add_argument("--drain", default="decode-2", help="worker to drain")
-    parser.add_argument("--what-if", default="2+4", help="numbers of workers of the question")
+    parser.add_argument("--what-if", default="2+4", metavar="PREFILL+DECODE", help="numbers of workers of the question")
     parser.add_argument("--minutes", type=float, default=4, help="traffic before the pictures")
     parser.add_argument("--scale", type=float, default=1, help="factor of all request rates")
     asyncio.run(take(parser.parse_args()))
