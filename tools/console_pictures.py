@@ -147,7 +147,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--http", default="127.0.0.1:8000", help="router of the cluster")
     parser.add_argument("--drain", default="decode-2", help="worker to drain")
-    parser.add_argument("--what-if", default="2+4", metavar="PREFILL+DECODE", help="numbers of workers of the question")
+    parser.add_argument(
+        "--what-if",
+        default="2+4",
+        metavar="PREFILL+DECODE",
+        help="numbers of workers of the question",
+    )
     parser.add_argument("--minutes", type=float, default=4, help="traffic before the pictures")
     parser.add_argument("--scale", type=float, default=1, help="factor of all request rates")
     asyncio.run(take(parser.parse_args()))
