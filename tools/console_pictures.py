@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 from contextlib import AsyncExitStack
@@ -58,8 +59,8 @@ def loads(prompts: Path, scale: float) -> dict[str, list[str]]:
     """The arguments of `baton bench serve`, by kind of traffic. `scale` multiplies all rates."""
     return {
         "chats": [
-            *("--rate", f"{1.6 * scale}"),
-            *("--input", "lognormal:150,0.6,500", "--output", "lognormal:150,0.5,400"),
+            *("--rate", f"{1.0 * scale}"),
+            *("--input", "lognormal:150,0.6,500", "--output", "lognormal:300,0.4,600"),
         ],
         "agents": ["--rate", f"{0.9 * scale}", "--prompts", str(prompts)],
         "documents": [
@@ -93,9 +94,13 @@ async def take(arguments: argparse.Namespace) -> None:
         dark = await _open(browser, url, "dark")
         await asyncio.sleep(arguments.minutes * 60)
 
+        for page in (light, dark):
+            await page.set_viewport_size({"width": WIDTH, "height": 2400})
+        row = light.locator("#worker-rows tr", has_text=arguments.drain)
+        # So that it drains for long enough.
+        await row.get_by_text(re.compile(r"^([4-9]|\d\d) / ")).wait_for()
         drain = [*_BATON, "drain", arguments.drain, "--http", arguments.http, "--yes"]
         drained = await asyncio.create_subprocess_exec(*drain, "--deadline", str(_DRAIN_S))
-        row = light.locator("#worker-rows tr", has_text=arguments.drain)
         await row.get_by_text("draining").wait_for()
         await _picture(dark, "header.bar", "#pools", IMAGES / "console-dark.png")
         await _picture(light, "#workers", "#latency", IMAGES / "console-light-workers.png")
@@ -110,9 +115,7 @@ async def take(arguments: argparse.Namespace) -> None:
 async def _open(browser: Any, url: str, scheme: str) -> Page:
     # Drawing without a GPU takes the cores from the cluster: little of the page, and no motion.
     size = {"width": WIDTH, "height": 200}
-    context = await browser.new_context(
-        viewport=size, color_scheme=scheme, reduced_motion="reduce"
-    )
+    context = await browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
     page: Page = await context.new_page()
     page.set_default_timeout(300_000)
     await page.goto(f"{url}/console")
@@ -134,7 +137,6 @@ async def _ask(page: Page, prefill: str, decode: str) -> None:
 
 async def _picture(page: Page, first: str, last: str, path: Path) -> None:
     """Take what lies between the top of `first` and the bottom of `last`."""
-    await page.set_viewport_size({"width": WIDTH, "height": 2400})
     top = await page.locator(first).bounding_box()
     bottom = await page.locator(last).bounding_box()
     if top is None or bottom is None:

@@ -5,7 +5,7 @@
 For what needs more workers than there are cores, such as live runs of the autoscaler: roles change,
 pools are scaled and workers heal as in any cluster. What else is to be set goes into FILE, as for
 `baton serve`. The model is made here, and `m` is its name in the API; prompts may be token ids, or
-text, of which each byte is a token.
+text. Each byte of a text is a token.
 """
 
 from __future__ import annotations
