@@ -102,8 +102,11 @@ async def take(arguments: argparse.Namespace) -> None:
         drain = [*_BATON, "drain", arguments.drain, "--http", arguments.http, "--yes"]
         drained = await asyncio.create_subprocess_exec(*drain, "--deadline", str(_DRAIN_S))
         await row.get_by_text("draining").wait_for()
-        await _picture(dark, "header.bar", "#pools", IMAGES / "console-dark.png")
-        await _picture(light, "#workers", "#latency", IMAGES / "console-light-workers.png")
+        # At once: a drain may last for seconds only.
+        await asyncio.gather(
+            _picture(light, "#workers", "#latency", IMAGES / "console-light-workers.png"),
+            _picture(dark, "header.bar", "#pools", IMAGES / "console-dark.png"),
+        )
         await drained.wait()
 
         await row.get_by_text("ready").wait_for()
