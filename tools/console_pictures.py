@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -80,7 +81,7 @@ async def take(arguments: argparse.Namespace) -> None:
             command = [*_BATON, "bench", "serve", "--url", url, "--seconds", "3600", *options]
             log = stack.enter_context((folder / f"{kind}.log").open("w"))
             sent = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-            stack.callback(sent.terminate)
+            stack.callback(_end, sent)
         playwright = await stack.enter_async_context(async_playwright())
         found = chromium()
         # Its sandbox needs namespaces, which a container may not have.
@@ -113,6 +114,12 @@ async def take(arguments: argparse.Namespace) -> None:
         prefill, decode = arguments.what_if.split("+")
         await _ask(light, prefill, decode)
         await _picture(light, "#what-if", "#what-if", IMAGES / "console-light-what-if.png")
+
+
+def _end(process: asyncio.subprocess.Process) -> None:
+    # It may have ended by itself.
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
 
 
 async def _open(browser: Any, url: str, scheme: str) -> Page:
