@@ -102,7 +102,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="NAME=DOLLARS",
-            help="Price of a GPU per hour; repeatable. docs/how-to/tune/planner.md has the"
+            help="Price of a GPU per hour; repeatable. docs/explanation/planner.md has the"
             " defaults.",
         ),
     ] = None,

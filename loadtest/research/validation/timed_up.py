@@ -5,7 +5,7 @@
 For what needs more workers than there are cores, such as live runs of the autoscaler: roles change,
 pools are scaled and workers heal as in any cluster. What else is to be set goes into FILE, as for
 `baton serve`. The model is made here, and `m` is its name in the API; prompts may be token ids, or
-text, of which each byte is a token.
+text. Each byte of a text is a token.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def configuration(given: argparse.Namespace, model: Path) -> Config:
             threads=1,
             max_sequences=given.max_sequences,
             chunk_tokens=_CHUNK_TOKENS,
-            kv_pool_mib=KV_POOL_MIB,
+            kv_pool_mib=given.kv_pool_mib,
         )
         for role, count in (("prefill", given.prefill), ("decode", given.decode))
     )
@@ -78,6 +78,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--grpc", help="the same of the gRPC front")
     options.add_argument("--config", type=Path, help="TOML, as for `baton serve`")
     options.add_argument("--max-sequences", type=int, default=64, help="of a worker's step")
+    options.add_argument(
+        "--kv-pool-mib", type=int, default=KV_POOL_MIB, help="of a worker; 1 MiB is 2048 blocks"
+    )
     for name, costs, what in (
         ("--prefill-costs", COSTS.prefill, "n prompt tokens: a + b*n + c*n*context"),
         ("--step-costs", COSTS.step, "a decode step: a + b*batch + c*context_tokens"),

@@ -20,9 +20,19 @@ from tests.support.deploy.watched import (
 )
 from tests.support.programs import promtool
 
-GUIDE = Path(__file__).parents[4] / "docs/how-to/operate/observability.md"
+ROOT = Path(__file__).parents[4]
+GUIDE = ROOT / "docs/how-to/operate/runbooks.md"
 ALERTS = [rule for rule in rules() if "alert" in rule]
 _LABEL = re.compile(r"\$labels\.(\w+)")
+_PART = r"^\| ([A-Z][a-z ]+) \|"
+_PARTS = ("Meaning", "Clients notice", "First command", "Causes and actions", "Escalate")
+
+
+def _section(alert: str) -> str:
+    """The section of an alert in the guide."""
+    _, found, rest = GUIDE.read_text().partition(f"\n### {alert}\n")
+    assert found, alert
+    return re.split(r"^##", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def test_every_rule_asks_for_what_there_is() -> None:
@@ -38,13 +48,15 @@ def test_names_of_rules() -> None:
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: str(rule["alert"]))
-def test_an_alert_says_what_is_wrong_and_the_guide_what_to_do(rule: dict[str, object]) -> None:
+def test_each_alert_has_a_summary_and_a_runbook(rule: dict[str, object]) -> None:
     assert rule["labels"] in ({"severity": "critical"}, {"severity": "warning"})
     annotations = rule["annotations"]
     assert isinstance(annotations, dict)
     labels = checker_with_rules().check(str(rule["expr"]))
     assert set(_LABEL.findall(annotations["summary"])) <= labels
-    assert f"### {rule['alert']}\n" in GUIDE.read_text()
+    name = str(rule["alert"])
+    assert annotations["runbook_url"] == f"{GUIDE.relative_to(ROOT)}#{name.lower()}"
+    assert set(_PARTS) == set(re.findall(_PART, _section(name), re.MULTILINE))
 
 
 def test_the_guide_has_no_alert_that_there_is_not() -> None:
