@@ -17,13 +17,13 @@ PINS := pyproject.toml $(wildcard requirements/*.lock) Makefile
 # Flags for `baton serve`, for example: make up ARGS="--decode 2"
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
-# Whole clusters run one after another; the rest three at a time: on two cores, since much of it waits
-# more than it computes. One thread each, then: three times torch's threads on two cores spend their
-# time waiting for one another.
+# Parts run three at a time on two cores, since they often wait. Each has one thread: more threads would
+# wait for one another. Whole clusters run two at a time, and faults strike a cluster that runs alone.
 TESTS ?=
-IN_TURN = tests/e2e tests/chaos/test_chaos.py
-SIDE_BY_SIDE = tests/unit tests/kernels tests/transports tests/integration tests/fuzz \
-  $(filter-out $(IN_TURN),$(wildcard tests/chaos/test_*.py))
+CLUSTERS = tests/e2e
+ALONE = tests/chaos/test_chaos.py
+PARTS = tests/unit tests/kernels tests/transports tests/integration tests/fuzz \
+  $(filter-out $(ALONE),$(wildcard tests/chaos/test_*.py))
 # The slowest are shown, so that they stay in view.
 QUICK = -m "not long" --durations=15
 
@@ -95,8 +95,9 @@ test test-long: export PYTHONDONTWRITEBYTECODE =
 
 test: install-dev
 ifeq ($(strip $(TESTS)),)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 3 --dist worksteal --expect-skips side_by_side $(SIDE_BY_SIDE)
-	@$(BIN)/python -m pytest $(QUICK) --expect-skips in_turn $(IN_TURN)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 3 --dist worksteal --expect-skips parts $(PARTS)
+	@$(BIN)/python -m pytest $(QUICK) -n 2 --dist loadgroup --expect-skips clusters $(CLUSTERS)
+	@$(BIN)/python -m pytest $(QUICK) --expect-skips alone $(ALONE)
 else
 	@$(BIN)/python -m pytest $(QUICK) $(TESTS)
 endif

@@ -902,7 +902,7 @@ async def test_the_index_follows_the_pool(store: Store) -> None:
     assert await worker.known(names("b", 3)) == 0
 
 
-async def test_state_from_before_the_first_call_is_reported(store: Store) -> None:
+async def test_blocks_from_before_the_first_publication_are_published(store: Store) -> None:
     worker = Publisher(store)
     worker.fill(names("a", 3))
     await worker.publisher.publish()

@@ -30,7 +30,7 @@ def test_the_expected_number_and_fewer_are_in_order(reasons: list[str]) -> None:
         (["nginx is missing"], "no test may skip because: nginx is missing"),
     ],
 )
-def test_other_workers_are_notified(reasons: list[str], said: str) -> None:
+def test_unexpected_skips_are_reported(reasons: list[str], said: str) -> None:
     assert wrong_skips(reasons, EXPECTED) == [said]
 
 
@@ -38,7 +38,7 @@ def test_the_table_has_the_runs_of_the_makefile() -> None:
     runs = [
         word.split()[0] for word in (ROOT / "Makefile").read_text().split("--expect-skips ")[1:]
     ]
-    assert runs == ["side_by_side", "in_turn"]
+    assert runs == ["parts", "clusters", "alone"]
     for run in runs:
         assert all(count > 0 for count in read_expected(run).values())
 
@@ -48,7 +48,7 @@ def test_the_table_has_the_runs_of_the_makefile() -> None:
 def test_pytest_fails_by_it(tmp_path: Path, reason: str, code: int, workers: int) -> None:
     test = tmp_path / "test_it.py"
     test.write_text(f"import pytest\n\n\ndef test_it():\n    pytest.skip({reason!r})\n")
-    options = ("--expect-skips", "side_by_side", "-n", str(workers), "-p", "tests.conftest")
+    options = ("--expect-skips", "parts", "-n", str(workers), "-p", "tests.conftest")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), *options, str(test)],
         cwd=tmp_path,

@@ -46,7 +46,7 @@ def test_others_need_keys_and_tls(host: str, tls: dict[str, Any]) -> None:
         check_exposure(Config(**exposed, **KEYS, **tls))
 
 
-def test_optional_keys_count_as_none(tls: dict[str, Any]) -> None:
+def test_optional_keys_do_not_count_as_keys(tls: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="API keys"):
         check_exposure(Config(http="0.0.0.0:8000", **KEYS | {"require_key": False}, **tls))
 

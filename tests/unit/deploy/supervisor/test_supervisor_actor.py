@@ -10,7 +10,7 @@ from tests.support.deploy.supervisor_actor import settings
 FIRST = (settings("prefill", 0), settings("decode", 0), settings("decode", 1))
 
 
-def test_the_first_ones_receive_what_they_received_before() -> None:
+def test_the_first_slots_keep_their_settings() -> None:
     slots = SlotSettings(FIRST)
     assert [slots.of(one.slot) for one in FIRST] == list(FIRST)
     assert slots.pools == {"prefill": 1, "decode": 2}

@@ -85,7 +85,7 @@ def test_threads_of_a_pool_leave_the_board_alone() -> None:
     assert (share.threads, share.core_board) == (3, "")
 
 
-def test_a_late_bid_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_worker_has_no_line_of_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLACES_VARIABLE, "1")
     shares = [NodeShare.take(settings(), "127.0.0.1") for _ in range(CORE_LINES + 2)]
     assert [bool(share.core_board) for share in shares] == [True] * (CORE_LINES + 1) + [False]

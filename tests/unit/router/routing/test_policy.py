@@ -159,7 +159,7 @@ def test_every_policy_decides_for_a_worker_of_the_role(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_role_reaches_a_forbidden_method(name: PolicyName) -> None:
+def test_excluded_workers_are_not_chosen(name: PolicyName) -> None:
     """A worker under which the request has failed, however good it looks."""
     table = table_of("p-0", "p-1", "d-0", "d-1")
     for excluded, expected in (

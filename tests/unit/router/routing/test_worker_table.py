@@ -131,7 +131,7 @@ def test_work_fades_also_over_days() -> None:
     assert table.recent_work(day + HALF_LIFE_MS)[at] == pytest.approx(50.0)
 
 
-def test_a_new_request_does_not_get_all_later_room() -> None:
+def test_a_new_worker_does_not_get_all_later_prompts() -> None:
     table = table_of("p-0", "p-1")
     table.promise_prompt("p-0", 300.0, 0.0)
     table.promise_prompt("p-1", 100.0, 0.0)

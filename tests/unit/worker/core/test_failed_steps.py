@@ -49,6 +49,6 @@ def test_steps_whose_sequences_had_left_blame_no_request(last: set[str]) -> None
     assert failed.add(3, 3, last) == (last == {"b"})
 
 
-def test_steps_without_a_leader_end_it() -> None:
+def test_failed_steps_without_sequences_end_it() -> None:
     failed = FailedSteps()
     assert [failed.add(step, step, set()) for step in range(3)] == [False, False, True]
