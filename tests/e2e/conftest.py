@@ -11,6 +11,7 @@ SHARED = ("cluster", "rough_ground", "defaults")
 """Fixtures of clusters that several files share."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests of a shared cluster in one of pytest's processes: no other starts it again.
 
