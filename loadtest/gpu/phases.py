@@ -74,7 +74,7 @@ PHASES: tuple[Phase, ...] = (
     ),
     Phase(
         "kernel speed",
-        "how fast are kernels beside the best peer",
+        "how fast are kernels against the best peer",
         {"10min": 60.0, "30min": 200.0},
         lambda place, _: kernel_speed_items(place),
         describes=True,

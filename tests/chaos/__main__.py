@@ -1,5 +1,5 @@
 """``python -m tests.chaos --minutes N --seed S --json FILE``: see
-docs/explanation/failure-model.md.
+docs/explanation/chaos-tests.md.
 
 The exit code is 1 where a request was lost, an answer wrong, something leaked, a single fault cost
 an error, a connection was reset and no router ended, or there were too few faults. What it was is

@@ -1,6 +1,6 @@
 """Short runs of ``python -m tests.chaos``: the real model, a whole cluster, real faults.
 
-They are judged as long ones are, by the bounds of docs/explanation/failure-model.md.
+They are judged as long ones are, by the bounds of docs/explanation/chaos-tests.md.
 """
 
 from __future__ import annotations

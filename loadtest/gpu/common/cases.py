@@ -252,7 +252,7 @@ def step_cases() -> tuple[Step, ...]:
         Step("prefill 512", llama, ((0, 512),)),
         Step("prefill 8k", llama, ((0, 8192),)),
         Step("last 8k of a prompt of 32k", llama, ((24576, 8192),)),
-        Step("decode 32 × 1k beside a chunk of 512", llama, (*_decode(32, 1000), (0, 512))),
+        Step("decode 32 × 1k with a chunk of 512", llama, (*_decode(32, 1000), (0, 512))),
         Step("decode 64 × 1k", llama, _decode(64, 1000)),
         Step("decode 64 × 1k, one penalized", llama, _decode(64, 1000), penalized=1),
         Step("decode 256 × 1k, top-p 0.9", llama, _decode(256, 1000), top_p=0.9),
