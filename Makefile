@@ -133,7 +133,7 @@ check: install-dev check-proto docs
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
-# What strangers send, by programs that make it up; see docs/explanation/security.md.
+# Fuzzers of what comes from outside; see docs/explanation/untrusted-input.md.
 MINUTES ?= 5
 FUZZ ?=
 $(VENV)/.installed-fuzz: $(PINS) | $(BIN)/python

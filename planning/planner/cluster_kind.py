@@ -14,7 +14,7 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 MACHINE_GPUS = 8
 """GPUs of a machine with links between them: a DGX's, and what clouds rent."""
 _GRPC_BYTES_PER_S = 1.6e9
-"""Of one worker: what docs/explanation/handoff.md measured between two processes that shared two
+"""Of one worker: what docs/lab-notes/transfers.md measured between two processes that shared two
 cores."""
 
 

@@ -22,7 +22,7 @@ used up. A candidate is judged by its predicted TTFT and by what it does to othe
   many as run at a decode worker on average, at least: one that is idle now does not stay so, and a
   long prompt would be in the way of later requests.
 
-The weights are chosen by replays of Mooncake's conversation trace (docs/explanation/routing.md):
+The weights are chosen by replays of Mooncake's conversation trace (docs/lab-notes/routing.md):
 up to the 4,
 more of the prompts are found in a cache and the mean TTFT stays within a hundredth of its least.
 """

@@ -1,6 +1,6 @@
 """What came of one request, by the client's clock.
 
-The words are the field's (docs/explanation/architecture.md's list is the same): TTFT is from the
+The words are the field's (docs/reference/glossary.md's list is the same): TTFT is from the
 send to the first
 token, ITL each gap between tokens, E2EL from the send to the last token, and
 TPOT = (E2EL - TTFT) / (output tokens - 1). The send is the INTENDED one: where the client was late,

@@ -1,7 +1,7 @@
 """Several ranks on the demo model: tokens and logits of one rank, and no more error than it has.
 
 Two computations in fp32 differ by their own rounding, whatever their degree. So both are measured
-against float64, too: docs/explanation/larger-models.md has the figures.
+against float64, too: docs/lab-notes/ranks.md has the figures.
 """
 
 from __future__ import annotations
