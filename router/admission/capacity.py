@@ -112,7 +112,7 @@ class DecodeReservations:
         return capacity.max_sequences - taken
 
     def free_blocks(self, capacity: Capacity) -> int:
-        """Return the blocks that are not promised, negative if answers are expected to need more."""
+        """Return the blocks not promised, negative if answers are expected to need more."""
         sent = sum(answer.blocks for answer in self._sent.values())
         growth = sum(
             max(0, answer.expected_tokens - answer.generated) * answer.choices
@@ -121,7 +121,7 @@ class DecodeReservations:
         return sum(capacity.available_blocks) - sent - -(-growth // capacity.block_size)
 
     def has_blocks(self, answer: ExpectedAnswer, capacity: Capacity, reserve: float = 0.0) -> bool:
-        """Return whether one worker has the blocks of one more answer, with ``reserve`` left over."""
+        """Return whether one worker has blocks for one more answer, with ``reserve`` to spare."""
         free = min(self.free_blocks(capacity) - reserve, max(capacity.available_blocks, default=0))
         return answer.need(capacity) <= free
 

@@ -128,7 +128,7 @@ class AdmissionController:
 
     @property
     def speed(self) -> float | None:
-        """Work per second of all prefill workers, measured while requests waited; None: not known."""
+        """Work per second of all prefill workers, measured while requests waited, or None."""
         return self._prefill.learned_speed
 
     @property

@@ -68,7 +68,7 @@ class FairQueue(Generic[T]):
     """A fair queue. Not thread-safe; owned by one event loop."""
 
     def __init__(self, weights: Mapping[str, float], limit: int) -> None:
-        """Create a queue of at most ``limit`` entries; ``weights`` are above 0, and 1 if missing."""
+        """Create a queue of at most ``limit`` entries; ``weights`` are above 0, 1 if missing."""
         self._flows = _Flows[T]((name, _Flow(weight)) for name, weight in weights.items())
         self._turns: deque[_Flow[T]] = deque()
         self._limit = limit

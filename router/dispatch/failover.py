@@ -313,7 +313,7 @@ class Failover:
         return True
 
     async def _has_proved_poison(self, owner: RunningRequest) -> bool:
-        """Return whether the request is poison; wait for news of lost workers if that decides it."""
+        """Return whether the request is poison; wait for news of lost workers if that decides."""
         looks = int(self._verdict_s / LOOK_S)
         while owner.failed_workers.may_be_proof and looks:
             # Wait first: the connection to a worker that has just died may still look alive.

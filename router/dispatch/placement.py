@@ -80,7 +80,7 @@ class Placement:
         pins: PinnedPrefixes,
         metrics: RouterMetrics,
     ) -> None:
-        """Create a placement; workers keep ``pins`` if they compute a prompt that begins with them."""
+        """Create a placement; workers keep ``pins`` whose prefix a computed prompt begins with."""
         self._router_id = router_id
         self._class_of = config.class_of
         self._links = links

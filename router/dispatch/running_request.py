@@ -51,7 +51,7 @@ class RunningRequest:
         processors: Sequence[OutputProcessor],
         deadline: float,
     ) -> None:
-        """Create a request; it has a processor per choice. ``deadline`` is on the monotonic clock."""
+        """Create a request with a processor per choice. ``deadline`` is on the monotonic clock."""
         self.request = request
         self.deadline = deadline
         self.choices: Sequence[RunningChoice] = tuple(
@@ -211,7 +211,7 @@ class RunningRequest:
             self._changed.set()
 
     def take_stopped(self) -> list[int]:
-        """Return, once each, the choices that a stop string ended while the worker still runs them."""
+        """Return, once each, the choices that a stop string ended and the worker still runs."""
         return [choice.number for choice in self.choices if choice.take_stopped()]
 
     def fail(self, error: BatonError) -> None:

@@ -43,7 +43,7 @@ class ApiAnswer(abc.ABC):
 
     @abc.abstractmethod
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """Count a prompt's delta. Return its server-sent events, empty if there is nothing to show."""
+        """Count a prompt's delta. Return its server-sent events, empty if it shows nothing."""
 
     @abc.abstractmethod
     def last_events(self) -> bytes:
@@ -95,7 +95,7 @@ class Endpoint:
         return await unless_disconnected(request.receive, self._whole(arrival, answer))
 
     async def run_line(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Run a line of a batch in the background and return its whole answer. Raises BatonError."""
+        """Run a line of a batch in the background; return its whole answer. Raises BatonError."""
         service = self._service
         arrival = Arrival(
             self._name(), time.monotonic(), BACKGROUND_WAIT_S, caller, background=True

@@ -78,7 +78,7 @@ class PromptEncoder:
         config: Config,
         context_length: Callable[[], int],
     ) -> None:
-        """Create an encoder; ``context_length`` returns the maximum tokens of prompt plus answer."""
+        """Create an encoder; ``context_length`` returns the maximum tokens of prompt and answer."""
         self._tokenizer = tokenizer
         self._tool_format = tool_format
         self._max_characters = config.max_body_bytes

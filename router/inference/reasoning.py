@@ -125,7 +125,7 @@ def template_variables(
 
 
 def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | None:
-    """Return the effort in a word that the template knows; not all know ``none`` and ``minimal``."""
+    """Return the effort in a word of the template; not all know ``none`` and ``minimal``."""
     if asked.effort is None or not template.reads(_EFFORT):
         return None
     if asked.effort in ("none", "minimal") and not template.mentions(asked.effort):

@@ -169,7 +169,7 @@ def _bad_words(given: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tup
 
 
 def kept_tokens(given: SamplingInput, context_length: int) -> int | None:
-    """Return how many tokens of a prompt's end are kept; None: all of them. Raises InvalidRequest."""
+    """Return the number of tokens kept at a prompt's end; None: all. Raises InvalidRequest."""
     most = given.truncate
     if most == -1:
         most = context_length - max(1, given.max_tokens or 1)

@@ -50,7 +50,7 @@ Admitted = Callable[[Mapping[str, str]], Awaitable[None]]
 
 
 class InferenceService:
-    """Runs requests for every API. Owned by the router's event loop; its methods raise BatonError."""
+    """Runs requests for every API. Owned by the router's event loop; methods raise BatonError."""
 
     def __init__(
         self,

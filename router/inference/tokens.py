@@ -80,7 +80,7 @@ class TokenService:
             self._builder.check_model(model_id)
 
     async def ids_of_text(self, text: str, tenant: str, *, special: bool) -> tuple[int, ...]:
-        """Tokenize a text; ``special``: add the tokenizer's special tokens. Raises InvalidRequest."""
+        """Tokenize a text; ``special``: add the tokenizer's own tokens. Raises InvalidRequest."""
         return await self._builder.encoder.text_ids(tenant, text, special=special)
 
     async def ids_of_turns(
@@ -107,7 +107,7 @@ class TokenService:
         return await self._builder.encoder.text_of(tenant, token_ids, param)
 
     def facts(self) -> ModelFacts:
-        """Return the facts that decode workers report, or the configuration's while there are none."""
+        """Return the facts that decode workers report, or the configuration's without any."""
         config = self._config
         pools = [pool for pool in config.pools if pool.role == "decode"]
         records = [one for one in self._records() if one.role == "decode"]

@@ -75,7 +75,7 @@ def _with_room(seen: Predictions) -> Rows:
 
 
 def _least(rows: Rows, seen: Predictions, *keys: Floats) -> int:
-    """Return the row with the minimum first key; ties go to the next key, then to the least placed."""
+    """Return the row with the minimum first key; ties go to the next key, then to ``placed``."""
     order = np.lexsort((rows, seen.table.placed[rows], *(key[rows] for key in reversed(keys))))
     return int(rows[order[0]])
 

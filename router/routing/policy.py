@@ -67,7 +67,7 @@ class RouteSettings:
     """Whether prefill workers fetch cached blocks from others."""
 
     def of(self, request: RouteRequest) -> ClassRoute:
-        """Return the settings of a request's class, without the workers that the request excludes."""
+        """Return the settings of a request's class, without the workers that it excludes."""
         route = self.classes.get(request.context_class, self.default)
         if not request.excluded:
             return route

@@ -40,7 +40,7 @@ class CommitCheck:
     """Excludes workers that serve another commit than the router. Logs each one once."""
 
     def __init__(self, revision: str) -> None:
-        """Create a check; ``revision`` is the router's commit, empty if its model is not the hub's."""
+        """Create a check; ``revision`` is the router's commit, empty if its model is local."""
         self._revision = revision
         self._refused: set[str] = set()
 

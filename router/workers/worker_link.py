@@ -43,7 +43,7 @@ class PrefillStream:
         closed ─a request, ``open``→ open ─broken, or ended by the worker→ closed: its requests fail
         closed, open ─close()→ gone: its requests fail, and so does every other
 
-    The first request opens it; so does the first after a break, or ``open``, to monitor a worker.
+    The first request opens it, and the first after a break. ``open`` opens it to monitor a worker.
     It starts and cancels prefills, and passes on the worker's messages about each.
     """
 
