@@ -213,7 +213,7 @@ class RateLimits:
             return 0
         if limit < prompt_tokens:
             raise RequestTooLarge(
-                f"the prompt has {prompt_tokens} tokens, and the API key's limit is {limit} per minute"
+                f"the prompt has {prompt_tokens} tokens; the API key allows {limit} per minute"
             )
         expected = self._use(visit.key).answer_tokens()
         wanted = prompt_tokens + sum(min(one, expected) for one in answers)
@@ -334,7 +334,7 @@ class RateLimits:
     def _call(
         self, visit: Visit, requests: int, tokens: int, cost: int | None = None
     ) -> ScriptCall:
-        """Build the script call; ``cost``: nanodollars to hold of the budgets; None: not checked."""
+        """Build the script call; ``cost``: nanodollars to hold of the budgets; None: unchecked."""
         key = visit.key
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
         left_us = int(visit.lease_s * _MICROSECONDS)

@@ -1,4 +1,4 @@
-"""The interface of the dispatcher: requests, the deltas of their answers, and the choices so far."""
+"""The interface of the dispatcher: requests, deltas of their answers, and their choices so far."""
 
 from __future__ import annotations
 

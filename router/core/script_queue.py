@@ -82,7 +82,7 @@ class ScriptQueue:
     """A queue of calls that wait for a connection. Owned by one event loop."""
 
     def __init__(self, client: redis.asyncio.Redis, *, connections: int, max_waiting: int) -> None:
-        """Create a queue that uses up to ``connections``, with up to ``max_waiting`` waiting calls."""
+        """Create a queue with up to ``connections``, and up to ``max_waiting`` waiting calls."""
         self._client = client
         self._connections = connections
         self._max_waiting = max_waiting

@@ -93,7 +93,7 @@ class HttpGate:
         self._origins = frozenset(config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. Errors after the response began are raised, which ends its connection."""
+        """Answer a request. An error after the response began is raised: it ends the connection."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return

@@ -184,7 +184,7 @@ def _chat_sampling(body: ChatCompletionRequest) -> SamplingInput:
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """Return the prompts of a body, which may also give a single one: texts or lists of token ids."""
+    """Return the prompts of a body, which may give only one: texts or lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
@@ -223,7 +223,7 @@ def _turn(message: Message, where: str) -> Turn:
 
 
 def plain_turns(messages: Iterable[tuple[str, str]]) -> list[Turn]:
-    """Convert pairs of role and text, of the gRPC API. Raises InvalidRequest, UnsupportedParameter."""
+    """Convert pairs of role and text to turns. Raises InvalidRequest, UnsupportedParameter."""
     return _not_empty(
         [
             {"role": _role(role, f"messages[{place}]"), "content": content}

@@ -155,7 +155,7 @@ class TemplateFields(Protocol):
 
 
 def template_options(body: TemplateFields) -> tuple[Ending, dict[str, Any]]:
-    """Return how the prompt ends, and more variables of the chat template. Raises InvalidRequest."""
+    """Return how the prompt ends, and more template variables. Raises InvalidRequest."""
     continued = bool(body.continue_final_message)
     if continued and body.add_generation_prompt:
         raise InvalidRequest(
