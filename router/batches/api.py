@@ -1,4 +1,4 @@
-"""The endpoints of files and batches. They raise BatonError; ``router.http.errors`` answers it."""
+"""The endpoints of files and batches. They raise BatonError, which ``router.http.errors`` answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _BATCH_MADE: dict[int | str, dict[str, Any]] = {
 
 
 class BatchesApi:
-    """A key sees the files and batches of its tenant alone."""
+    """Handlers of files and batches. A key sees only those of its tenant."""
 
     def __init__(self, desk: BatchDesk, planner: BatchPlanner, config: Config) -> None:
         self._desk = desk
@@ -90,7 +90,9 @@ class BatchesApi:
     # Files
 
     async def create_file(self, request: Request) -> FileObject:
-        """Upload a batch's input: a form with `file` and `purpose=batch`. Each line is checked."""
+        """Upload the input of a batch: a form with `file` and `purpose=batch`. Each line is
+        checked.
+        """
         tenant = caller_of(request).principal.tenant
         config = self._config
         async with self._desk.incoming(tenant) as incoming:
@@ -122,9 +124,9 @@ class BatchesApi:
         return FileObject.of(await self._desk.file(caller_of(request).principal.tenant, file_id))
 
     async def get_content(self, request: Request, file_id: str) -> Response:
-        """The contents of a file."""
+        """Return the contents of a file."""
         path = await self._desk.content(caller_of(request).principal.tenant, file_id)
-        # Octets: whoever opens a client's text in a browser must not run it.
+        # Serve octets, so that a browser does not run a client's text.
         return FileResponse(path, media_type="application/octet-stream")
 
     async def delete_file(self, request: Request, file_id: str) -> FileDeleted:
@@ -135,7 +137,7 @@ class BatchesApi:
     # Batches
 
     async def create_batch(self, request: Request) -> BatchObject:
-        """Begin a batch."""
+        """Start a batch."""
         principal = caller_of(request).principal
         config = self._config
         raw = await read_object(request, SMALL_BYTES, config.request_deadline_s)
@@ -165,18 +167,18 @@ class BatchesApi:
         return BatchList(data=data, first_id=first, last_id=last, has_more=page.has_more)
 
     async def get_batch(self, request: Request, batch_id: str) -> BatchObject:
-        """Describe a batch, and how far it has come."""
+        """Describe a batch and its progress."""
         batch = await self._desk.batch(caller_of(request).principal.tenant, batch_id)
         schedules = await self._planner.plan() if batch.unfinished else {}
         return BatchObject.of(batch, schedules.get(batch.id))
 
     async def cancel_batch(self, request: Request, batch_id: str) -> BatchObject:
-        """End a batch early; the results that there are become its files."""
+        """End a batch early. Its results so far become its files."""
         return BatchObject.of(
             await self._desk.cancel(caller_of(request).principal.tenant, batch_id)
         )
 
 
 def _ends(entries: Sequence[StoredFile | Batch]) -> tuple[str | None, str | None]:
-    """The ids of the first and the last one."""
+    """Return the ids of the first and the last entry."""
     return (entries[0].id, entries[-1].id) if entries else (None, None)

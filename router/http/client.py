@@ -54,7 +54,7 @@ class ClientGone(Exception):
 
 
 def caller_of(request: Request) -> Caller:
-    """Return the caller of a request that passed the gate, counted if its key has limits."""
+    """Return the caller of a request that passed the gate."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
 

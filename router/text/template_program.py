@@ -66,7 +66,7 @@ def _to_json(
 
 
 def chat_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Create the environment that chat templates are written for, as in Hugging Face transformers."""
+    """Create the environment that chat templates expect, as in Hugging Face transformers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
