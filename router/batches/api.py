@@ -1,4 +1,4 @@
-"""The endpoints of files and batches. They raise BatonError, which ``router.http.errors`` answers."""
+"""The endpoints of files and batches. They raise BatonError; ``router.http.errors`` answers it."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class Database:
         return [_batch(row) for row in self._connection.execute(select, (*batch_ids,)).fetchall()]
 
     def beats(self) -> dict[str, int]:
-        """Return the owners of unfinished batches, with values that change while the owners live."""
+        """Return the owners of unfinished batches, with values that change while they live."""
         return dict(
             self._connection.execute(
                 "SELECT owner, sum(beat) FROM batches WHERE owner != '' GROUP BY owner"
@@ -267,7 +267,7 @@ class Database:
             )
 
     def cancel(self, batch_id: str, tenant: str, now: int) -> Batch:
-        """Request the end of a batch. Raises NotFound, and InvalidRequest if it has already ended."""
+        """Request the end of a batch. Raises NotFound, and InvalidRequest if it has ended."""
         with change(self._connection):
             batch = self.batch(batch_id, tenant)
             if batch.status is BatchStatus.CANCELLING:
@@ -301,7 +301,7 @@ class Database:
             connection.execute("UPDATE batches SET owner = '' WHERE owner = ?", (owner,))
 
     def move(self, held: Batch, /, **changes: Any) -> Batch:
-        """Change a batch whose status is still that of ``held``. Raises LeaseLost, StatusChanged."""
+        """Change a batch if its status is still that of ``held``. Raises LeaseLost, StatusChanged."""
         with change(self._connection):
             batch = self._held(held)
             if batch.status is not held.status:

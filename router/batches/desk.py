@@ -39,7 +39,7 @@ class Page(Generic[T]):
 
 
 class BatchDesk:
-    """Checks requests, and executes them in the store. Raises BatonError. Owned by the event loop."""
+    """Checks requests and runs them in the store. Raises BatonError. Owned by the event loop."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class BatchDesk:
         return int(self._unix_clock())
 
     def _check_used(self, what: str) -> None:
-        """Raise NotFound if nothing was ever stored, so that a query creates no files on the disk."""
+        """Raise NotFound if nothing was ever stored, so that a query creates no files on disk."""
         if not self._store.used:
             raise NotFound(f"there is no such {what}", param=f"{what}_id")
 

@@ -87,7 +87,7 @@ class Sums:
     """Sums up bills as operations of the script ``SETTLE``, with the Redis keys that they name."""
 
     def __init__(self, prefix: str, writer: str) -> None:
-        """Create empty sums; ``prefix`` of all keys, ``writer``: the process that wrote the bills."""
+        """Create empty sums; ``prefix`` of all keys, ``writer``: the process that wrote them."""
         self._prefix = prefix
         self.keys = [f"{prefix}:usage:writer:{writer}"]
         self._places: dict[str, int] = {}

@@ -64,7 +64,7 @@ class Budget:
         return self.limit // _SLICE_SHARE
 
     def period(self, now: float) -> str:
-        """Return the name of the period at a Unix time: ``2026-11-23``, ``2026-11`` or ``total``."""
+        """Return the name of the period at a Unix time: ``2026-11-23``, ``2026-11``, ``total``."""
         if self.every == "total":
             return "total"
         return f"{_utc(now):{'%Y-%m-%d' if self.every == 'day' else '%Y-%m'}}"
