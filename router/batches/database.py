@@ -301,7 +301,7 @@ class Database:
             connection.execute("UPDATE batches SET owner = '' WHERE owner = ?", (owner,))
 
     def move(self, held: Batch, /, **changes: Any) -> Batch:
-        """Change a batch if its status is still that of ``held``. Raises LeaseLost, StatusChanged."""
+        """Change a batch if its status is that of ``held``. Raises LeaseLost, StatusChanged."""
         with change(self._connection):
             batch = self._held(held)
             if batch.status is not held.status:

@@ -49,7 +49,7 @@ class LineRunner:
     """Runs lines for the key that created their batch. Owned by the event loop."""
 
     def __init__(self, endpoints: Mapping[str, Endpoint], access: Access, slots: LineSlots) -> None:
-        """Create a runner; ``endpoints`` by the url of a line. A line runs in one ``slots`` slot."""
+        """Create a runner of lines, each in a slot; ``endpoints`` by the url of a line."""
         self._endpoints = endpoints
         self._access = access
         self._slots = slots

@@ -444,7 +444,7 @@ def _class_view(
 
 
 def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None:
-    """Return percentiles of the buckets whose keys begin with ``begin`` and end with their bounds."""
+    """Return percentiles of the buckets whose keys are ``begin`` and their bounds."""
     buckets: dict[float, float] = defaultdict(float)
     for key, value in counts.items():
         if key[: len(begin)] == begin:

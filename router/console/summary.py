@@ -161,7 +161,7 @@ class SummaryApi:
 
 
 def batch_fill(links: Sequence[WorkerLink]) -> float | None:
-    """Return the decode workers' running sequences divided by their maximum; None without workers."""
+    """Return the decode workers' running sequences divided by their maximum, or None."""
     decode = [link for link in links if link.record.role == "decode"]
     places = sum(link.record.max_sequences for link in decode)
     running = sum(load_of(link).running for link in decode)
