@@ -2,6 +2,7 @@
 
     admitted ─the peer must send something→ waiting
     waiting ─it has arrived→ working, for as long as its owner allows
+
     waiting ─its deadline has passed→ its owner is called, and ends it
     waiting ─all places are taken, and this one has waited longest→ cut
     waiting, working ─it has ended→ released

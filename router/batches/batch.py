@@ -4,7 +4,7 @@ States of a batch:
 
     validating ─the file is at fault→ failed
     validating → in_progress → finalizing → completed
-    validating, in_progress ─cancel→ cancelling → cancelled
+    validating, in_progress ─cancel→ ``cancelling`` → cancelled
     validating, in_progress ─its window ends→ expired
     validating, in_progress ─its key is revoked, or the results find no room→ failed
 """

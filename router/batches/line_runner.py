@@ -61,7 +61,7 @@ class LineRunner:
     async def run(self, batch: Batch, line: Line) -> LineResult:
         """Run a line and return its result, however long it takes.
 
-        Cancelling it aborts the line on the workers. Raises BatchHeld if the line had not begun
+        Cancellation aborts the line on the workers. Raises BatchHeld if the line had not begun
         when its batch was put on hold.
         """
         return result_of(line, await self._answer(batch, line))

@@ -25,8 +25,7 @@ WINDOW_S = 60.0
 SAMPLE_S = 5.0
 """Interval between two samples."""
 MIN_SAMPLE_S = 1.0
-"""Requests within this time, in seconds, share a sample, so that many of them cost no more than
-one."""
+"""Requests within this time, in seconds, share a sample, so a burst costs as much as one request."""
 
 
 class MetricsSummary(BaseModel):

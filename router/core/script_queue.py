@@ -28,7 +28,7 @@ CALL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """A call of a script."""
+    """A script with its keys and arguments."""
 
     script: AsyncScript
     keys: Sequence[str]

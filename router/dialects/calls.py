@@ -50,7 +50,7 @@ class CallWriter(Protocol):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The format's markers, some of which may be special tokens."""
+        """Markers of the format; some may be special tokens."""
 
     def write(self, name: str, arguments: Any) -> str:
         """Write a call as the model does."""

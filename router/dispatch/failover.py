@@ -2,8 +2,10 @@
 
     placed ─worker lost→ (its attempt ends) ─another is found→ placed, as the next attempt
                                             ─none, no budget, poison→ failed
+
     placed ─worker silent, its engine stands still→ placed ─another is found→ moved, as above
                                   ─none, or it speaks again→ placed, where it is
+
     placed ─handed back→ (its attempt ends) → placed, as the next attempt
     placed ─worker drained→ placed ─another is found→ moved, by way of its blocks
 

@@ -87,8 +87,8 @@ async def read_object(request: Request, limit: int, deadline_s: float) -> dict[s
 class BodyReader:
     """Reads bodies that are JSON objects. Owned by the event loop.
 
-        arriving ─``SMALL_BYTES``→ its values are counted, part by part, before any of it is parsed
-        arriving ─``LARGE_BYTES``→ waiting for a turn ─its tenant has one→ arriving, in ``LARGE_BODY_S``
+    arriving ─``SMALL_BYTES``→ its values are counted, part by part, before any of it is parsed
+    arriving ─``LARGE_BYTES``→ waiting for a turn ─its tenant has one→ arriving, in ``LARGE_BODY_S``
 
     So neither a body of millions of values nor many large bodies block the event loop, and large
     bodies use at most ``LARGE_AT_ONCE`` times ``max_bytes`` of memory.

@@ -4,8 +4,10 @@
     waiting for a head ─``head_s`` later→ closed (408)
     answering ─answered, the request is read→ waiting for the next head, ``keep_alive_s`` at most
     answering ─answered, the request is not read→ lingering
+
     any ─the request is not HTTP, or its head is too large→ lingering (400, 431)
     lingering ─the client closes, ``linger_s`` passes, ``LINGER_BYTES`` come→ closed
+
     flowing ─the write buffer is full→ paused ─the client has read it→ flowing
     paused ─fewer than ``SLOW_BYTES`` read in ``slow_client_s``→ aborted
     closed ─what was written is not read in ``slow_client_s``→ aborted

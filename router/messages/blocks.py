@@ -1,4 +1,4 @@
-"""The conversation of ``/v1/messages``: converts blocks to the messages that a chat template takes."""
+"""The conversation of ``/v1/messages``: converts blocks to the messages of a chat template."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class MessageOutput:
 
 
 def _shown(block: Fields) -> Fields:
-    """Return a final block. A call whose input is not a JSON object, or was cut off, becomes text."""
+    """Return a final block. A call becomes text if its input is not a whole JSON object."""
     if block["type"] != "tool_use":
         return block
     try:

@@ -1,4 +1,4 @@
-"""``/v1/cache/prefixes``: clients compute prefixes of their prompts ahead, and pin them for a time."""
+"""``/v1/cache/prefixes``: clients compute prefixes ahead of their prompts, and pin them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _add(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """Return the text of an earlier answer's reasoning; empty if it is encrypted by another server."""
+    """Return the text of an earlier answer's reasoning; empty if another server encrypted it."""
     content = item.get("content")
     if content is None:
         return ""

@@ -2,8 +2,8 @@
 
     prefill_ms  = a + b*n + c*n*context        n tokens that attend to ``context`` others on average
     step_ms     = a + b*batch + c*context_tokens
-    transfer_ms = a + b*blocks      the part of a handoff that computing does not hide, for blocks
-                                    that the receiver lacks
+    transfer_ms = a + b*blocks      the part that computing does not hide, for blocks that the
+                                    receiver lacks
 
 The method is recursive least squares with exponential forgetting, in its information form (Ljung
 and Söderström, Theory and Practice of Recursive Identification, 1983, chapter 2). It has three

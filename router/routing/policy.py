@@ -170,6 +170,7 @@ class Predictions:
 
         prefill_ms = a + b*n + c*n*context      n uncached tokens, ``router.routing.cost_model``
         ttft(p, d) = queue(p) + prefill_ms(p) + unhidden transfer(missing blocks at d)
+
         ttft(d)    = queue(d) + prefill_ms(d) in the slack between d's steps      (local prefill)
         tpot(d)    = step_ms(batch(d) + 1, context tokens(d) + prompt)
 

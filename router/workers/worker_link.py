@@ -1,6 +1,7 @@
 """A connection to one worker, and whether requests may go there.
 
     connecting ─first message of the token stream→ up ─stream broken→ connecting (tries again)
+
     up ─suspected of hanging→ suspected ─a message, SUSPECT_S→ up
     up ─its engine stands still→ stalled ─a step ends→ up
     up ─streams break again and again→ left out, and tried (``router.workers.breaker``) → up

@@ -97,7 +97,7 @@ async def test_what_if_is_answered(stage: Stage, open_page: OpenPage) -> None:
         await live(page)
         simulate = page.get_by_role("button", name="Simulate")
         await simulate.click()
-        await expect(page.locator("#what-if-status")).to_contain_text("ask again when there is")
+        await expect(page.locator("#what-if-status")).to_contain_text("try again when there is")
         await stage.ask(range(15))
         await page.get_by_role("spinbutton", name="Prefill workers").fill("2")
         await page.get_by_role("spinbutton", name="Decode workers").fill("3")
