@@ -370,7 +370,7 @@ class AdmissionController:
         self._queue.remove(entry)
         self._forget(entry)
         error = DeadlineUnreachable(
-            "the request waited for its turn until it was too late",
+            "the request waited in the queue until it was too late",
             retry_after=max(MIN_RETRY_S, self._prefill.free_after_s((), now)),
         )
         self._refuse(entry.request.request_id, error)

@@ -13,13 +13,6 @@ from baton.config.cluster import Config
 from baton.errors import InvalidRequest
 from router.batches.batch import Batch, StoredFile
 from router.batches.batch_planner import BatchPlanner
-from router.batches.desk import (
-    DEFAULT_BATCHES,
-    MAX_BATCHES,
-    MAX_FILES,
-    MIN_EXPIRY_S,
-    BatchDesk,
-)
 from router.batches.protocol import (
     BatchList,
     BatchObject,
@@ -27,6 +20,13 @@ from router.batches.protocol import (
     FileDeleted,
     FileList,
     FileObject,
+)
+from router.batches.service import (
+    DEFAULT_BATCHES,
+    MAX_BATCHES,
+    MAX_FILES,
+    MIN_EXPIRY_S,
+    BatchService,
 )
 from router.batches.upload import receive_upload
 from router.http.client import SMALL_BYTES, caller_of, read_object, validate
@@ -62,8 +62,8 @@ _BATCH_MADE: dict[int | str, dict[str, Any]] = {
 class BatchesApi:
     """Handlers of files and batches. A key sees only those of its tenant."""
 
-    def __init__(self, desk: BatchDesk, planner: BatchPlanner, config: Config) -> None:
-        self._desk = desk
+    def __init__(self, service: BatchService, planner: BatchPlanner, config: Config) -> None:
+        self._service = service
         self._planner = planner
         self._config = config
 
@@ -95,13 +95,13 @@ class BatchesApi:
         """
         tenant = caller_of(request).principal.tenant
         config = self._config
-        async with self._desk.incoming(tenant) as incoming:
+        async with self._service.incoming(tenant) as incoming:
             upload = await receive_upload(
                 request, incoming.write, config.max_file_bytes, config.request_deadline_s
             )
             if upload.purpose != "batch":
                 raise InvalidRequest("purpose must be 'batch'", param="purpose")
-            file = await self._desk.add_file(incoming, upload.filename, upload.expires_s)
+            file = await self._service.add_file(incoming, upload.filename, upload.expires_s)
         return FileObject.of(file)
 
     async def list_files(
@@ -114,24 +114,24 @@ class BatchesApi:
     ) -> FileList:
         """List files, newest first unless `order=asc`."""
         tenant = caller_of(request).principal.tenant
-        page = await self._desk.files(tenant, purpose, after, limit, ascending=order == "asc")
+        page = await self._service.files(tenant, purpose, after, limit, ascending=order == "asc")
         first, last = _ends(page.entries)
         data = [FileObject.of(file) for file in page.entries]
         return FileList(data=data, first_id=first, last_id=last, has_more=page.has_more)
 
     async def get_file(self, request: Request, file_id: str) -> FileObject:
         """Describe a file."""
-        return FileObject.of(await self._desk.file(caller_of(request).principal.tenant, file_id))
+        return FileObject.of(await self._service.file(caller_of(request).principal.tenant, file_id))
 
     async def get_content(self, request: Request, file_id: str) -> Response:
         """Return the contents of a file."""
-        path = await self._desk.content(caller_of(request).principal.tenant, file_id)
+        path = await self._service.content(caller_of(request).principal.tenant, file_id)
         # Serve octets, so that a browser does not run a client's text.
         return FileResponse(path, media_type="application/octet-stream")
 
     async def delete_file(self, request: Request, file_id: str) -> FileDeleted:
         """Delete a file, unless a batch needs it."""
-        await self._desk.delete_file(caller_of(request).principal.tenant, file_id)
+        await self._service.delete_file(caller_of(request).principal.tenant, file_id)
         return FileDeleted(id=file_id)
 
     # Batches
@@ -143,7 +143,7 @@ class BatchesApi:
         raw = await read_object(request, SMALL_BYTES, config.request_deadline_s)
         asked = validate(CreateBatchRequest, raw)
         expiry = asked.output_expires_after
-        batch = await self._desk.create_batch(
+        batch = await self._service.create_batch(
             principal,
             asked.input_file_id,
             asked.endpoint,
@@ -160,7 +160,7 @@ class BatchesApi:
         limit: int = Query(default=DEFAULT_BATCHES, ge=1, le=MAX_BATCHES),
     ) -> BatchList:
         """List batches, newest first."""
-        page = await self._desk.batches(caller_of(request).principal.tenant, after, limit)
+        page = await self._service.batches(caller_of(request).principal.tenant, after, limit)
         first, last = _ends(page.entries)
         schedules = await self._planner.plan()
         data = [BatchObject.of(batch, schedules.get(batch.id)) for batch in page.entries]
@@ -168,14 +168,14 @@ class BatchesApi:
 
     async def get_batch(self, request: Request, batch_id: str) -> BatchObject:
         """Describe a batch and its progress."""
-        batch = await self._desk.batch(caller_of(request).principal.tenant, batch_id)
+        batch = await self._service.batch(caller_of(request).principal.tenant, batch_id)
         schedules = await self._planner.plan() if batch.unfinished else {}
         return BatchObject.of(batch, schedules.get(batch.id))
 
     async def cancel_batch(self, request: Request, batch_id: str) -> BatchObject:
         """End a batch early. Its results so far become its files."""
         return BatchObject.of(
-            await self._desk.cancel(caller_of(request).principal.tenant, batch_id)
+            await self._service.cancel(caller_of(request).principal.tenant, batch_id)
         )
 
 

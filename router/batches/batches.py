@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.api import BatchesApi
 from router.batches.batch_planner import BatchPlanner
-from router.batches.desk import BatchDesk
 from router.batches.line_runner import LineRunner
 from router.batches.quota import Quota
 from router.batches.runner import BatchRunner
+from router.batches.service import BatchService
 from router.batches.slots import LineSlots
 from router.batches.store import BatchStore
 from router.inference.endpoint import Endpoint
@@ -46,8 +46,8 @@ class Batches:
             max_in_flight=config.max_batch_in_flight,
             max_line_bytes=config.max_body_bytes,
         )
-        desk = BatchDesk(self._store, model.id, config, self._runner.wake)
-        self.api = BatchesApi(desk, planner, config)
+        batch_service = BatchService(self._store, model.id, config, self._runner.wake)
+        self.api = BatchesApi(batch_service, planner, config)
 
     async def start(self) -> None:
         """Start to run batches."""

@@ -25,7 +25,7 @@ WINDOW_S = 60.0
 SAMPLE_S = 5.0
 """Interval between two samples."""
 MIN_SAMPLE_S = 1.0
-"""Requests within this time, in seconds, share a sample, so a burst costs as much as one request."""
+"""Requests within this time, in seconds, share a sample: a burst costs as much as one."""
 
 
 class MetricsSummary(BaseModel):

@@ -75,9 +75,9 @@ class FailedWorkers:
     """The workers that have failed under one request, or may have.
 
     Workers are distinguished by incarnation. Two incarnations of one slot are two workers, so that
-    a cluster with one worker is protected, too. A worker failed under a request if it reports that a step
-    with the request failed, or if it died while it had the request. A broken stream does not prove
-    a death. The worker may reconnect, which clears the request, or leave the registry.
+    a cluster with one worker is protected, too. A worker failed under a request if it reports that
+    a step with the request failed, or if it died while it had the request. A broken stream does not
+    prove a death. The worker may reconnect, which clears the request, or leave the registry.
     """
 
     def __init__(self) -> None:

@@ -255,7 +255,7 @@ class RequestBuilder:
             return sampling
         if sampling.grammar is not None:
             raise InvalidRequest(
-                "an answer of a given form is not possible where tools must be called",
+                "a structured answer cannot be combined with required tool calls",
                 param="tool_choice",
             )
         grammar = None

@@ -151,7 +151,7 @@ def _allowed(given: SamplingInput, vocab_size: int) -> tuple[int, ...]:
     if len(ids) > MAX_ALLOWED:
         raise InvalidRequest(f"{name} has at most {MAX_ALLOWED} ids", param=name)
     if given.grammar is not None:
-        raise InvalidRequest(f"{name} is not possible with a form of the answer", param=name)
+        raise InvalidRequest(f"{name} cannot be combined with a structured answer", param=name)
     check_token_ids(ids, vocab_size, name)
     return tuple(sorted(set(ids)))
 
@@ -284,9 +284,9 @@ def check_scores(requests: Sequence[tuple[int, SamplingParams, int]], limit: int
             prompts += choices * tokens * (1 + sampling.prompt_logprobs)
     if answers + prompts > limit:
         raise InvalidRequest(
-            f"this request asks for up to {answers + prompts} log probabilities, its prompts and"
-            f" answers, their tokens, and the likeliest at each place multiplied; at most {limit}"
-            " are possible: ask for fewer prompts, answers, tokens or likeliest ones",
+            f"this request asks for up to {answers + prompts} log probabilities (prompts and"
+            f" answers times their tokens times the top tokens at each position); at most {limit}"
+            " are possible: ask for fewer prompts, answers, tokens or top tokens",
             param="logprobs" if answers > prompts else "prompt_logprobs",
         )
 

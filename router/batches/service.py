@@ -38,7 +38,7 @@ class Page(Generic[T]):
     has_more: bool
 
 
-class BatchDesk:
+class BatchService:
     """Checks requests and runs them in the store. Raises BatonError. Owned by the event loop."""
 
     def __init__(
