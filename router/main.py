@@ -135,14 +135,14 @@ async def serve(settings: RouterSettings) -> None:
     keep_collections_short()
     await _start_parts(application, ledger)
     serving = servers.start()
-    told = asyncio.create_task(shutdown.told.wait())
+    requested = asyncio.create_task(shutdown.requested.wait())
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
     watching = [] if watch is None else [asyncio.create_task(watch.run())]
-    ends = [*serving, told, orphaned, *watching]
+    ends = [*serving, requested, orphaned, *watching]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end_tasks([told, orphaned, *watching])
+        await end_tasks([requested, orphaned, *watching])
         await application.batches.stop()
         # The console's streams never end by themselves.
         await application.console.close()

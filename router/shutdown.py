@@ -22,13 +22,13 @@ class Shutdown:
     def __init__(self, name: str) -> None:
         """Create it; ``name`` of the router in the audit log, as in `baton drain`."""
         self._name = name
-        self.told = asyncio.Event()
+        self.requested = asyncio.Event()
         self.at_once = asyncio.Event()
 
     @property
     def in_order(self) -> bool:
         """Whether running requests may end."""
-        return self.told.is_set() and not self.at_once.is_set()
+        return self.requested.is_set() and not self.at_once.is_set()
 
     def take_signals(self) -> None:
         """Handle signals from now on."""
@@ -37,15 +37,15 @@ class Shutdown:
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
 
     def _on_term(self) -> None:
-        note_signal(self._name, "stop" if self.told.is_set() else "drain", signal.SIGTERM)
-        if self.told.is_set():
+        note_signal(self._name, "stop" if self.requested.is_set() else "drain", signal.SIGTERM)
+        if self.requested.is_set():
             self.at_once.set()
-        self.told.set()
+        self.requested.set()
 
     def _on_interrupt(self) -> None:
         note_signal(self._name, "stop", signal.SIGINT)
         self.at_once.set()
-        self.told.set()
+        self.requested.set()
 
     async def until(self, done: Coroutine[Any, Any, None], deadline_s: float) -> None:
         """Wait for ``done``, the deadline, or a request to end at once."""

@@ -276,7 +276,7 @@ class AdmissionController:
     def _learn(self, answer: ExpectedAnswer, stayed_s: float, now: float) -> None:
         tpot_s = self._decode.learn(answer, stayed_s)
         if self._paces and tpot_s is not None and answer.generated >= MIN_PACED_TOKENS:
-            self._pacer.heard(in_time=tpot_s <= self._slo_tpot_s, took_s=stayed_s, now=now)
+            self._pacer.observe(in_time=tpot_s <= self._slo_tpot_s, took_s=stayed_s, now=now)
 
     # Time
 

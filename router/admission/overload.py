@@ -142,7 +142,7 @@ class PrefillPacer:
         """Seconds of reduced pace after the last miss."""
         return min(MAX_CALM_S, max(0.0, self._until - self._since))
 
-    def heard(self, *, in_time: bool, took_s: float, now: float) -> None:
+    def observe(self, *, in_time: bool, took_s: float, now: float) -> None:
         """Record an answer that took ``took_s`` seconds, and whether its TPOT met the SLO."""
         self.look(now)
         step = MISSES

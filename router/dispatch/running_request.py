@@ -270,7 +270,7 @@ class Attempt:
     """Start of the attempt, on the monotonic clock."""
     choices: set[int]
     """Numbers of the choices that have not been handed back."""
-    heard_before: int
+    messages_before: int
     """Messages on the source's prefill stream before the attempt began."""
     decode_began: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the decode worker has sent a token, which proves that the handoff was committed."""
@@ -301,7 +301,7 @@ class Attempt:
         A target has not while the sequence waits for its handoff. A source has not if it died
         before it sent anything.
         """
-        has_begun = self.source.prefills.messages > self.heard_before
+        has_begun = self.source.prefills.messages > self.messages_before
         return (link is self.source and has_begun) or self.decode_began.is_set()
 
     @property

@@ -231,7 +231,7 @@ class TransferCosts:
             self._lines.pop(key, None)
 
     @property
-    def told(self) -> bool:
+    def has_pairs(self) -> bool:
         """Whether any pair has a line of its own."""
         return bool(self._lines)
 

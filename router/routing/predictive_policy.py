@@ -232,7 +232,7 @@ def _least(rows: Rows, values: Floats, count: int) -> Rows:
 
 def _transfer(seen: Predictions, transfers: TransferCosts, source: Rows, target: Rows) -> Floats:
     missing = seen.missing[target]
-    if not transfers.told:
+    if not transfers.has_pairs:
         a, b = transfers.usual
         return a + b * missing
     names = seen.table.names

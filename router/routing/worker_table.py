@@ -135,11 +135,14 @@ class WorkerTable:
         self.work = column("work")
         self.placed = column("placed")
         self.sequences, self.max_sequences = column("sequences"), column("max_sequences", 1.0)
-        self.running, self.told_sequences = column("running"), column("told_sequences")
+        self.running, self.reported_sequences = column("running"), column("reported_sequences")
         self.own_sequences = column("own_sequences")
         self.context_tokens = column("context_tokens")
-        self.told_context, self.own_context = column("told_context"), column("own_context")
-        self.available_blocks, self.told_blocks = column("available_blocks"), column("told_blocks")
+        self.reported_context, self.own_context = column("reported_context"), column("own_context")
+        self.available_blocks, self.reported_blocks = (
+            column("available_blocks"),
+            column("reported_blocks"),
+        )
         self.promised_blocks = column("promised_blocks")
         self.per_block = column("per_block", 1.0)
         self.shape = column("shape", -1.0)
@@ -226,13 +229,13 @@ class WorkerTable:
             self.placed,
             self.sequences,
             self.running,
-            self.told_sequences,
+            self.reported_sequences,
             self.own_sequences,
             self.context_tokens,
-            self.told_context,
+            self.reported_context,
             self.own_context,
             self.available_blocks,
-            self.told_blocks,
+            self.reported_blocks,
             self.promised_blocks,
             self.up,
             self.lends,
@@ -287,10 +290,10 @@ class WorkerTable:
         if row is None or self._workers[row].load == load:
             return
         self._workers[row].load = load
-        self.told_sequences[row] = load.running + load.waiting
+        self.reported_sequences[row] = load.running + load.waiting
         self.running[row] = load.running
-        self.told_context[row] = load.context_tokens
-        self.told_blocks[row] = (load.free_blocks + load.cached_blocks) * self.per_block[row]
+        self.reported_context[row] = load.context_tokens
+        self.reported_blocks[row] = (load.free_blocks + load.cached_blocks) * self.per_block[row]
         told_ms = self.prefill_a[row] * load.waiting + self.prefill_b[row] * load.waiting_tokens
         own_left = max(0.0, self.own_until[row] - now_ms, self.own_floor[row])
         # The work of other routers. Our own promises are more accurate than any snapshot.
@@ -299,9 +302,9 @@ class WorkerTable:
         self._sum_up(row)
 
     def _sum_up(self, row: int) -> None:
-        self.sequences[row] = max(self.told_sequences[row], self.own_sequences[row])
-        self.context_tokens[row] = max(self.told_context[row], self.own_context[row])
-        self.available_blocks[row] = self.told_blocks[row] - self.promised_blocks[row]
+        self.sequences[row] = max(self.reported_sequences[row], self.own_sequences[row])
+        self.context_tokens[row] = max(self.reported_context[row], self.own_context[row])
+        self.available_blocks[row] = self.reported_blocks[row] - self.promised_blocks[row]
 
     # What this router promises
 

@@ -214,7 +214,7 @@ class WorkerLink:
         """When a prefill worker disappeared from the registry and stopped sending on its prefill
         stream. None while the registry lists it, and for decode workers, whose stream is always
         open."""
-        self._heard_missing = 0
+        self._messages_missing = 0
         self.token_stream: TokenStream | None = None
         """The current token stream."""
         self.token_messages = 0
@@ -257,8 +257,8 @@ class WorkerLink:
 
         Redis may be read-only, so the worker may still be alive.
         """
-        if self.missing_since is None or self.messages != self._heard_missing:
-            self.missing_since, self._heard_missing = now, self.messages
+        if self.missing_since is None or self.messages != self._messages_missing:
+            self.missing_since, self._messages_missing = now, self.messages
         self.prefills.open()
 
     def suspect(self, now: float) -> None:
