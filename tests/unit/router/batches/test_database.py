@@ -107,7 +107,7 @@ def test_a_tenant_has_a_quota_of_bytes_and_so_have_all_together(database: Databa
     assert reserve("other", 1000) == 1000
     # What is left is the total's.
     assert database.uploads() == {"acme-u", "acme-v", "other-u"}
-    with pytest.raises(RequestTooLarge, match="there is no room"):
+    with pytest.raises(RequestTooLarge, match="the storage quota is used up"):
         reserve("third", 1)
     database.release_uploads(["acme-v", "other-u"])
     assert reserve("third", 1) == 1
