@@ -98,7 +98,7 @@ def test_a_tenant_has_a_quota_of_bytes_and_so_have_all_together(database: Databa
     assert reserve("acme", 10, 5000) == 10 + 980 // 4
     assert reserve("acme", 10, 20) == 30
     assert reserve("acme", 990, 20) == 990
-    with pytest.raises(RequestTooLarge, match="0 bytes more"):
+    with pytest.raises(RequestTooLarge, match="0 bytes are left"):
         reserve("acme", 1, upload="v")
     with pytest.raises(RequestTooLarge, match="990 bytes more"):
         reserve("acme", 991)
@@ -165,7 +165,7 @@ def test_batches_of_a_tenant_are_bounded(
     assert kept == ["batch_3", "batch_2"]
     for number in range(4, 6):
         database.add_batch(batch(f"batch_{number}"))
-    with pytest.raises(Overloaded, match="2 batches"):
+    with pytest.raises(Overloaded, match="2 unfinished batches"):
         database.add_batch(batch("batch_6"))
     database.add_batch(replace(batch("batch_7", "other"), input_file_id="file-2"))
 
