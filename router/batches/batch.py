@@ -111,7 +111,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """The result of a line."""
+    """The outcome of a line, as stored in a result file."""
 
     number: int
     ok: bool

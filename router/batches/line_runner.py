@@ -38,7 +38,7 @@ MAX_RETRY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """The answer to a line."""
+    """The HTTP status and body that a line got."""
 
     status: int
     request_id: str

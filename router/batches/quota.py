@@ -63,7 +63,7 @@ def reserve(
     room = room_of(connection, tenant, quota, upload_id=upload_id)
     if room < size:
         raise RequestTooLarge(
-            f"the storage quota is used up: {max(0, room)} bytes are left; delete some files"
+            f"the storage quota has room for {max(0, room)} bytes more; delete some files"
         )
     granted = size + min(ahead, (room - size) // 4)
     connection.execute(

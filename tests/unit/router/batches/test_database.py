@@ -98,7 +98,7 @@ def test_a_tenant_has_a_quota_of_bytes_and_so_have_all_together(database: Databa
     assert reserve("acme", 10, 5000) == 10 + 980 // 4
     assert reserve("acme", 10, 20) == 30
     assert reserve("acme", 990, 20) == 990
-    with pytest.raises(RequestTooLarge, match="0 bytes are left"):
+    with pytest.raises(RequestTooLarge, match="0 bytes more"):
         reserve("acme", 1, upload="v")
     with pytest.raises(RequestTooLarge, match="990 bytes more"):
         reserve("acme", 991)
@@ -107,7 +107,7 @@ def test_a_tenant_has_a_quota_of_bytes_and_so_have_all_together(database: Databa
     assert reserve("other", 1000) == 1000
     # What is left is the total's.
     assert database.uploads() == {"acme-u", "acme-v", "other-u"}
-    with pytest.raises(RequestTooLarge, match="the storage quota is used up"):
+    with pytest.raises(RequestTooLarge, match="the storage quota has room"):
         reserve("third", 1)
     database.release_uploads(["acme-v", "other-u"])
     assert reserve("third", 1) == 1

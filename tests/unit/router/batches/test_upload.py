@@ -66,7 +66,7 @@ async def test_the_quota_counts_while_files_arrive(store: BatchStore) -> None:
         await first.write(b"x" * 600)
         await first.flush()
         await second.write(b"y" * 500)
-        with pytest.raises(RequestTooLarge, match="300 bytes are left"):
+        with pytest.raises(RequestTooLarge, match="300 bytes more"):
             await second.flush()
         async with store.incoming("other") as third:
             await third.write(b"z" * 1000)
