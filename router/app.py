@@ -1,4 +1,4 @@
-"""All that a router process shows to its clients and operators, put together."""
+"""The application of a router process: creates and connects all endpoints."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from router.usage.api import UsageApi
 from router.usage.usage_store import UsageStore
 
 PAGE_S = 0.5
-"""The longest that a page of metrics waits for Redis."""
+"""Maximum time that a metrics page waits for Redis, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """All endpoints of one router process. Nothing of it listens yet."""
+    """All endpoints of one router process, before it listens."""
 
     apps: Apps
     grpc_server: grpc.aio.Server
-    """Without a port."""
+    """The gRPC server, without a port."""
     batches: Batches
     console: ConsoleApi
     summary: SummaryApi
@@ -62,7 +62,7 @@ def make_application(
     what_if: WhatIfProgram | None = None,
     more: Sequence[Mountable] = (),
 ) -> Application:
-    """Every endpoint, each behind a gate; ``more`` are added to those of HTTP.
+    """Create every endpoint, each behind a gate; ``more`` are further HTTP endpoints.
 
     ``budgets`` None: those of the configuration, which nothing charges.
     """
@@ -102,14 +102,14 @@ def make_application(
         OperatorServicer(cache, access),
         WorkerOperatorServicer(control, scaling, access, config),
     )
-    # With a listener of their own, operators' calls are on no other one.
+    # If operators have a listener of their own, their calls are only there.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
     return Application(apps, server, batches, console, summary, usage)
 
 
 async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
-    """Where the supervisor's metrics are, None where that is not known."""
+    """Return the address of the supervisor's metrics, None if it is unknown."""
     try:
         async with asyncio.timeout(PAGE_S):
             return await supervision_page(client, cluster_id)

@@ -1,4 +1,4 @@
-"""The HTTP listeners of a router process: one for clients, and one for operators if wanted.
+"""The HTTP listeners of a router process: one for clients, and an optional one for operators.
 
 States: made → serving → ending (no new connection) → ended.
 """
@@ -20,25 +20,25 @@ from router.http.server import HttpServer
 
 RENEWAL_POLL_S = 1.0
 STOP_GRACE_S = 2
-"""How long open connections have to end once the router stops."""
+"""Seconds that open connections have to end once the router stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apps:
-    """What each listener serves."""
+    """The app of each listener."""
 
     http: ASGIApp
     admin: ASGIApp | None
-    """At ``admin_http``; None where there is none."""
+    """The app at ``admin_http``; None without that listener."""
     paths: tuple[tuple[str, str], ...]
     """Methods and paths of all endpoints."""
 
 
 class HttpServers:
-    """Owned by the router's event loop."""
+    """The HTTP servers. Owned by the router's event loop."""
 
     def __init__(self, apps: Apps, config: Config) -> None:
-        """With TLS alone where ``config`` has a certificate. Raises ConfigError."""
+        """Create the servers, with TLS if ``config`` has a certificate. Raises ConfigError."""
         self._config = config
         self._certificate: LiveContext | None = None
         if (files := config.tls.fronts) is not None:
@@ -52,7 +52,7 @@ class HttpServers:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Listen; the tasks end when their server has. Raises OSError."""
+        """Listen. Each task ends when its server has ended. Raises OSError."""
         shares_port = self._config.routers > 1
         pairs = [(self._clients, self._config.http)]
         if self._operators is not None:
@@ -67,12 +67,12 @@ class HttpServers:
         return self._tasks
 
     def leave(self) -> asyncio.Task[None]:
-        """Take no more of clients' connections; the task ends when no request runs."""
+        """Accept no more connections of clients; the task ends when no request runs."""
         self._clients.should_exit = True
         return self._tasks[0]
 
     async def close(self) -> None:
-        """End both. Operators' is the last, so that who watches a drain sees its end."""
+        """End both servers, the operators' last, so that an operator sees the end of a drain."""
         await self.leave()
         if self._operators is not None:
             self._operators.should_exit = True
@@ -98,7 +98,7 @@ class HttpServers:
 
 
 async def _take_up_renewals(certificate: LiveContext) -> None:
-    """New connections have the certificate that its file holds by then."""
+    """Reload the certificate, so that new connections use the current file."""
     while True:
         await asyncio.sleep(RENEWAL_POLL_S)
         certificate.get()

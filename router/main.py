@@ -1,4 +1,4 @@
-"""The router's process: reads its settings, serves HTTP and gRPC until it is told to stop.
+"""The router's process: reads its settings, and serves HTTP and gRPC until a signal ends it.
 
 python -m router.main < settings.json
 """
@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Read when gRPC is imported. Its core would log what strangers send as it came, control characters
-# included.
+# gRPC reads this variable when it is imported. By default, its core logs received data unescaped,
+# with control characters.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc.aio
@@ -51,21 +51,24 @@ from router.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 OTHERS_S, ALONE_S = 20.0, 2.0
-"""How long a router that begins may look for the workers before it listens: where others serve
-meanwhile, and where there are none."""
+"""Maximum time that a starting router waits for workers before it listens: the first value if other
+routers serve meanwhile, the second if there are none."""
 PARENT_POLL_S = 2.0
 OWN_DESCRIPTORS = 256
-"""Files that a router opens beside the connections of its listeners, about."""
+"""Approximate number of files that a router opens in addition to its listeners' connections."""
 SWITCH_S = 0.0005
-"""How soon the event loop has the interpreter's lock back from a thread that tokenises a long
-prompt or draws a metrics page; the default of 5 ms is longer than all else that a router adds."""
+"""Interval after which a thread, which tokenizes a long prompt or renders a metrics page, must give
+the interpreter lock back to the event loop. The default of 5 ms exceeds all other delays of a
+router."""
 GARBAGE_OBJECTS = 10_000
-"""New objects that may be left before the youngest are looked through, which takes about 5 ms.
-Requests and connections leave no cycles, so only growth gets there."""
+"""Number of new objects that triggers a collection of the youngest, which takes about 5 ms.
+Requests and connections leave no cycles, so only growth reaches it."""
 
 
 class RouterSettings(BaseModel):
-    """One line of JSON on standard input: no secret is on a command line."""
+    """Settings of a router: one line of JSON on standard input, so that no secret is on a command
+    line.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -75,9 +78,9 @@ class RouterSettings(BaseModel):
     model_path: str
     model_name: str
     number: int = 0
-    """Of this process, among those that share the ports."""
+    """Number of this process among those that share the ports."""
     ends_with_parent: bool = True
-    """Whether whoever has started it is its launcher."""
+    """Whether the parent process is its launcher."""
     what_if: tuple[str, ...] = ()
     """The program that answers the console's what-if questions, and its arguments; empty: none."""
 
@@ -124,23 +127,24 @@ async def serve(settings: RouterSettings) -> None:
     servers, grpc_server = HttpServers(application.apps, config), application.grpc_server
     shutdown = Shutdown("router" if config.routers == 1 else f"router-{settings.number}")
     shutdown.take_signals()
-    # The kernel gives a process that listens its share of the connections, whatever it knows.
+    # Wait before listening: the kernel immediately gives a listening process its share of the
+    # connections.
     await shutdown.until(dispatcher.settled(), OTHERS_S if config.routers > 1 else ALONE_S)
     listen(grpc_server, config.grpc, config.tls.fronts)
     await grpc_server.start()
     keep_collections_short()
     await _start_parts(application, ledger)
     serving = servers.start()
-    told = asyncio.create_task(shutdown.told.wait())
+    requested = asyncio.create_task(shutdown.requested.wait())
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
     watching = [] if watch is None else [asyncio.create_task(watch.run())]
-    ends = [*serving, told, orphaned, *watching]
+    ends = [*serving, requested, orphaned, *watching]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end_tasks([told, orphaned, *watching])
+        await end_tasks([requested, orphaned, *watching])
         await application.batches.stop()
-        # Its streams never end by themselves.
+        # The console's streams never end by themselves.
         await application.console.close()
         await application.summary.close()
         await application.usage.close()
@@ -158,7 +162,7 @@ async def serve(settings: RouterSettings) -> None:
 
 
 async def _start_parts(application: Application, ledger: Ledger) -> None:
-    """Start what runs besides requests."""
+    """Start the tasks that do not belong to requests."""
     ledger.start()
     application.usage.start()
     await application.batches.start()
@@ -166,7 +170,7 @@ async def _start_parts(application: Application, ledger: Ledger) -> None:
 
 
 async def _watched_keys(config: Config, access: Access, metrics: RouterMetrics) -> KeyWatch | None:
-    """Raises ConfigError where there is a file of keys that cannot be used."""
+    """Read the file of keys, if there is one, and return its watch. Raises ConfigError."""
     if not config.keys_file:
         return None
     watch = KeyWatch(Path(config.keys_file), config.keys, access.set_keys, metrics)
@@ -181,15 +185,15 @@ async def _let_end(
     grpc_server: grpc.aio.Server,
     deadline_s: float,
 ) -> None:
-    """Take no new connections, and give the requests that run their time.
+    """Accept no new connections, and let running requests end.
 
-    ``serving`` ends when the HTTP server has no request any more.
+    ``serving`` ends when the HTTP server has no more requests.
     """
     dispatcher.leave()
     closing = asyncio.create_task(grpc_server.stop(deadline_s))
 
     async def idle() -> None:
-        # One whose body is still read is nowhere else known yet.
+        # A request whose body is still being read is only known to the HTTP server.
         await asyncio.shield(serving)
         await dispatcher.until_idle()
 
@@ -198,9 +202,10 @@ async def _let_end(
 
 
 def keep_collections_short() -> None:
-    """What was loaded stays: looking through it for garbage would stop every answer for 0.1 s.
+    """Exclude loaded objects from garbage collection: scanning them would stop every answer for 0.1
+    s.
 
-    Requests leave no cycles, so that what is found may gather for longer than by default.
+    Requests leave no cycles, so collections can be rarer than by default.
     """
     gc.collect()
     gc.freeze()
@@ -208,47 +213,49 @@ def keep_collections_short() -> None:
 
 
 async def _parent_gone(matters: bool) -> None:
-    """Return when the launcher has died: no event tells, and its guardian may be dead too."""
+    """Return when the launcher has died. Polled, since no event reports it and its guardian may be
+    dead.
+    """
     if not matters:
         await asyncio.Event().wait()
     parent = os.getppid()
     while os.getppid() == parent:  # noqa: ASYNC110
         await asyncio.sleep(PARENT_POLL_S)
-    log.error("the launcher is gone: the router ends")
+    log.error("the launcher has died: the router ends")
 
 
 def main() -> None:
-    """Entry point of a launcher's child."""
+    """Run the router process that a launcher has started."""
     run(RouterSettings.model_validate_json(sys.stdin.readline()))
 
 
 def run(settings: RouterSettings) -> None:
-    """Be a router, until SIGINT or SIGTERM."""
+    """Run a router until SIGINT or SIGTERM."""
     prepare(settings)
     uvloop.run(serve(settings))
 
 
 def prepare(settings: RouterSettings) -> None:
-    """Set up this process, before its event loop runs."""
+    """Set up this process before its event loop runs."""
     config = Config(**settings.config)
     log_to_stream(sys.stderr, config.log_level, config.log_format)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # It has a line for everything that a stranger gets wrong.
+    # uvicorn logs a line for every client error.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_echo)
     sys.setswitchinterval(SWITCH_S)
-    # A text is one piece of work: to hand it to another thread costs more than it spares.
+    # A text is one unit of work: passing it to another thread costs more than it saves.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _take_descriptors(2 * config.advanced.max_connections + OWN_DESCRIPTORS)
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
-    """Whether a line of gRPC's is more than a stranger's header that is no UTF-8, with a trace."""
+    """Return whether a gRPC log line is more than a traceback about a client's invalid header."""
     return not str(record.msg).startswith("Invalid encoding on")
 
 
 def _take_descriptors(needed: int) -> None:
-    """Raise this process' limit of open files as far as it goes."""
+    """Raise this process's limit of open files to its maximum."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if most != resource.RLIM_INFINITY and most < needed:

@@ -1,4 +1,4 @@
-"""Every HTTP path of a router process: its handler, and how FastAPI describes it."""
+"""Every HTTP path of a router process: its handler, and its OpenAPI description."""
 
 from __future__ import annotations
 
@@ -65,24 +65,24 @@ _DESCRIPTION = """Large language models, served with disaggregated prefill and d
 
 The APIs of OpenAI and Anthropic, and endpoints of Baton itself. A field that is marked as an
 extension is not in OpenAI's API; other servers have many of them, too. An unknown or unsupported
-field is refused by name.
+field is rejected by name.
 """
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
 GENERATE, GENERATE_BATCH = "/v1/generate", "/v1/generate/batch"
 _DIRECT = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERATE, GENERATE_BATCH)
-"""Paths whose handlers the gate calls itself. They take a Request and return a Response."""
+"""Paths whose handlers the gate calls directly. They take a Request and return a Response."""
 
 
 SupervisorPage = Callable[[], Awaitable[str | None]]
-"""host:port, None where there is none."""
+"""Returns host:port of the supervisor's metrics, or None."""
 
 
 class Mountable(Protocol):
-    """Endpoints that are made elsewhere."""
+    """Endpoints that are created elsewhere."""
 
     def mount(self, app: FastAPI) -> None:
-        """Add them to the app."""
+        """Add the endpoints to the app."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Apis:
 
     @classmethod
     def of(cls, service: InferenceService) -> Apis:
-        """All of them."""
+        """Create all APIs."""
         return cls(
             service,
             TokenService(service),
@@ -111,7 +111,7 @@ class Apis:
         )
 
     def endpoints(self) -> dict[str, Endpoint]:
-        """By the path at which a batch's line may ask them."""
+        """Return the endpoints that a batch's line may use, by path."""
         return {
             CHAT: self.openai.chat,
             COMPLETIONS: self.openai.completion,
@@ -129,13 +129,13 @@ def make_apps(
     supervisor: SupervisorPage | None = None,
     more: Sequence[Mountable] = (),
 ) -> Apps:
-    """The HTTP apps of one router process; their life is that of what they are given.
+    """Create the HTTP apps of one router process.
 
-    ``number`` tells the process from the others that share its port. ``supervisor`` tells where
-    the supervisor's metrics are. ``more`` endpoints are added: batches and the operators'.
+    ``number`` distinguishes the process from others that share its port. ``supervisor`` returns the
+    address of the supervisor's metrics. ``more``: endpoints of batches and operators.
     """
     config, access = apis.service.config, apis.service.access
-    # FastAPI's own pages at /docs load their scripts from the Internet; these carry them.
+    # FastAPI's own pages at /docs load scripts from the Internet; these include them.
     app = FastAPIOffline(
         title="Baton", version=baton_version(), description=_DESCRIPTION, redirect_slashes=False
     )
@@ -232,7 +232,7 @@ def _add_apis(app: FastAPI, apis: Apis) -> None:
         ("/detokenize", tokens.detokenize, "tokens", DetokenizeRequest, {"model": Detokenized}),
     ]
     for path, handler, tag, body, answer in described:
-        # Anthropic's errors have another shape.
+        # Anthropic's errors have another format.
         known = {} if tag == "anthropic" else ERRORS
         app.add_api_route(
             path,
@@ -313,7 +313,7 @@ def _add_operations(
         ("/metrics/targets", targets),
     ):
         app.add_api_route(path, handler, tags=["operations"], response_model=None)
-    # As vLLM has it: SageMaker asks by GET, other clients by POST.
+    # As in vLLM: SageMaker uses GET, other clients POST.
     for method in ("GET", "POST"):
         app.add_api_route(
             "/ping", health, methods=[method], tags=["operations"], response_model=None

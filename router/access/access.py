@@ -1,7 +1,7 @@
 """Access control: the scope that each endpoint requires, and whether a caller's key allows it.
 
 The tables below name every path of the HTTP listeners and every service of the gRPC listener. A
-test fails for an endpoint that they do not name; such an endpoint requires the scope ``admin``.
+test fails for an endpoint that is missing there; such an endpoint requires the scope ``admin``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _PROXY_HEADERS = (
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-port"),
     *("x-forwarded-server", "x-original-forwarded-for", "x-envoy-external-address"),
 )
-"""What proxies add to the requests of others."""
+"""Headers that proxies add to forwarded requests."""
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _INFERENCE_SERVICES = frozenset(
     {
@@ -86,12 +86,12 @@ _INFERENCE_SERVICES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a request is told of its limits once it is charged."""
+    """The limits of a request after it is charged."""
 
     headers: Mapping[str, str]
-    """What is left of the limits."""
+    """Headers with the remaining limits."""
     slow: bool = False
-    """Whether a budget asks that it runs in the background."""
+    """Whether a budget requires that it runs in the background."""
 
 
 _NO_CHARGE = Charge({})
@@ -107,7 +107,7 @@ class Access:
         limits: RateLimits | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """``limits`` None: rate limits are not enforced. ``ledger`` None: there are no bills."""
+        """Create the control; ``limits`` None: no rate limits. ``ledger`` None: no bills."""
         self._config = config
         self._ledger = ledger
         self._metrics = metrics
@@ -118,23 +118,23 @@ class Access:
         self.set_keys(())
 
     def set_keys(self, keys: Sequence[KeyConfig]) -> None:
-        """Replace the keys that are known besides the configuration's. Running requests go on."""
+        """Replace all keys except those of the configuration. Running requests go on."""
         known = (*self._config.keys, *keys)
         self._keys = ApiKeys(known, required=self._config.require_key)
 
     def keys(self) -> Sequence[KeyConfig]:
-        """All keys that are known now."""
+        """Return all current keys."""
         return self._keys.all()
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """The caller, by HTTP headers or gRPC metadata with names in lower case.
+        """Return the caller, by HTTP headers or gRPC metadata with names in lower case.
 
         Raises Unauthenticated.
         """
         return self._keys.caller(authorization_of(headers))
 
     def owner_of(self, principal: Principal) -> Caller | None:
-        """The caller that began work under a principal, as its key is now.
+        """Return the caller that began work under a principal, with the current state of its key.
 
         None if the key was revoked, has expired, or no longer allows the tenant's inference.
         """
@@ -146,7 +146,7 @@ class Access:
         return Caller(principal, key)
 
     def may_see_workers(self, caller: Caller) -> bool:
-        """Whether answers name their workers to a caller, as the metrics do.
+        """Return whether answers to a caller may name their workers, as the metrics do.
 
         A caller with the scope ``metrics`` sees them. Without a required key all callers do, unless
         metrics have a listener of their own.
@@ -156,7 +156,7 @@ class Access:
         return not self._config.require_key and not self._config.admin_http
 
     def is_operator(self, headers: Mapping[str, str]) -> bool:
-        """Whether a caller has the scope ``admin``."""
+        """Return whether a caller has the scope ``admin``."""
         try:
             self.check(headers, "admin")
         except (Unauthenticated, Forbidden):
@@ -164,7 +164,7 @@ class Access:
         return True
 
     def key_name(self, headers: Mapping[str, str]) -> str:
-        """The public name of the caller's key; empty if it shows none that is known."""
+        """Return the public name of the caller's key; empty without a known key."""
         try:
             return self.caller(headers).principal.key_id
         except Unauthenticated:
@@ -174,8 +174,8 @@ class Access:
         """Check that the caller's key allows ``scope``. Raises Unauthenticated, Forbidden.
 
         If no key is required, all callers have the scopes ``inference`` and ``metrics``. All
-        callers of this machine have ``admin`` if there are no keys and all listeners are on
-        loopback. A call that came through a proxy may be of another machine, and is refused.
+        callers on this machine have ``admin`` if there are no keys and all listeners are on
+        loopback. A call through a proxy may come from another machine, so it is rejected.
         """
         caller = self.caller(headers)
         if caller.key is not None and caller.key.allows(scope):
@@ -191,19 +191,19 @@ class Access:
         raise Forbidden(f"this API key does not allow {scope}")
 
     async def arrive(self, caller: Caller, *, background: bool = False) -> Caller:
-        """Count a request against its key's limits. Returns a caller that must ``leave``.
+        """Count a request against its key's limits. Return a caller that must ``leave``.
 
-        ``background``: it may take any time. Raises RateLimitExceeded; it then need not leave.
+        ``background``: no deadline applies. If it raises RateLimitExceeded, no ``leave`` is needed.
         """
         if self._limits is None:
             return caller
-        # Without a key there may still be the budget of a tenant.
+        # The tenant may have a budget even without a key.
         key = caller.key or KeyConfig.model_construct(name="", tenant=caller.principal.tenant)
         deadline_s = None if background else self._config.request_deadline_s
         return replace(caller, visit=await self._limits.arrive(key, deadline_s))
 
     def leave(self, caller: Caller) -> None:
-        """A request has ended, however it did."""
+        """End a request, successful or not."""
         if caller.visit is not None and self._limits is not None:
             self._limits.leave(caller.visit)
 
@@ -227,11 +227,11 @@ class Access:
         requests: Sequence[GenerationRequest],
         choices: Sequence[Choice],
     ) -> AsyncIterator[Charge]:
-        """Charge the prompts of a request that has arrived, until they are answered, and bill them.
+        """Charge the prompts of an arrived request and, after the block, bill them.
 
-        At the end ``choices`` hold the number of tokens generated. What was turned away before it
-        began costs no tokens, and what failed by the server's fault has no bill. Raises
-        RateLimitExceeded, RequestTooLarge and Unavailable, which it counts as refusals.
+        At the end ``choices`` hold the numbers of generated tokens. A request that was rejected
+        before it began costs no tokens, and one that failed by the server's fault has no bill.
+        Raises RateLimitExceeded, RequestTooLarge and Unavailable, and counts them as refusals.
         """
         visit = caller.visit
         try:
@@ -270,27 +270,27 @@ class Access:
 
 
 def _is_own_fault(failure: BaseException | None) -> bool:
-    """Whether a request failed by the server's fault: neither the client's, nor its deadline's."""
+    """Return whether a request failed by the server's fault, not the client's or its deadline's."""
     if not isinstance(failure, Exception) or isinstance(failure, DeadlineExceeded):
         return False
     return not isinstance(failure, BatonError) or failure.http_status >= 500
 
 
 def _check_direct(headers: Mapping[str, str]) -> None:
-    """Raises Forbidden if a proxy has passed the request on."""
+    """Check that no proxy has forwarded the request. Raises Forbidden."""
     added = next((name for name in _PROXY_HEADERS if name in headers), None)
     if added is not None:
         raise Forbidden(
             f"this call came through a proxy (it has the header {added}), and without API keys"
-            " operators' calls are for users of this machine alone: make an operator's key with"
+            " only users of this machine are operators: create an operator's key with"
             " `baton keys create NAME --scope admin --file keys.json` and start with --keys-file"
-            " keys.json, or call the router itself; the proxy should pass on paths of inference"
-            " alone"
+            " keys.json, or call the router directly; the proxy should forward only the paths of"
+            " inference"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a listener on ``host`` is reached from this machine alone."""
+    """Return whether a listener on ``host`` is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -298,7 +298,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listed_scope(path: str) -> Scope | None:
-    """The scope in the tables for an HTTP path; None if the path is open, or in no table."""
+    """Return the scope of an HTTP path by the tables; None if it is open, or not listed."""
     end = len(path)
     while end > 0:
         scope = _BY_PREFIX.get(path[:end])
@@ -309,19 +309,19 @@ def listed_scope(path: str) -> Scope | None:
 
 
 def scope_of_path(path: str) -> Scope | None:
-    """The scope that an HTTP path requires; None: it is open."""
+    """Return the scope that an HTTP path requires; None: it is open."""
     if path in OPEN or path in _OPEN_PAGES or path.startswith(_OPEN_FILES):
         return None
     return listed_scope(path) or "admin"
 
 
 def scope_of_service(name: str) -> Scope | None:
-    """The scope that a gRPC service, by its full name, requires; None: it is open."""
+    """Return the scope that a gRPC service, by its full name, requires; None: it is open."""
     if name in _OPEN_SERVICES:
         return None
     return "inference" if name in _INFERENCE_SERVICES else "admin"
 
 
 def is_for_operators(path: str) -> bool:
-    """Whether a path belongs to the listener at ``admin_http``, if there is one."""
+    """Return whether a path belongs to the listener at ``admin_http``, if there is one."""
     return listed_scope(path) in ("admin", "metrics")

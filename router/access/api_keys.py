@@ -1,7 +1,7 @@
-"""API keys: callers by the hash of their key, and the file of keys, which a router reloads.
+"""API keys: finds callers by the hash of their key, and reloads the file of keys.
 
-loaded ─the file changes→ reading ─it is valid→ loaded
-reading ─it is not→ loaded as before, logged and counted
+loaded ─the file changes→ reading ─it is valid→ loaded reading ─it is not→ loaded as before, logged
+and counted
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.access.visit import Visit
 log = logging.getLogger(__name__)
 
 KEY_FILE_POLL_S = 1.0
-"""Interval of polling the file: a revoked key works for this long at most."""
+"""Interval of polling the file, in seconds: a revoked key works for at most this long."""
 _Mark = tuple[int, int, int, int]
 _BEARER, _BASIC = "bearer ", "basic "
 _CREDENTIALS = frozenset({"authorization", "x-api-key"})
@@ -37,7 +37,7 @@ _CREDENTIALS = frozenset({"authorization", "x-api-key"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The principal of a request, and the entry of its key, if any applies."""
+    """The principal of a request, and the entry of its key, if it has one."""
 
     principal: Principal
     key: KeyConfig | None = None
@@ -46,7 +46,7 @@ class Caller:
 
     @property
     def priority(self) -> int:
-        """Priority of requests that give none."""
+        """Priority of requests that set none."""
         return 0 if self.key is None else self.key.priority
 
 
@@ -64,8 +64,8 @@ class ApiKeys:
         required: bool,
         now: Callable[[], datetime.datetime] = _now,
     ) -> None:
-        # The lookup uses a keyed hash of the hash, with a secret of this process. A client cannot
-        # choose where the search goes, so its time reveals nothing of any key.
+        # The lookup uses a hash of the hash, keyed with a secret of this process. A client cannot
+        # choose where the search goes, so its time reveals nothing about any key.
         self._secret = secrets.token_bytes(32)
         self._known = {
             self._blinded(bytes.fromhex(key.sha256)): (key.sha256, _caller(key))
@@ -79,7 +79,7 @@ class ApiKeys:
         self._now = now
 
     def caller(self, authorization: str) -> Caller:
-        """The caller, by its Authorization header ("" if it sent none).
+        """Return the caller of an Authorization header ("" if none was sent).
 
         Raises Unauthenticated if a known key is required and the header has none.
         """
@@ -91,11 +91,11 @@ class ApiKeys:
         return found or self._unknown
 
     def all(self) -> Sequence[KeyConfig]:
-        """Every key, expired ones included."""
+        """Return every key, even expired ones."""
         return tuple(self._by_name.values())
 
     def named(self, name: str) -> KeyConfig | None:
-        """The key with a public name; None if it was revoked or has expired."""
+        """Return the key with a public name; None if it was revoked or has expired."""
         key = self._by_name.get(name)
         return None if key is None or self._has_expired(key) else key
 
@@ -115,7 +115,7 @@ class ApiKeys:
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """The Authorization header, or the ``x-api-key`` that Anthropic's clients send."""
+    """Return the Authorization header, or the ``x-api-key`` that Anthropic's clients send."""
     given = headers.get("authorization", "")
     if not given and (key := headers.get("x-api-key", "")):
         return f"Bearer {key}"
@@ -123,9 +123,10 @@ def authorization_of(headers: Mapping[str, str]) -> str:
 
 
 def check_one_credential(headers: Iterable[tuple[str, str]]) -> None:
-    """Raises InvalidRequest if headers, with names in lower case, have more than one credential.
+    """Check that headers, with names in lower case, have at most one credential.
 
-    What stands before or behind the router could take another one than it does.
+    A proxy or service around the router might use another one than the router. Raises
+    InvalidRequest.
     """
     given = [(name, value) for name, value in headers if value and name in _CREDENTIALS]
     if len(given) < 2:
@@ -139,7 +140,7 @@ def check_one_credential(headers: Iterable[tuple[str, str]]) -> None:
 
 
 def _shown(authorization: str) -> str:
-    """The key in a header. A browser sends its user's password, which is the key."""
+    """Return the key in a header. Browsers send it as the password of basic authentication."""
     scheme = authorization.lower()
     if scheme.startswith(_BEARER):
         return authorization[len(_BEARER) :].strip()
@@ -166,7 +167,10 @@ class KeyWatch:
         set_keys: Callable[[Sequence[KeyConfig]], None],
         metrics: RouterMetrics,
     ) -> None:
-        """``taken``: the configuration's keys. The file must not repeat their names or hashes."""
+        """Create a watch; the file must not repeat names or hashes of ``taken``.
+
+        ``taken`` are the configuration's keys.
+        """
         self._path = path
         self._names = {key.name for key in taken}
         self._hashes = {key.sha256 for key in taken}
@@ -195,22 +199,25 @@ class KeyWatch:
         except ConfigError as error:
             self._mark = mark
             self._metrics.key_file_failures.inc()
-            log.error("the API keys stay as they were: %s", error.message)
+            log.error(
+                "the file of API keys cannot be used, the previous keys stay valid: %s",
+                error.message,
+            )
             return
         self._set_keys(keys)
-        log.info("%d API keys were read from %s", len(keys), self._path)
+        log.info("read %d API keys from %s", len(keys), self._path)
 
     def _read(self) -> tuple[_Mark | None, tuple[KeyConfig, ...]]:
-        # The mark is taken first, so a change during the read causes another read.
+        # Take the mark first, so that a change during the read causes another read.
         mark, keys = _mark_of(self._path), read_keys(self._path)
         for key in keys:
             if key.name in self._names or key.sha256 in self._hashes:
-                raise ConfigError(f"{self._path}: the configuration has {key.name} already")
+                raise ConfigError(f"{self._path}: the configuration already has the key {key.name}")
         return mark, keys
 
 
 def _mark_of(path: Path) -> _Mark | None:
-    """A mark of the file's state; None if there is no file."""
+    """Return a mark of the file's state; None if there is no file."""
     try:
         found = path.stat()
     except OSError:

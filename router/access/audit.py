@@ -1,7 +1,7 @@
 """The audit log: operators' calls and signals, and refused requests.
 
-It is a JSON object a line, on ``baton.audit``. Keys are in it by their public names. It is written
-whatever ``log_level`` is.
+Each line is a JSON object, logged on ``baton.audit`` independent of ``log_level``. Keys appear by
+their public names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ log = logging.getLogger("baton.audit")
 log.setLevel(logging.INFO)
 
 MAX_REFUSALS_PER_S = 5
-"""Lines about refused requests; a stranger must not fill the disk with them."""
+"""Maximum lines about refused requests per second: unknown clients must not fill the disk."""
 _SHOWN = 200
-"""Characters of a path in a line."""
+"""Maximum characters of a path in a line."""
 
 
 @contextmanager
@@ -34,9 +34,9 @@ def operator_call(
     target: str,
     **details: object,
 ) -> Iterator[None]:
-    """Check that the caller is an operator, run the call inside, and write how it ended.
+    """Check that the caller is an operator, run the block, and log how it ended.
 
-    ``target`` is what the call acts on, ``details`` are its arguments. Raises Unauthenticated,
+    ``target`` is the object of the call, ``details`` are its arguments. Raises Unauthenticated,
     Forbidden.
     """
     caller = access.check(headers, "admin")
@@ -61,12 +61,12 @@ def operator_call(
 
 
 def note_signal(target: str, action: str, number: signal.Signals) -> None:
-    """Write that a process of this cluster was told to end by a signal, which has no key."""
+    """Log that a process of this cluster received a signal to end. Signals have no key."""
     _write(action=action, object=target, signal=number.name, key="", result="ok", request_id="")
 
 
 class Refusals:
-    """Lines about requests that were refused for their key, their origin or their way here."""
+    """Logs requests that were refused for their key, their origin or their path."""
 
     def __init__(self, access: Access, clock: Callable[[], float] = time.monotonic) -> None:
         self._access = access
@@ -84,9 +84,9 @@ class Refusals:
         client: str,
         request_id: str = "",
     ) -> None:
-        """Write a line for a 401 or 403, unless there were too many. Others are ignored.
+        """Log a 401 or 403, unless there were too many. Other errors are ignored.
 
-        ``action``: method and path. ``client``: the address of the other end of the connection.
+        ``action``: method and path. ``client``: the peer's address.
         """
         if not isinstance(error, Unauthenticated | Forbidden):
             return

@@ -11,17 +11,17 @@ Redis keys of an API key, all with the cluster's hash tag:
                               entry, by the time of that
 
 Times are microseconds of the server's wall clock, which all routers share. Numbers are below 2^53
-and written out, since Lua rounds them to 14 digits. If the clock is set back, the stored times go
-back as well, so that the time in between does not refuse requests.
+and written out, since Lua rounds them to 14 digits. If the clock is set back, the stored times are
+moved back as well. Otherwise requests would be refused for the difference.
 
-A request leaves once: its charge or refund at the end counts only while its entry exists. So a
-leave may be reported several times. After its deadline an entry no longer counts as running, and
-waits ``GRACE_S`` for its leave. A request that may have been counted, or not, leaves as "unsure":
-what was not counted is charged then, and once ``ended`` has it, a call for it that comes late does
-nothing.
+A request leaves once: its final charge or refund counts only while its entry exists. So a leave may
+be reported several times. After its deadline an entry no longer counts as running, and waits
+``GRACE_S`` for its leave. If it is unknown whether a request was counted, it leaves as "unsure".
+The parts that were not counted are charged then. Once ``ended`` has the request, a late call for it
+does nothing.
 
-``router/billing/budget_scripts.py`` lists the keys of budgets. The bill of a request settles what
-it holds of them, see ``router/billing/ledger_scripts.py``.
+``router/billing/budget_scripts.py`` lists the keys of budgets. The bill of a request settles its
+holds on budgets, see ``router/billing/ledger_scripts.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from __future__ import annotations
 from router.billing.budget_scripts import BUDGETS
 
 GRACE_S = 86_400
-"""A leave reported later than this after the deadline charges nothing."""
+"""A leave reported later than this after the deadline charges nothing, in seconds."""
 
 _COMMON = f"""
 local minute, grace = 60000000, {GRACE_S * 1_000_000}
@@ -76,13 +76,13 @@ end
 """
 
 # KEYS: arrival times of requests, of tokens; running requests; clock; charged; ended; then those of
-# its budgets. ARGV: requests a minute, tokens a minute, maximum running (0: unlimited); requests
-# (1: it arrives; 0: it is there) and tokens to be charged; its entry, its time left (microseconds);
-# the number of its budgets, the amount that it is to hold of each in place of an earlier one, the
-# name of the router and the time of its slices (microseconds); of each budget the limit, the
-# period, the router's slice, and what the router has spent without asking. Answers which limit
-# refused (0: none; 4: the first budget), the wait, then remaining and microseconds to the full
-# limit for requests and for tokens, then for each budget what is used, and the router's slice.
+# its budgets. ARGV: requests per minute, tokens per minute, maximum running (0: unlimited);
+# requests (1: it arrives; 0: it has arrived) and tokens to be charged; its entry, its time left
+# (microseconds); the number of its budgets, the amount to hold of each instead of an earlier one,
+# the name of the router and the time of its slices (microseconds); for each budget the limit, the
+# period, the router's slice, and the router's unreported spending. Returns which limit refused (0:
+# none; 4: the first budget), the wait, then remaining and microseconds to the full limit for
+# requests and for tokens, then for each budget the used amount, and the router's slice.
 ENTER = (
     _COMMON
     + BUDGETS
@@ -158,8 +158,8 @@ return answer
 """
 )
 
-# KEYS: as above. ARGV: requests a minute, tokens a minute; requests and tokens that it took in all,
-# its entry, whether it is unsure (1) that it was counted.
+# KEYS: as above. ARGV: requests per minute, tokens per minute; the requests and tokens that it took
+# in all, its entry, whether it is unsure (1) that it was counted.
 LEAVE = (
     _COMMON
     + """

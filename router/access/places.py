@@ -1,13 +1,14 @@
-"""Places for what strangers open: connections of a listener, calls that take no key.
+"""Places for unauthenticated peers: connections of a listener, and calls that need no key.
 
-    admitted ─the stranger is to send something→ waiting
-    waiting ─it has come→ working, for as long as its owner allows
-    waiting ─its deadline has passed→ its owner is told, and ends it
+    admitted ─the peer must send something→ waiting
+    waiting ─it has arrived→ working, for as long as its owner allows
+
+    waiting ─its deadline has passed→ its owner is called, and ends it
     waiting ─all places are taken, and this one has waited longest→ cut
     waiting, working ─it has ended→ released
 
-A newcomer takes the place of the one that has waited longest, so those that send nothing keep
-nobody out. Time in which this process stood still does not count. Owned by the event loop.
+A new peer takes the place of the one that has waited longest, so that idle peers block no others.
+Time in which this process did not run does not count. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from baton.liveness.listening import ListeningClock
 
 _MAX_SWEEP_S = 0.5
 _SWEEPS = 8
-"""The number of sweeps within the shortest deadline."""
+"""Number of sweeps within the shortest deadline."""
 _TURNS = 2
-"""Turns of the event loop in which everything that has come is read at least once."""
+"""Turns of the event loop in which all data that has arrived is read at least once."""
 
 
 class Place:
-    """One place, from ``Places.admit`` until its release."""
+    """One place, from ``Places.admit`` to its release."""
 
     __slots__ = ("_client", "_due", "_on_late", "_owner", "_queue", "cut", "since")
 
     def __init__(self, owner: Places, client: str, cut: Callable[[], None]) -> None:
         self.cut = cut
-        """Drops what has the place, without an answer. Its owner may replace it."""
+        """Closes the peer's connection or call without an answer. The owner may replace it."""
         self.since = 0.0
-        """When it began to wait, by the clock of ``Places``."""
+        """Start of its wait, by the clock of ``Places``."""
         self._owner = owner
         self._client = client
         self._queue: dict[Place, None] | None = None
@@ -51,13 +52,13 @@ class Place:
         self._on_late = on_late
 
     def work(self) -> None:
-        """What was awaited has come."""
+        """End the wait: what was expected has arrived."""
         if self._queue is not None:
             self._queue.pop(self, None)
             self._queue = None
 
     def end_if_late(self, now: float) -> bool:
-        """Tell its owner if its deadline has passed; returns whether it has."""
+        """Call its owner if its deadline has passed; return whether it has."""
         if self._due > now:
             return False
         self.work()
@@ -65,17 +66,20 @@ class Place:
         return True
 
     def release(self) -> None:
-        """Make room for another; idempotent. It keeps nothing of what has had it."""
+        """Free the place; idempotent. It drops all references to its peer."""
         self.work()
         self.cut = self._on_late = _nothing
         self._owner.forget(self, self._client)
 
 
 class Places:
-    """A bounded number of places, in all and for each client."""
+    """A bounded number of places, in all and per client."""
 
     def __init__(self, most: int, most_per_client: int, shortest_s: float) -> None:
-        """``most_per_client`` 0 is unlimited. ``shortest_s``: the shortest deadline, in seconds."""
+        """Create ``most`` places. ``most_per_client`` 0 is unlimited.
+
+        ``shortest_s``: the shortest deadline, in seconds.
+        """
         self._most = most
         self._most_per_client = most_per_client
         self._sweep_s = min(_MAX_SWEEP_S, shortest_s / _SWEEPS)
@@ -83,16 +87,16 @@ class Places:
         self._taken: set[Place] = set()
         self._by_client: Counter[str] = Counter()
         self._queues: dict[float, dict[Place, None]] = {}
-        """Places that wait, by the length of their deadline, in order of their beginning."""
+        """Waiting places by the length of their deadline, in the order of their start."""
         self._is_sweeping = False
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def admit(self, client: str, cut: Callable[[], None]) -> Place | None:
-        """A place for ``client``; None if there is none.
+        """Return a place for ``client``; None if there is none.
 
-        ``cut`` drops what has the place, without an answer.
+        ``cut`` closes the peer's connection or call without an answer.
         """
         if self._most_per_client and self._by_client[client] >= self._most_per_client:
             return None
@@ -104,7 +108,7 @@ class Places:
         return place
 
     def _cut_one(self) -> bool:
-        """Free the place that has waited longest; returns whether there was one."""
+        """Free the place that has waited longest; return whether there was one."""
         first = [next(iter(queue)) for queue in self._queues.values() if queue]
         if not first:
             return False
@@ -115,7 +119,7 @@ class Places:
         return True
 
     def queue_of(self, limit_s: float) -> dict[Place, None]:
-        """The places that wait for ``limit_s`` seconds, in order. One is about to be added."""
+        """Return the places that wait for ``limit_s`` seconds, in order. The caller adds one."""
         if not self._is_sweeping:
             self._is_sweeping = True
             self.clock.tick()
@@ -132,7 +136,7 @@ class Places:
             del self._by_client[client]
 
     def _sweep_later(self) -> None:
-        # A timer may run before what came while this process stood still is read.
+        # A timer may run before data that arrived while this process was stopped is read.
         asyncio.get_running_loop().call_later(self._sweep_s, self._sweep, _TURNS)
 
     def _sweep(self, turns: int) -> None:
@@ -150,4 +154,4 @@ class Places:
 
 
 def _nothing() -> None:
-    """What is called of a place that is free."""
+    """Do nothing: the callback of a free place."""

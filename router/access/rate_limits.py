@@ -11,14 +11,15 @@ requests. An entry expires at its request's deadline, in case its router dies.
     there, charged ─it ends, however that is→ left: charged what it took, the rest is given back
     there ─its prompt is known→ holds what it may cost of its budgets ─its bill is kept→ released
 
-A request that is refused after its arrival, for whatever reason, counts as a request. The answers
-of a request may cost ``max_tokens`` each, but are charged the length of the key's longest recent
-answer if that is less: limits that all clients leave at their maximum would serve one at a time.
+A request that is refused after its arrival, for any reason, counts as a request. The answers of a
+request may cost ``max_tokens`` each, but are charged the length of the key's longest recent answer
+if that is less. Otherwise clients that leave the limit at its maximum would be served one at a
+time.
 
     reachable ─a call has no answer in time→ unreachable ─after AWAY_S→ reachable
 
-While Redis is unreachable, no request is refused, and this is counted. What requests took meanwhile
-is remembered, and charged when Redis is reachable again.
+While Redis is unreachable, no request is refused, and each is counted in a metric. The tokens of
+these requests are remembered, and charged when Redis is reachable again.
 """
 
 from __future__ import annotations
@@ -50,50 +51,51 @@ from router.core.script_queue import MAX_TOGETHER, ScriptCall, ScriptQueue, call
 log = logging.getLogger(__name__)
 
 ANSWER_S = 0.25
-"""Maximum wait of a request for a connection and the answer; after it, it goes uncounted."""
+"""Maximum wait of a request for a connection and the answer, in seconds. After it, it goes
+uncounted."""
 AWAY_S = 1.0
-"""Pause after a failure, so that a dead Redis costs one wait, not one per request."""
+"""Pause after a failure, in seconds, so that a dead Redis costs one wait, not one per request."""
 MAX_CONNECTIONS = 4
 MAX_WAITING = 1024
-"""Maximum requests that wait for a connection; a further one goes uncounted."""
+"""Maximum number of requests that wait for a connection. Further ones go uncounted."""
 MAX_REPORTS = 16384
-"""Maximum ended requests that are reported one by one, about 10 MB. Further ones that Redis may not
-have counted are reported together, by key."""
+"""Maximum number of ended requests that are reported one by one, about 10 MB. Further ones that
+Redis may not have counted are reported together, by key."""
 LEASE_S = 180.0
-"""A request without a deadline, such as a batch's line, counts as running for this long after its
-router has died."""
+"""Seconds for which a request without a deadline, such as a batch's line, counts as running after
+its router has died."""
 _RENEW_S = LEASE_S / 3
 _RECENT = 64
-"""Answers of a key that are remembered for their lengths."""
+"""Number of a key's answers whose lengths are remembered."""
 _MIN_EXPECTED_TOKENS = 512
-"""An answer is charged this in advance, or its ``max_tokens``, however short the key's answers
-were: a client must not buy long ones with short ones."""
+"""Minimum advance charge of an answer, in tokens, unless its ``max_tokens`` is less. It applies
+however short the key's answers were, so that short answers do not make long ones cheap."""
 _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
 _CONCURRENCY, _BUDGET = 3, 4
-"""Numbers of the concurrency limit and of the first budget in the answer of the script."""
+"""Numbers of the concurrency limit and of the first budget in the script's answer."""
 _LIMIT_FIELDS = 6
-"""Numbers in the answer before those of budgets."""
+"""Number of fields in the script's answer before those of budgets."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """What this router remembers of a key, to predict it."""
+    """Recent use of a key by this router, for predictions."""
 
     stay: RunningMean = field(default_factory=lambda: RunningMean(_WEIGHT))
-    """Seconds that requests were there."""
+    """Duration of requests, in seconds."""
     answers: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Tokens of the latest answers."""
+    """Lengths of the latest answers, in tokens."""
 
     def answer_tokens(self) -> int:
-        """Tokens that an answer is expected to have at most."""
+        """Return the expected maximum tokens of an answer."""
         return max(_MIN_EXPECTED_TOKENS, max(self.answers, default=0))
 
 
 @dataclass(slots=True)
 class _Report:
-    """What is to be reported of one request that has ended, or of several without an entry."""
+    """A pending report of one ended request, or of several without an entry."""
 
     key: KeyConfig
     entry: str
@@ -114,7 +116,7 @@ class RateLimits:
         clock: Callable[[], float] = time.monotonic,
         budgets: Budgets | None = None,
     ) -> None:
-        """``budgets`` None: there are none."""
+        """Create the limits; ``budgets`` None: there are none."""
         self._client = client
         self._budgets = budgets
         self._enter_script = client.register_script(ENTER)
@@ -124,13 +126,13 @@ class RateLimits:
         self._clock = clock
         self._away_until = float("-inf")
         self._uses: dict[str, _Use] = {}
-        # A client may give two requests the same id.
+        # Clients may give two requests the same id, so entries have names of their own.
         self._entries = map(f"{secrets.token_hex(6)}-{{}}".format, count())
         self._queue = ScriptQueue(client, connections=MAX_CONNECTIONS, max_waiting=MAX_WAITING)
         self._reports: dict[str, _Report] = {}
-        """Not yet made, by entry, the oldest first."""
+        """Pending reports by entry, the oldest first."""
         self._owed: dict[str, _Report] = {}
-        """Those of several requests, by key, while more can be added to them."""
+        """Reports of several requests, by key, while more can be added to them."""
         self._reporting: asyncio.Task[None] | None = None
         self._renewed: dict[str, Visit] = {}
         self._renewing: asyncio.Task[None] | None = None
@@ -145,10 +147,10 @@ class RateLimits:
             await end_tasks([self._reporting])
 
     async def arrive(self, key: KeyConfig, deadline_s: float | None) -> Visit | None:
-        """Count a request, which must ``leave``. Returns None if it has no limits.
+        """Count a request, which must ``leave``. Return None if it has no limits.
 
-        ``deadline_s``: the request has ended by then; None: it may take any time. Raises
-        RateLimitExceeded with what is left and when to retry; the request then need not leave.
+        ``deadline_s``: the time within which it ends; None: no deadline. Raises RateLimitExceeded
+        with the remaining limits and the time to retry; then no ``leave`` is needed.
         """
         budgets = self._budgets.of(key) if self._budgets is not None else ()
         if not key.limited and not budgets:
@@ -179,17 +181,17 @@ class RateLimits:
     async def charge(
         self, visit: Visit, prompt_tokens: int, answers: Sequence[int], cost: int = 0
     ) -> None:
-        """Charge what a request may cost, in place of an earlier charge of it.
+        """Charge what a request may cost, instead of its earlier charge.
 
         ``answers``: the maximum tokens of each answer. ``cost``: the maximum cost in nanodollars.
-        Raises RateLimitExceeded, RequestTooLarge for a prompt of more tokens than the key has in a
-        minute, and Unavailable if no budget can be checked.
+        Raises RateLimitExceeded, RequestTooLarge if the prompt has more tokens than the key's limit
+        per minute, and Unavailable if no budget can be checked.
         """
         more = self._tokens_to_charge(visit, prompt_tokens, answers)
         cost = cost if visit.hold.budgets else 0
         if not more and not cost:
             return
-        # An unsure request stays one: what Redis did not count is charged at its end.
+        # An unsure request stays unsure: its end charges what Redis did not count.
         sure = not visit.unsure
         visit.unsure = visit.unsure or more > 0
         answer = await self._ask(visit, requests=0, tokens=more, cost=cost)
@@ -205,25 +207,25 @@ class RateLimits:
             self._budgets.hold(visit.hold, cost)
 
     def _tokens_to_charge(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> int:
-        """Tokens to be charged besides what is; 0: none. Raises RequestTooLarge."""
+        """Return the tokens to charge in addition to earlier charges. Raises RequestTooLarge."""
         limit = visit.key.tokens_per_minute
         if not limit:
             return 0
         if limit < prompt_tokens:
             raise RequestTooLarge(
-                f"the prompt has {prompt_tokens} tokens, and the API key {limit} a minute"
+                f"the prompt has {prompt_tokens} tokens; the API key allows {limit} per minute"
             )
         expected = self._use(visit.key).answer_tokens()
         wanted = prompt_tokens + sum(min(one, expected) for one in answers)
         return 0 if visit.unsure else max(0, min(wanted, limit) - visit.reserved)
 
     def answered(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> None:
-        """Note the tokens that a request took; they are charged when it leaves."""
+        """Record the tokens that a request took; they are charged when it leaves."""
         visit.tokens += prompt_tokens + sum(answers)
         self._use(visit.key).answers.append(max(answers, default=0))
 
     def leave(self, visit: Visit) -> None:
-        """End a request. Does not wait for Redis."""
+        """End a request without waiting for Redis."""
         self._renewed.pop(visit.hold.entry, None)
         if not visit.key.limited:
             return
@@ -244,7 +246,7 @@ class RateLimits:
         return self._uses.setdefault(key.name, _Use())
 
     def _take(self, visit: Visit, answer: Sequence[int], cost: int = 0) -> None:
-        """Read the answer of Redis, which was asked for ``cost``. Raises RateLimitExceeded."""
+        """Process the answer of Redis to a charge of ``cost``. Raises RateLimitExceeded."""
         key = visit.key
         numbers = list(map(int, answer))
         refused, wait, requests, requests_reset, left, left_reset = numbers[:_LIMIT_FIELDS]
@@ -261,7 +263,7 @@ class RateLimits:
             raise self._refusal(visit, refused, wait / 1e6)
 
     def _learn_budgets(self, visit: Visit, numbers: Sequence[int]) -> Sequence[int]:
-        """Returns the nanodollars that are used of each budget."""
+        """Process the state of budgets. Return the used nanodollars of each."""
         if self._budgets is None or not numbers:
             return ()
         used = numbers[::2]
@@ -301,7 +303,7 @@ class RateLimits:
     async def _ask(
         self, visit: Visit, *, requests: int, tokens: int, cost: int | None = None
     ) -> Any:
-        """Redis' answer to a charge; None if Redis is unreachable."""
+        """Send a charge to Redis and return the answer; None if Redis is unreachable."""
         if self._clock() < self._away_until:
             return None
         asked = self._queue.put(self._call(visit, requests, tokens, cost))
@@ -313,7 +315,7 @@ class RateLimits:
             await asyncio.wait([answer], timeout=ANSWER_S)
         finally:
             if asked.sent:
-                # An error may come when nothing waits for it any more.
+                # Retrieve an error that arrives after the wait.
                 answer.add_done_callback(lambda late: late.cancelled() or late.exception())
             else:
                 answer.cancel()
@@ -322,14 +324,17 @@ class RateLimits:
             visit.sent = visit.sent or (asked.sent and not never)
         if answer.done() and not answer.cancelled() and error is None:
             return answer.result()
-        log.warning("no request is refused by limits now: %s", error or "no answer in time")
+        log.warning(
+            "Redis is unreachable, limits are not enforced: %s",
+            error or f"no answer within {ANSWER_S} s",
+        )
         self._away_until = self._clock() + AWAY_S
         return None
 
     def _call(
         self, visit: Visit, requests: int, tokens: int, cost: int | None = None
     ) -> ScriptCall:
-        """``cost``: nanodollars to hold of the budgets; None: they are not asked."""
+        """Build the script call; ``cost``: nanodollars to hold of the budgets; None: unchecked."""
         key = visit.key
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
         left_us = int(visit.lease_s * _MICROSECONDS)
@@ -345,11 +350,11 @@ class RateLimits:
         return ScriptCall(self._enter_script, keys, args)
 
     async def _report_all(self) -> None:
-        """Make all reports. One may arrive twice, but counts once."""
+        """Send all reports. A report may arrive twice, but counts once."""
         while self._reports:
             reports = list(islice(self._reports.values(), MAX_TOGETHER))
             for report in reports:
-                # Nothing more is added: Redis counts an entry once.
+                # Add no more requests to it: Redis counts an entry once.
                 report.sent = True
             errors = await self._report(reports)
             if errors:
@@ -382,7 +387,7 @@ class RateLimits:
         return [answer for answer in answers if isinstance(answer, Exception)]
 
     async def _renew(self) -> None:
-        """Keep requests without a deadline counted as running."""
+        """Renew requests without a deadline, so that they keep counting as running."""
         while True:
             await asyncio.sleep(_RENEW_S)
             visits = iter(list(self._renewed.values()))

@@ -1,4 +1,4 @@
-"""A request of a limited key or tenant, from its arrival to its end, and what is left of limits."""
+"""Visit: a request of a limited key or tenant, from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from router.billing.budgets import Hold
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What is left of one limit of a key at one moment."""
+    """The remaining part of one limit of a key at one moment."""
 
     name: str
     """``requests`` or ``tokens``."""
     limit: int
-    """Per minute."""
+    """The limit per minute."""
     remaining: int
     reset_s: float
     """Seconds until the limit is full again."""
 
     def headers(self) -> dict[str, str]:
-        """Headers as OpenAI's API names and writes them."""
+        """Return headers in the names and format of OpenAI's API."""
         prefix = "x-ratelimit"
         return {
             f"{prefix}-limit-{self.name}": str(self.limit),
@@ -36,23 +36,23 @@ class Visit:
 
     key: KeyConfig
     hold: Hold
-    """What it holds of its budgets. Its entry also names it among running requests."""
+    """Its holds on budgets. The entry also names it among running requests."""
     lease_s: float
-    """How long it counts as running unless it leaves or is renewed."""
+    """Seconds for which it counts as running unless it leaves or is renewed."""
     entered_at: float
     sent: bool = False
-    """Whether Redis may know of it."""
+    """Whether Redis may have received it."""
     unsure: bool = True
-    """Whether Redis may not have counted something of it."""
+    """Whether Redis may have missed a part of it."""
     reserved: int = 0
-    """Tokens that were charged in advance."""
+    """Tokens charged in advance."""
     tokens: int = 0
     """Tokens that it took."""
     allowances: tuple[Allowance, ...] = ()
-    """What is left of the limits, as last seen."""
+    """Remaining limits, as last seen."""
 
     def headers(self) -> dict[str, str]:
-        """Headers with what is left, for the client."""
+        """Return headers with the remaining limits, for the client."""
         return {
             name: value
             for allowance in self.allowances
@@ -61,7 +61,7 @@ class Visit:
 
 
 def duration(seconds: float) -> str:
-    """``250ms``, ``1.5s``, ``2m0s``: rounded up to milliseconds, from a minute on to seconds."""
+    """Format seconds as ``250ms``, ``1.5s``, ``2m0s``: rounded up to ms, from a minute on to s."""
     milliseconds = max(0, -int(-seconds * 1000 // 1))
     if milliseconds < 1000:
         return f"{milliseconds}ms"

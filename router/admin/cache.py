@@ -1,4 +1,4 @@
-"""The operators' view of the KV caches: statistics and drops, over HTTP and gRPC.
+"""Operators' endpoints for the KV caches: statistics and drops, over HTTP and gRPC.
 
 Owned by the router's event loop.
 """
@@ -35,7 +35,7 @@ class WorkerCache:
     slot: str
     role: str
     block_size: int
-    """Tokens in a block."""
+    """Number of tokens in a block."""
     total_blocks: int
     free_blocks: int
     cached_blocks: int
@@ -46,28 +46,28 @@ class WorkerCache:
     disk_blocks: int = 0
     """Blocks cached on disk."""
     block_bytes: int = 0
-    """Bytes of a block."""
+    """Size of a block in bytes."""
     prompt_tokens: int = 0
-    """Tokens of the prompts that the worker computed since it began."""
+    """Tokens of the prompts that the worker has computed since its start."""
     cached_prompt_tokens: int = 0
-    """Those of them whose KV it found in its caches, or fetched from another worker's."""
+    """Prompt tokens whose KV it found in its caches, or fetched from another worker."""
     pinned_blocks: int = 0
-    """Blocks that pinned prefixes cover, whether they are cached at this moment or not."""
+    """Blocks covered by pinned prefixes, whether they are currently cached or not."""
 
     @property
     def entries(self) -> int:
-        """Blocks that are kept for requests to come, in the pool and behind it."""
+        """Cached blocks in the pool, in host memory and on disk."""
         return self.cached_blocks + self.host_blocks + self.disk_blocks
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of these blocks."""
+        """Size of the cached blocks in bytes."""
         return self.entries * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Caches of the whole cluster."""
+    """The caches of the whole cluster."""
 
     workers: tuple[WorkerCache, ...]
     index: IndexSize | None
@@ -85,7 +85,7 @@ class Dropped:
     slot: str
     blocks: int
     error: str = ""
-    """Not empty: the reason why the worker dropped nothing."""
+    """The reason why the worker dropped nothing; empty if it succeeded."""
 
 
 class CacheControl:
@@ -94,18 +94,18 @@ class CacheControl:
     def __init__(
         self, links: Callable[[], Sequence[WorkerLink]], index: PrefixIndex, metrics: RouterMetrics
     ) -> None:
-        """``links`` returns the connections to all workers."""
+        """Create the control; ``links`` returns the connections to all workers."""
         self._links = links
         self._index = index
         self._metrics = metrics
 
     async def stats(self) -> CacheStats:
-        """Current statistics. Figures of workers are at most a heartbeat old."""
+        """Return current statistics. Figures of workers are at most a heartbeat old."""
         try:
             size = await self._index.size()
         except redis.RedisError:
             size = None
-        # The metrics of several processes are read from files.
+        # Reading the metrics of several processes reads files.
         prompt, cached = await asyncio.to_thread(lambda: _hits(self._metrics.shown()))
         workers = sorted((_worker(link) for link in self._links()), key=lambda one: one.slot)
         return CacheStats(tuple(workers), size, prompt, cached)
@@ -147,7 +147,7 @@ def _worker(link: WorkerLink) -> WorkerCache:
 
 
 def _hits(shown: CollectorRegistry) -> tuple[int, int]:
-    """Prompt tokens and cached prompt tokens, of all classes."""
+    """Return prompt tokens and cached prompt tokens, of all classes."""
     sums = {"baton_prompt_tokens_total": 0.0, "baton_cached_prompt_tokens_total": 0.0}
     for family in shown.collect():
         for sample in family.samples:
@@ -158,7 +158,7 @@ def _hits(shown: CollectorRegistry) -> tuple[int, int]:
 
 
 class WorkerCacheObject(BaseModel):
-    """A worker's part of the caches; a block is a few tokens' KV (`block_size`)."""
+    """A worker's part of the caches. A block has the KV of `block_size` tokens."""
 
     model_config = ConfigDict(from_attributes=True, use_attribute_docstrings=True)
 
@@ -174,21 +174,22 @@ class WorkerCacheObject(BaseModel):
     disk_blocks: int
     block_bytes: int
     prompt_tokens: int
-    """Tokens of the prompts that the worker computed since it began."""
+    """Tokens of the prompts that the worker has computed since its start."""
     cached_prompt_tokens: int
-    """Those of them whose KV was found."""
+    """Prompt tokens whose KV was found in a cache."""
     pinned_blocks: int
-    """Blocks that pinned prefixes cover. Dropped and evicted ones count until they come back."""
+    """Blocks covered by pinned prefixes. Dropped and evicted ones count until they are cached
+    again."""
     total_entries: int
-    """Blocks that are kept for requests to come, in the pool, in the host's memory and on disk."""
+    """Cached blocks in the pool, in host memory and on disk."""
     total_size_mb: float
     """Their size in millions of bytes."""
     hit_rate: float
-    """`cached_prompt_tokens` over `prompt_tokens`, 0 … 1; 0 before the first prompt."""
+    """`cached_prompt_tokens` divided by `prompt_tokens`, 0 … 1; 0 before the first prompt."""
 
     @classmethod
     def of(cls, worker: WorkerCache) -> WorkerCacheObject:
-        """With the figures that are made of the others."""
+        """Build the object, with the figures derived from the others."""
         return cls(
             **asdict(worker),
             total_entries=worker.entries,
@@ -204,20 +205,20 @@ class CacheStatsObject(BaseModel):
 
     object: str = "cache.stats"
     total_entries: int
-    """Blocks that the workers keep for requests to come. One that several keep counts for each."""
+    """Cached blocks of all workers. A block that several workers hold counts for each."""
     total_size_mb: float
     """Their size in millions of bytes."""
     hit_rate: float
-    """`cached_prompt_tokens` over `prompt_tokens`, 0 … 1; 0 before the first prompt."""
+    """`cached_prompt_tokens` divided by `prompt_tokens`, 0 … 1; 0 before the first prompt."""
     pinned_blocks: int
-    """Blocks that pinned prefixes cover. One that several workers pin counts for each."""
+    """Blocks covered by pinned prefixes. A block that several workers pin counts for each."""
     workers: list[WorkerCacheObject]
     index: IndexSize | None
-    """null while Redis is unreachable."""
+    """Size of the prefix index; null while Redis is unreachable."""
     prompt_tokens: int
-    """Tokens of prompts since the routers began."""
+    """Prompt tokens since the routers started."""
     cached_prompt_tokens: int
-    """Those of them whose KV was found in a cache."""
+    """Prompt tokens whose KV was found in a cache."""
 
 
 def _megabytes(size: int) -> float:
@@ -252,7 +253,9 @@ class CacheApi:
         app.add_api_route("/v1/cache", self.drop_cache, methods=["DELETE"], tags=["operations"])
 
     async def cache_stats(self, request: Request) -> CacheStatsObject:
-        """What the workers' caches and the prefix index hold. Requires a key with scope admin."""
+        """Show the contents of the workers' caches and the prefix index. Requires a key with scope
+        admin.
+        """
         self._access.check(request.headers, "admin")
         stats = await self._control.stats()
         workers = stats.workers

@@ -27,7 +27,7 @@ async def cluster_page(
     supervisor: str | None,
     pages: MetricsPages,
 ) -> bytes:
-    """The series of this router, the supervisor and all workers, merged.
+    """Return the series of this router, the supervisor and all workers, merged.
 
     ``addresses`` (of workers) and ``supervisor`` are host:port. A comment names each process that
     does not answer. ``pages`` fetches them.
@@ -43,10 +43,11 @@ async def cluster_page(
 
 
 def merge_pages(pages: Iterable[str]) -> bytes:
-    """Merge pages: each family comes once, with the series of all pages.
+    """Merge pages: each family appears once, with the series of all pages.
 
-    Equal series are summed, except for gauges, whose last value stays. Other families than Baton's,
-    such as a process' memory, name no worker and are dropped. Raises ValueError for a bad page.
+    Equal series are summed, except for gauges, which keep the last value. Families of other
+    libraries, such as a process's memory, name no worker and are dropped. Raises ValueError for an
+    invalid page.
     """
     families: dict[str, Metric] = {}
     for page in pages:
@@ -111,6 +112,6 @@ async def _fetch_all(
 
 async def _fetch(pages: MetricsPages, client: httpx.AsyncClient, page: _Page) -> str:
     text = await pages.fetch(client, page.address, page.role, _DEADLINE_S)
-    # Parsed here too: an invalid page counts as no answer.
+    # Parse it here too, so that an invalid page counts as no answer.
     list(text_string_to_metric_families(text))
     return text

@@ -1,4 +1,4 @@
-"""Operators' calls over HTTP and gRPC: each needs the scope admin, and is in the audit log."""
+"""Operators' calls over HTTP and gRPC: each requires the scope admin, and is in the audit log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.grpc.call import Context, metadata_of
 def http_call(
     access: Access, request: Request, action: str, target: str, **details: object
 ) -> AbstractContextManager[None]:
-    """See ``operator_call``; the gate has given the request an id."""
+    """Wrap a call as in ``operator_call``; the gate has given the request an id."""
     request_id: str = request.state.request_id
     return operator_call(access, request.headers, request_id, action, target, **details)
 
@@ -23,7 +23,7 @@ def http_call(
 def grpc_call(
     access: Access, context: Context, action: str, target: str, **details: object
 ) -> AbstractContextManager[None]:
-    """See ``operator_call``; a call has an id if its client gives one."""
+    """Wrap a call as in ``operator_call``; it has an id if its client gives one."""
     metadata = metadata_of(context)
     given = metadata.get(REQUEST_ID_HEADER, "")
     request_id = given if is_request_id(given) else ""

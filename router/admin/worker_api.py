@@ -32,7 +32,7 @@ class DrainRequest(BaseModel):
     deadline_s: float | None = Field(None, ge=0, le=MAX_DEADLINE_S)
     """Seconds after which the remaining requests migrate; absent: ``drain_deadline_s``."""
     force: bool = False
-    """Act even on the last ready worker of a role, which is otherwise a 409, ``last_worker``."""
+    """Act even on the last ready worker of a role, which otherwise gives a 409, ``last_worker``."""
 
 
 class RoleRequest(DrainRequest):
@@ -48,15 +48,15 @@ class ScaleRequest(BaseModel):
 
     count: Int = Field(ge=0, le=MAX_WORKERS)
     force: bool = False
-    """Act even if no prefill worker is left for a class with ``local_prefill`` never, which is
-    otherwise a 409, ``last_worker``."""
+    """Act even if no prefill worker is left for a class with ``local_prefill`` never, which
+    otherwise gives a 409, ``last_worker``."""
 
 
 class Drained(BaseModel):
     object: str = "worker.drained"
     slot: str
     empty: bool
-    """Whether nothing was left at the deadline."""
+    """Whether no request was left at the deadline."""
 
 
 class RoleChanged(BaseModel):
@@ -71,16 +71,16 @@ class PoolScaled(BaseModel):
     object: str = "pool.scaled"
     pool: str
     count: int
-    """Workers that it should have."""
+    """Requested number of workers."""
     previous: int
-    """Workers that it should have had before."""
+    """Previously requested number of workers."""
 
 
 class PoolObject(BaseModel):
     name: str
     role: str
     count: int
-    """Workers that it should have."""
+    """Requested number of workers."""
 
 
 class ClusterObject(BaseModel):
@@ -132,7 +132,7 @@ class WorkerApi:
         return RoleChanged(slot=slot, role=body.role, took_s=took_s)
 
     async def scale(self, pool: str, request: Request, body: ScaleRequest) -> PoolScaled:
-        """Choose the number of workers of a pool. Requires a key with scope admin."""
+        """Set the number of workers of a pool. Requires a key with scope admin."""
         with http_call(self._access, request, "scale", pool, count=body.count, force=body.force):
             previous = await self._scaling.scale(pool, body.count, force=body.force)
         return PoolScaled(pool=pool, count=body.count, previous=previous)
@@ -142,7 +142,7 @@ class WorkerApi:
 
 
 class ClusterApi:
-    """``GET /v1/cluster``: what operators see before they act."""
+    """``GET /v1/cluster``: the cluster's state, for operators before they act."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class ClusterApi:
         scaling: PoolScaling,
         access: Access,
     ) -> None:
-        """``model``: its served name."""
+        """Create the endpoint; ``model``: its served name."""
         self._cluster_id = cluster_id
         self._model = model
         self._control = control
@@ -164,7 +164,7 @@ class ClusterApi:
         app.add_api_route("/v1/cluster", self.show, tags=["operations"])
 
     async def show(self, request: Request) -> ClusterObject:
-        """The cluster's id, model, workers and pools. Requires a key with scope admin."""
+        """Show the cluster's id, model, workers and pools. Requires a key with scope admin."""
         self._access.check(request.headers, "admin")
         sizes = await self._scaling.sizes()
         return ClusterObject(

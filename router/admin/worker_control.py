@@ -1,7 +1,7 @@
 """Operators' control of workers: drains, role changes, and the sizes of pools.
 
-A pool's chosen size is stored in Redis. The supervisor reads it there, and starts workers or drains
-those with the highest numbers. Owned by the router's event loop.
+A pool's requested size is stored in Redis. The supervisor reads it there, and starts workers or
+drains those with the highest numbers. Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from router.routing.policy import route_settings
 from router.workers.worker_link import WorkerLink
 
 ANSWER_S = 10.0
-"""Maximum delay of a drain's answer after the drain's deadline, seconds."""
+"""Maximum delay of a drain's answer after the drain's deadline, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What operators see of a worker before they act on it."""
+    """The state of a worker, for operators."""
 
     slot: str
     role: str
     state: str
     """State in the registry: ``ready``, ``draining``, …"""
     running: int
-    """Sequences in its batch."""
+    """Number of sequences in its batch."""
     waiting: int
-    """Sequences that wait for a place in its batch."""
+    """Number of sequences that wait for a place in its batch."""
     is_last: bool
-    """Whether no other worker of its role is ready: draining it needs ``force``."""
+    """Whether no other worker of its role is ready. Then a drain needs ``force``."""
 
 
 class WorkerControl:
@@ -50,14 +50,15 @@ class WorkerControl:
     def __init__(
         self, links: Callable[[], Sequence[WorkerLink]], is_up: Callable[[WorkerLink], bool]
     ) -> None:
-        """``links``: the connections to all workers. ``is_up``: whether one takes requests."""
+        """Create the control; ``links``: all workers, ``is_up``: whether one takes requests."""
         self._links = links
         self._is_up = is_up
         self._leaving: Counter[str] = Counter()
-        """Drains and role changes in flight, by slot. The registry may list these as ready."""
+        """Number of drains and role changes in flight, by slot. The registry may list these as
+        ready."""
 
     def workers(self) -> tuple[WorkerStatus, ...]:
-        """All workers that this router knows, sorted by slot."""
+        """Return all workers that this router knows, sorted by slot."""
         return tuple(
             WorkerStatus(
                 slot=link.record.slot,
@@ -71,7 +72,7 @@ class WorkerControl:
         )
 
     async def drain(self, slot: str, deadline_s: float, *, force: bool = False) -> bool:
-        """Drain a worker. Returns whether nothing was left at the deadline.
+        """Drain a worker. Return whether no request was left at the deadline.
 
         Raises NotFound if there is no such worker, LastWorker if no other worker of its role is
         ready and ``force`` is false, WorkerFailed, Unavailable.
@@ -89,7 +90,7 @@ class WorkerControl:
     async def change_role(
         self, slot: str, role: str, deadline_s: float, *, force: bool = False
     ) -> float:
-        """Restart a worker in ``role``. Returns the seconds in which it took no work.
+        """Restart a worker in ``role``. Return the seconds in which it took no work.
 
         Raises the errors of ``drain``.
         """
@@ -105,7 +106,7 @@ class WorkerControl:
 
     @contextlib.contextmanager
     def _leaves(self, slot: str) -> Iterator[None]:
-        """Within the context, the worker does not count as ready in its role."""
+        """Exclude the worker from the ready ones of its role within the context."""
         self._leaving[slot] += 1
         try:
             yield
@@ -138,7 +139,7 @@ class WorkerControl:
 
 
 class PoolScaling:
-    """Reads and chooses the sizes of pools."""
+    """Reads and sets the sizes of pools."""
 
     def __init__(self, config: Config, sizes: PoolSizes) -> None:
         self._pools = {pool.name: pool for pool in config.pools}
@@ -153,7 +154,7 @@ class PoolScaling:
             for name, route in routes.items()
             if route.local_prefill == "never"
         }
-        """Prefill pools of each class whose prompts no decode worker computes."""
+        """Prefill pools of each class whose prompts decode workers must not compute."""
 
     @property
     def pools(self) -> Sequence[PoolConfig]:
@@ -161,14 +162,14 @@ class PoolScaling:
         return tuple(self._pools.values())
 
     async def sizes(self) -> dict[str, int]:
-        """Workers that each pool should have. Raises Unavailable if Redis does not answer."""
+        """Return the requested size of each pool. Raises Unavailable if Redis does not answer."""
         try:
             return await self._read()
         except redis.RedisError as error:
             raise Unavailable("Redis does not answer: the pools' sizes are unknown") from error
 
     async def scale(self, pool: str, count: int, *, force: bool = False) -> int:
-        """Choose a pool's size. Returns its previous size.
+        """Set a pool's size. Return its previous size.
 
         Raises NotFound if there is no such pool; InvalidRequest for too many workers, and if no
         decode worker would be left; LastWorker if no prefill worker would be left for a class that
@@ -183,14 +184,16 @@ class PoolScaling:
             sizes = await self._read()
             if not self._decode_workers(sizes | {pool: count}):
                 raise InvalidRequest(
-                    f"no decode worker would be left without {pool!r}, and nothing can be served",
+                    f"no decode worker would be left without {pool!r}: no request could be served",
                     param="count",
                 )
             if not force:
                 self._check_prefill(pool, sizes | {pool: count})
             await self._sizes.write(pool, count)
         except redis.RedisError as error:
-            raise Unavailable(f"Redis does not answer: {pool!r} stays as it is") from error
+            raise Unavailable(
+                f"Redis does not answer: the size of {pool!r} is unchanged"
+            ) from error
         return sizes[pool]
 
     def _check_prefill(self, pool: str, sizes: dict[str, int]) -> None:
@@ -199,7 +202,7 @@ class PoolScaling:
                 raise LastWorker(
                     f"no prefill worker would be left for requests of class {name!r}, and its"
                     " local_prefill is never: they could not be served. Repeat this with force to"
-                    " do it all the same",
+                    " do it anyway",
                     param="force",
                 )
 
@@ -214,7 +217,7 @@ class PoolScaling:
 
 @contextlib.contextmanager
 def _errors(link: WorkerLink) -> Iterator[None]:
-    """Within the context, a call to an ended worker raises WorkerFailed."""
+    """Raise WorkerFailed for a call in the context to a worker that has ended."""
     with call_errors(link.record.incarnation):
         try:
             yield
@@ -223,6 +226,6 @@ def _errors(link: WorkerLink) -> Iterator[None]:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or CODE_KEY in metadata:
                 raise
             raise WorkerFailed(
-                f"{link.record.slot} does not answer: it has ended, or is about to, and another"
+                f"{link.record.slot} does not answer: it has ended or is ending, and another"
                 " worker replaces it; baton status shows the workers"
             ) from error

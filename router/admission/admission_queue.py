@@ -24,9 +24,11 @@ from router.routing.cost_model import Coefficients
 from router.workers.worker_link import WorkerLink
 
 TICK_S = 0.05
-"""How often the controller is asked while requests wait and none begins or ends."""
+"""Interval of the controller's decisions while requests wait and none starts or ends, in seconds.
+"""
 CAPACITY_AGE_S = 0.02
-"""For how long a view of the workers is used: our own requests are counted beside it."""
+"""Maximum age of a view of the workers in seconds; this router's own requests are counted on top.
+"""
 
 
 class AdmissionQueue:
@@ -39,7 +41,9 @@ class AdmissionQueue:
         capacity: Callable[[], Capacity | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``capacity`` returns what the workers have; None while a role has none."""
+        """Create a queue; ``capacity`` returns the workers' capacity, None while a role has no
+        worker.
+        """
         self._config = config
         self._metrics = metrics
         self._read_capacity = capacity
@@ -58,9 +62,9 @@ class AdmissionQueue:
             metrics.waiting_requests.labels(tenant=tenant).set(0)
 
     async def acquire(self, request: GenerationRequest) -> None:
-        """Wait until the request may go to the workers. ``release`` must follow, in any case.
+        """Wait until the request may go to the workers. ``release`` must follow in any case.
 
-        Raises Overloaded where it may not go there.
+        Raises Overloaded if it is rejected.
         """
         now = self._clock()
         turn = asyncio.get_running_loop().create_future()
@@ -80,30 +84,30 @@ class AdmissionQueue:
             span.end()
             if self._turns.pop(request.request_id, None) is not None:
                 if turn.done() and not turn.cancelled():
-                    turn.exception()  # looked at, so that asyncio does not log it
+                    turn.exception()  # retrieved, so that asyncio does not log it
                 if not request.background:
                     self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
                 self._show(request.principal.tenant)
 
     def first_token(self, request_id: str) -> None:
-        """Note the request's first token; idempotent."""
+        """Record the request's first token; idempotent."""
         if self._controller.first_token(request_id, self._clock()):
             self._pump()
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """Count ``tokens`` more of its answer; of several answers, of the first."""
+        """Count ``tokens`` more of its answer; with several choices, of the first one."""
         self._controller.generated(request_id, tokens)
 
     def release(self, request_id: str, *, finished: bool = False, held_s: float = 0.0) -> None:
-        """Note that the request has gone; idempotent. ``finished``: with its whole answer.
+        """Record that the request has ended; idempotent. ``finished``: with its whole answer.
 
-        Its client held the answer up for ``held_s`` seconds.
+        Its client delayed the answer by ``held_s`` seconds.
         """
         self._controller.left(request_id, self._clock(), finished=finished, held_s=held_s)
         self._pump()
 
     def close(self) -> None:
-        """Stop looking for requests to admit."""
+        """Stop the periodic decisions."""
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
@@ -162,7 +166,7 @@ def capacity_of(
     decode: Sequence[WorkerLink],
     prefill_cost: Coefficients,
 ) -> Capacity:
-    """What the workers' snapshots show, in blocks of the prefix index of ``hash_block`` tokens."""
+    """Sum up the workers' snapshots, in blocks of the prefix index of ``hash_block`` tokens."""
     sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
     loads = [link.load for link in decode]
     return Capacity(

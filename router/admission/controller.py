@@ -1,24 +1,26 @@
-"""Which requests are accepted, in what order, and when they are sent to the workers.
+"""The admission controller: accepts or rejects requests, orders them, and sends them to the
+workers.
 
     offered ─a bound, no place→ refused
     offered → waiting ─its turn, and room→ sent ─first token→ begun → gone
               waiting ─too late, pushed out→ refused
 
-A request without a deadline of its own waits for its turn. It is refused where
-``max_waiting_requests`` wait already or the predicted wait is over ``max_queue_s``. One with a
-deadline is refused where its answer is predicted to end later. Where the request has an SLO
-(``admission = "slo"``), it is also refused where waiting would make its first token late, while
-more work arrives than the cluster can do: at a lower load the queue shortens by itself, and a late
-answer is better than none.
+A request without a deadline of its own waits for its turn. It is rejected if
+``max_waiting_requests`` already wait or the predicted wait is over ``max_queue_s``. A request with
+a deadline is rejected if its answer is predicted to end later.
 
-While requests of a length (by power of two) are refused for time, one is accepted as a probe every
-1 to 10 s: a refused request corrects no prediction.
+With an SLO (``admission = "slo"``), it is also rejected if waiting would make its first token late
+while more work arrives than the cluster can do. At a lower load the queue shortens by itself, and a
+late answer is better than none.
 
-Background requests stand in a queue of their own, behind all others: they are sent while no other
-request waits and ``router.admission.background`` finds slack.
+While requests of a length (by power of two) are rejected as late, one is accepted as a probe every
+1 to 10 s: a rejected request corrects no prediction.
 
-Only so much work lies at the prefill workers as keeps them busy; the rest waits here, where its
-order can still be chosen. Plain Python; ``now`` is passed in. Owned by one event loop.
+Background requests have a queue of their own with the lowest priority. They are sent while no other
+request waits and ``router.admission.background`` finds spare capacity.
+
+The prefill workers get just enough work to stay busy. The rest waits here, where its order can
+still change. Plain Python; ``now`` is passed in. Owned by one event loop.
 """
 
 from __future__ import annotations
@@ -37,44 +39,44 @@ from router.admission.inflight_prefills import InflightPrefills
 from router.admission.overload import Overload, PrefillPacer
 
 MAX_LEAD_S = 30.0
-"""No priority, however low its number, is worth more than this many seconds of waiting."""
+"""Maximum effect of a priority on the order, in seconds of waiting."""
 PRIORITY_STEP_S = 1.0
-"""Waiting time that makes up for one level of priority."""
+"""Waiting time that equals one level of priority, in seconds."""
 MIN_PACED_TOKENS = 8
-"""The time per token of a shorter answer is that of its handoff more than that of decoding."""
+"""Shorter answers teach nothing about pace: their time per token is mostly that of the handoff."""
 MIN_RETRY_S = 0.1
-"""The minimum ``Retry-After``."""
+"""Minimum Retry-After, seconds."""
 CAUTION = 1.25
-"""Factor of a predicted wait against an SLO: the longer the wait, the less certain it is."""
+"""Factor on a predicted wait compared with an SLO: longer waits are less certain."""
 LOOK_S = 0.04
-"""How often all that wait are looked through for those that are too late."""
+"""Interval of the search for waiting requests that are too late, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """What admission has to know of a request."""
+    """A request as admission sees it."""
 
     request_id: str
     tenant: str
     priority: int
-    """Lower comes earlier."""
+    """Lower values go first."""
     prompt_tokens: int
     max_tokens: int
-    """Most tokens of the answer."""
+    """Maximum tokens of the answer."""
     slo_s: float = math.inf
-    """Its first token should come within this many seconds; infinite where it may wait."""
+    """TTFT SLO in seconds; infinite if the request may wait."""
     deadline_s: float = math.inf
     """Seconds from now by which the answer must have ended."""
     own_deadline: bool = False
-    """Its client set the deadline: predictions are compared with it."""
+    """Whether the client set the deadline: predictions are compared with it."""
     choices: int = 1
-    """Answers that are drawn, each as long; how much was generated is told of the first."""
+    """Number of answers, assumed equally long. Generated tokens are counted for the first."""
     background: bool = False
-    """It waits for as long as it takes, and is sent in the slack that others leave."""
+    """Whether it may wait without limit, and uses only spare capacity."""
 
 
 def slo_of(config: Config, prompt_tokens: int) -> float:
-    """``AdmissionRequest.slo_s`` of a request without a deadline of its own."""
+    """Return ``AdmissionRequest.slo_s`` of a request without a deadline of its own."""
     if config.admission == "queue":
         return math.inf
     return config.slo_ttft_of(config.class_of(prompt_tokens))
@@ -88,11 +90,11 @@ class _Waiting(Entry):
     offered_at: float
     answer: ExpectedAnswer
     work_s: float
-    """Seconds of a prefill worker, by the cost model."""
+    """Prefill work in seconds of one worker, by the cost model."""
 
 
 class AdmissionController:
-    """Queues requests and admits them; see the module's text for its rules."""
+    """Queues requests and admits them by the rules in the module's docstring."""
 
     def __init__(
         self,
@@ -100,10 +102,10 @@ class AdmissionController:
         config: Config,
         refuse: Callable[[str, BatonError], None],
     ) -> None:
-        """``weights`` are those of the tenants.
+        """Create a controller; ``weights`` are those of the tenants.
 
-        ``refuse`` gets the id of each waiting request that gets no turn, and the reason. In ``slo``
-        mode prompts are sent only as fast as the times per token allow.
+        ``refuse`` gets the id of each waiting request that is rejected, and the reason. In ``slo``
+        mode prompts are sent only as fast as the time per token of running answers allows.
         """
         self._queue: FairQueue[_Waiting] = FairQueue(weights, config.max_waiting_requests)
         # Not bounded here: the source of background requests bounds their number.
@@ -122,42 +124,42 @@ class AdmissionController:
         self._pacer = PrefillPacer()
         self._looked_at = -math.inf
 
-    # What is known
+    # Observed values
 
     @property
     def speed(self) -> float | None:
-        """Work per second of all prefill workers, seen while requests waited; None: not known."""
+        """Work per second of all prefill workers, measured while requests waited, or None."""
         return self._prefill.learned_speed
 
     @property
     def tpot_s(self) -> float:
-        """The mean time of a further token in seconds; 0 where it is not known."""
+        """Mean time per output token in seconds; 0: not known."""
         return self._decode.tpot_s
 
     def waiting(self, tenant: str) -> int:
-        """How many of a tenant's requests wait here, without those in the background."""
+        """Return the number of a tenant's waiting requests, without background ones."""
         return self._queue.waiting(tenant)
 
     @property
     def waiting_requests(self) -> int:
-        """All that wait, those in the background too."""
+        """Number of all waiting requests, with background ones."""
         return len(self._queue) + len(self._background)
 
     def _see(self, capacity: Capacity, now: float) -> None:
-        """What there is now, and what is no longer true of what was learned."""
+        """Update the observed values, and drop those that are outdated."""
         self._prefill.look(capacity, now)
         self._pacer.served_by(capacity.prefill_workers)
         self._pacer.look(now)
         if self._decode.look(capacity, now):
             self._pacer.forget()
 
-    # A request's way
+    # The states of a request
 
     def offer(self, request: AdmissionRequest, capacity: Capacity, now: float) -> None:
-        """Let a request wait until ``admit`` returns its id.
+        """Queue a request until ``admit`` returns its id.
 
-        Raises DeadlineUnreachable where it would be late, Overloaded where there is no place or the
-        wait is too long, with the time that the work ahead takes.
+        Raises DeadlineUnreachable if it would be late, and Overloaded if the queue is full or the
+        wait too long. Retry-After is the time that the work ahead takes.
         """
         self._see(capacity, now)
         expected = self._decode.expected_tokens(request.max_tokens)
@@ -177,7 +179,7 @@ class AdmissionController:
         victim = self._queue.push(entry)
         if victim is not None:
             full = Overloaded(
-                f"{len(self._queue)} requests wait already; try again later",
+                f"the queue is full: {len(self._queue)} requests are waiting; try again later",
                 retry_after=max(MIN_RETRY_S, turn_s),
             )
             if victim is entry:
@@ -187,9 +189,9 @@ class AdmissionController:
         self._entries[request.request_id] = entry
 
     def admit(self, capacity: Capacity | None, now: float) -> list[str]:
-        """Admit the requests whose turn it is; return their ids. Refuse those that are too late.
+        """Admit the requests whose turn it is and return their ids. Reject those that are too late.
 
-        With ``capacity`` None there are no workers: all are admitted, and fail at their placement.
+        ``capacity`` None means no workers: all are admitted, and fail at their placement.
         """
         released: list[str] = []
         if capacity is not None:
@@ -209,7 +211,7 @@ class AdmissionController:
         return released
 
     def _send(self, queue: FairQueue[_Waiting], capacity: Capacity | None, now: float) -> str:
-        """Take out whose turn it is, and count it as sent."""
+        """Remove the next request from the queue, and count it as sent."""
         entry = queue.pop()
         self._forget(entry)
         request = entry.request
@@ -235,7 +237,7 @@ class AdmissionController:
         return released
 
     def first_token(self, request_id: str, now: float) -> bool:
-        """A request has its first token; idempotent. Whether this was it."""
+        """Record a request's first token; idempotent. Return whether this was the first call."""
         if not self._decode.begin(request_id, now):
             return False
         self._overload.begun(request_id)
@@ -243,15 +245,16 @@ class AdmissionController:
         return True
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """So many more tokens of its answer came."""
+        """Count ``tokens`` more of its answer."""
         self._decode.generated(request_id, tokens)
 
     def left(
         self, request_id: str, now: float, *, finished: bool = False, held_s: float = 0.0
     ) -> None:
-        """A request has gone, wherever it stood; idempotent. ``finished``: with all its tokens.
+        """Record that a request has ended, in any state; idempotent. ``finished``: with all its
+        tokens.
 
-        ``held_s`` of the seconds since its first token its client held it up.
+        Its client delayed the answer by ``held_s`` of the seconds since its first token.
         """
         entry = self._entries.get(request_id)
         if entry is not None:
@@ -262,26 +265,25 @@ class AdmissionController:
         self._prefill.left(request_id, now)
         answer = self._decode.left(request_id, now)
         if self._slack.left(request_id, now, finished=finished):
-            # What is learned is how the others fare.
+            # Background requests teach nothing: the values describe other requests.
             return
         if answer is not None and answer.begun_at is not None and finished:
             self._learn(answer, max(0.0, now - answer.begun_at - held_s), now)
 
     def _forget(self, entry: _Waiting) -> None:
-        """What is no longer in the queue."""
         del self._entries[entry.request.request_id]
 
     def _learn(self, answer: ExpectedAnswer, stayed_s: float, now: float) -> None:
         tpot_s = self._decode.learn(answer, stayed_s)
         if self._paces and tpot_s is not None and answer.generated >= MIN_PACED_TOKENS:
-            self._pacer.heard(in_time=tpot_s <= self._slo_tpot_s, took_s=stayed_s, now=now)
+            self._pacer.observe(in_time=tpot_s <= self._slo_tpot_s, took_s=stayed_s, now=now)
 
     # Time
 
     def _turn_s(self, entry: _Waiting, capacity: Capacity, now: float) -> float:
-        """Seconds until a worker takes its prompt up: after the prompts that go before it, and once
+        """Return the seconds until a worker starts on its prompt.
 
-        there is a place at a decode worker.
+        That is after the prompts ahead of it, and once a decode worker has a place.
         """
         ahead_s = [one.work_s for one in self._queue.ahead(entry)]
         return max(
@@ -291,7 +293,10 @@ class AdmissionController:
         )
 
     def _check_time(self, entry: _Waiting, turn_s: float, now: float) -> None:
-        """Refuse what would be late, except for probes. Raises DeadlineUnreachable, Overloaded."""
+        """Reject a request that would be late, unless it is a probe.
+
+        Raises DeadlineUnreachable, Overloaded.
+        """
         request = entry.request
         own_s = self._prefill.own_s(entry.work_s)
         error = self._refusal(entry, turn_s, own_s, now)
@@ -321,7 +326,7 @@ class AdmissionController:
                 retry_after=retry_after,
             )
         first_s = CAUTION * turn_s + own_s
-        # Where nothing is before it, refusing it serves no other request.
+        # With nothing ahead of it, a rejection would help no other request.
         if first_s <= request.slo_s or turn_s <= 0 or not self._is_overloaded(now):
             return None
         return DeadlineUnreachable(
@@ -335,7 +340,7 @@ class AdmissionController:
         return self._overload.lasts(speed, self._decode.answers_per_s, now)
 
     def _drop_late(self, now: float) -> None:
-        """Of all that wait, at times."""
+        """Reject all waiting requests that are too late, at most every ``LOOK_S``."""
         if now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
@@ -344,7 +349,9 @@ class AdmissionController:
             self._drop(entry, now)
 
     def _is_late(self, entry: _Waiting, free_s: float, now: float) -> bool:
-        """Whether it is too late to send it; a worker is free for it after ``free_s`` seconds."""
+        """Return whether it is too late to send it; a worker is free for it after ``free_s``
+        seconds.
+        """
         request = entry.request
         waited_s = now - entry.offered_at
         if waited_s >= request.deadline_s:
@@ -363,7 +370,7 @@ class AdmissionController:
         self._queue.remove(entry)
         self._forget(entry)
         error = DeadlineUnreachable(
-            "the request waited for its turn until it was too late",
+            "the request waited in the queue until it was too late",
             retry_after=max(MIN_RETRY_S, self._prefill.free_after_s((), now)),
         )
         self._refuse(entry.request.request_id, error)
@@ -372,7 +379,7 @@ class AdmissionController:
 
     def _fits(self, entry: _Waiting, capacity: Capacity, now: float) -> bool:
         if self._decode.is_empty:
-            # Whatever it takes: nothing of ours would ever make more room.
+            # Accept any size: no request of ours is left whose end could free more room.
             return True
         if self._pacer.wait_s((), now) > 0:
             return False

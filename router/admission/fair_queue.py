@@ -1,10 +1,10 @@
 """A bounded queue that tenants share by weight, in tokens.
 
 Between tenants: deficit round robin (M. Shreedhar and G. Varghese, "Efficient fair queuing using
-deficit round-robin", IEEE/ACM Transactions on Networking 4(3), 1996), with a quantum for each
-tenant that grows with its weight. Among the requests of one tenant: the lowest ``order`` first. A
-full queue takes room from the tenant that has the most waiting for its weight (buffer stealing,
-P. McKenney, "Stochastic fairness queueing", INFOCOM 1990).
+deficit round-robin", IEEE/ACM Transactions on Networking 4(3), 1996), with a quantum proportional
+to the tenant's weight. Within a tenant: the lowest ``order`` first. A full queue takes room from
+the tenant with the most waiting tokens per weight (buffer stealing, P. McKenney, "Stochastic
+fairness queueing", INFOCOM 1990).
 
 Plain Python, no clock.
 """
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 QUANTUM_TOKENS = 512
-"""Of a tenant of weight 1: about a chunk of prompts, so that turns are short."""
+"""Quantum of a tenant of weight 1: about a chunk of prompts, so that turns are short."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A request in the queue, to be extended; compared by identity."""
+    """Base class of queued requests; compared by identity."""
 
     tenant: str
     order: float
-    """Lower ones leave earlier; equal ones as they came."""
+    """Lower ones leave earlier; equal ones in order of arrival."""
     tokens: int
-    """What it costs; at least 1."""
+    """Cost; at least 1."""
 
 
 T = TypeVar("T", bound=Entry)
@@ -45,7 +45,7 @@ class _Flow(Generic[T]):
         self.tokens = 0
         self.deficit = 0.0
         self.visited = False
-        """Whether this turn's quantum was given."""
+        """Whether the quantum of the current turn was given."""
 
     @property
     def quantum(self) -> float:
@@ -57,7 +57,7 @@ class _Flow(Generic[T]):
 
 
 class _Flows(dict[str, _Flow[T]]):
-    """By tenant. A key that was made while the router runs may bring one that is not configured."""
+    """Flows by tenant. Unknown tenants get weight 1: keys made at runtime may name new tenants."""
 
     def __missing__(self, tenant: str) -> _Flow[T]:
         flow = self[tenant] = _Flow(1.0)
@@ -65,10 +65,10 @@ class _Flows(dict[str, _Flow[T]]):
 
 
 class FairQueue(Generic[T]):
-    """Not safe for threads; owned by one event loop."""
+    """A fair queue. Not thread-safe; owned by one event loop."""
 
     def __init__(self, weights: Mapping[str, float], limit: int) -> None:
-        """``weights`` of tenants, above 0, of others 1; at most ``limit`` entries at a time."""
+        """Create a queue of at most ``limit`` entries; ``weights`` are above 0, 1 if missing."""
         self._flows = _Flows[T]((name, _Flow(weight)) for name, weight in weights.items())
         self._turns: deque[_Flow[T]] = deque()
         self._limit = limit
@@ -82,15 +82,15 @@ class FairQueue(Generic[T]):
 
     @property
     def tokens(self) -> int:
-        """The cost of all entries."""
+        """Cost of all entries."""
         return sum(flow.tokens for flow in self._turns)
 
     def waiting(self, tenant: str) -> int:
-        """How many entries a tenant has."""
+        """Return the number of a tenant's entries."""
         return len(self._flows[tenant].entries)
 
     def push(self, entry: T) -> T | None:
-        """Take an entry in. Gives back the one that had to go for it, perhaps itself, or None."""
+        """Add an entry. Return the one that was dropped for it, which may be itself, or None."""
         victim = None
         if self._size >= self._limit:
             victim = self._victim(entry)
@@ -106,7 +106,7 @@ class FairQueue(Generic[T]):
         return victim
 
     def peek(self) -> T | None:
-        """The entry whose turn it is; None where none waits."""
+        """Return the entry whose turn it is; None if the queue is empty."""
         if not self._turns:
             return None
         steps = 0
@@ -124,7 +124,7 @@ class FairQueue(Generic[T]):
                 self._skip_rounds()
 
     def pop(self) -> T:
-        """Take out what ``peek`` shows. Raises IndexError where none waits."""
+        """Remove the entry that ``peek`` returns. Raises IndexError if the queue is empty."""
         entry = self.peek()
         if entry is None:
             raise IndexError("no entry waits")
@@ -133,21 +133,22 @@ class FairQueue(Generic[T]):
         return entry
 
     def remove(self, entry: T) -> None:
-        """Take out an entry out of turn. Raises ValueError where it does not wait."""
+        """Remove an entry out of turn. Raises ValueError if it is not in the queue."""
         flow = self._flows[entry.tenant]
         flow.entries.remove(entry)
         flow.tokens -= entry.tokens
         self._size -= 1
         if not flow.entries:
-            # A tenant with nothing to send saves nothing up.
+            # A tenant with nothing to send keeps no credit.
             self._turns.remove(flow)
             flow.deficit, flow.visited = 0.0, False
 
     def ahead(self, newcomer: T) -> list[T]:
-        """What would be served before a newcomer, if nothing else came; about in that order.
+        """Return the entries served before a newcomer if nothing else arrived, roughly in that
+        order.
 
-        Of its own tenant what comes before it; of others as much as their weights give them
-        meanwhile.
+        These are the tenant's own earlier entries, and as many tokens of other tenants as their
+        weights give them in the same time.
         """
         own = self._flows[newcomer.tenant]
         found = [entry for entry in own.entries if entry.order <= newcomer.order]
@@ -164,7 +165,7 @@ class FairQueue(Generic[T]):
         return sorted(found, key=_order)
 
     def _skip_rounds(self) -> None:
-        """Give at once the quanta of rounds in which no tenant could afford an entry."""
+        """Give the quanta of all rounds in which no tenant could afford an entry in one step."""
         rounds = min(
             math.ceil((flow.entries[0].tokens - flow.deficit) / flow.quantum)
             for flow in self._turns

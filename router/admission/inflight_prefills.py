@@ -1,10 +1,10 @@
-"""The prompts that were sent to the prefill workers: what is left of them, and when one is free.
+"""The prompts at the prefill workers: the work that is left, and when a worker is free.
 
-Each worker computes one prompt at a time, in the order of their sending, at its share of the speed
-of all. The cost model says how long one worker computes a prompt; how fast all of them finish work
-is learned while requests wait (``PrefillThroughput``), since other work shares their cores and
-caches save some. What was learned is weighed against the model by how much of it there is: it fades
-within seconds of other traffic, and an idle cluster has the model alone.
+Each worker computes one prompt at a time, in the order of sending, at its share of the total speed.
+The cost model predicts the time of one prompt on one worker. ``PrefillThroughput`` learns the speed
+of all workers while requests wait, since other work shares their cores and caches save work. The
+learned speed is weighted against the model by the amount of evidence. That fades within seconds of
+other traffic, and an idle cluster uses the model alone.
 
 Work is in seconds, speed is work per second. Plain Python; ``now`` is passed in. Owned by one event
 loop.
@@ -21,16 +21,16 @@ from itertools import chain
 from router.admission.capacity import IDLE_S, Capacity
 
 MEMORY_S = 15.0
-"""Saturated seconds after which what was seen counts 1/e: prompts and machines change."""
+"""Time constant of forgetting in saturated seconds: prompts and machines change."""
 QUIET_MEMORY_S = 5.0
-"""The same for seconds in which no request waits: the cost model takes over, which every prompt
+"""The same for seconds in which no request waits. The cost model takes over, which every prompt
 corrects."""
 ENOUGH_S = 0.5
-"""Saturated seconds before the rate is believed; then it is until they have faded."""
+"""Saturated seconds before the rate is trusted. It stays trusted until they have faded."""
 FADED_S = 0.1
-"""Saturated seconds that are still remembered below which it is not believed any more."""
+"""With fewer remembered saturated seconds than this, the rate is not trusted any more."""
 MIN_SPEED = 1e-3
-"""However long a cluster stands still: times are divided by the rate."""
+"""Minimum speed, even of a cluster that does nothing: times are divided by it."""
 
 
 @dataclass(slots=True)
@@ -41,12 +41,12 @@ class InflightPrompt:
     work_s: float
     sent_at: float
     saturated_s: float
-    """Saturated seconds of the router's life until it was sent."""
+    """Value of the router's saturated seconds when it was sent."""
     began_at: float | None = None
-    """When a worker took it up; None: all workers had other prompts."""
+    """When a worker started on it; None: all workers had other prompts."""
 
     def left(self, worker_speed: float, now: float) -> float:
-        """Work that is still to be done, as far as is known."""
+        """Return the estimated remaining work."""
         if self.began_at is None:
             return self.work_s
         return max(0.0, self.work_s - worker_speed * (now - self.began_at))
@@ -56,41 +56,42 @@ class PrefillThroughput:
     """How fast the cluster finishes prompts, learned while requests wait for it.
 
     A prompt's work is the seconds that the cost model predicts for it. The speed is work per
-    second: the number of workers where the model is right. Cached tokens count as if computed.
+    second: the number of workers if the model is right. Cached tokens count as computed.
 
     A prompt counts for the part of its stay at the workers in which requests waited, as if it were
-    computed evenly from its sending to its first token: by Little's law the work that stays there,
-    each over its stay, are what is finished in a second. Counting a whole prompt when it ends would
-    be right in the long run, but waiting comes in short pieces: requests that come together fill
-    every worker at once, and the first one to end ends the waiting, with the others' work unseen.
+    computed evenly from its sending to its first token. By Little's law, the work in flight, each
+    divided by its stay, is the work finished per second. Counting a whole prompt at its end would
+    be right in the long run, but waiting comes in short periods. Requests that arrive together fill
+    every worker at once. The first one to end stops the waiting, and the work of the others would
+    not be counted.
 
-    How much of a prompt under way is done is not known. When one ends, the others count as half
-    done; until the next one ends the rate stays as it is, unless it is certain to be wrong: it is
-    at least what none of the prompts under way adds to, and at most what all of them do.
+    The progress of a prompt in flight is not known. When one ends, the others count as half done.
+    Until the next one ends, the rate stays unless it is certainly wrong. Its lower bound counts
+    none of the work in flight, its upper bound all of it.
 
-    Only waiting teaches, and a refused request does not wait: so what was learned also fades while
-    nothing waits, and an idle cluster's is forgotten. The cost model then takes over.
+    Only waiting teaches, and a rejected request does not wait. So learned values also fade while
+    nothing waits, and an idle cluster drops them. The cost model then takes over.
     """
 
     def __init__(self) -> None:
         self._work_s = 0.0
-        """Finished in the saturated seconds that are remembered."""
+        """Work finished in the remembered saturated seconds."""
         self._seconds = 0.0
-        """These seconds."""
+        """The remembered saturated seconds."""
         self._saturated_s = 0.0
-        """All saturated seconds."""
+        """All saturated seconds so far."""
         self._saturated = False
         self._now = 0.0
-        # Sums over those that stay, so that nothing is done for each of them.
+        # Sums over the prompts in flight avoid a loop over each of them.
         self._stays_count = 0
         self._staying = 0.0
         self._since = 0.0
         self._workers = 0
         self._since_saturated_s = 0.0
         self._waited_at = 0.0
-        """When a request waited last."""
+        """When a request last waited."""
         self._estimate: float | None = None
-        """As of the last end of a prompt."""
+        """Estimated speed at the latest end of a prompt."""
 
     @property
     def evidence_s(self) -> float:
@@ -99,7 +100,7 @@ class PrefillThroughput:
 
     @property
     def speed(self) -> float | None:
-        """None while too little was seen, or nothing lately."""
+        """Learned speed; None while too little was seen, or nothing lately."""
         if self._estimate is None or self._seconds < FADED_S:
             return None
         lower = self._work_s / self._seconds
@@ -107,9 +108,9 @@ class PrefillThroughput:
         return max(MIN_SPEED, min(upper, max(lower, self._estimate)))
 
     def served_by(self, workers: int) -> None:
-        """So many prefill workers there are now: what was learned of fewer, or more, is theirs.
+        """Scale the learned values to a new number of prefill workers.
 
-        It would not be learned otherwise: where too low a rate turns all away, no request waits.
+        They could not adapt otherwise: if too low a rate rejects every request, none waits.
         """
         if self._workers and workers:
             self._work_s *= workers / self._workers
@@ -118,7 +119,7 @@ class PrefillThroughput:
         self._workers = workers or self._workers
 
     def look(self, now: float) -> None:
-        """Before the rate is asked for: an idle cluster's is forgotten in time."""
+        """Drop the values of an idle cluster. Must be called before the speed is read."""
         self._pass(now)
         if not self._saturated and not self._stays_count and now - self._waited_at >= IDLE_S:
             self._work_s = self._seconds = 0.0
@@ -126,21 +127,21 @@ class PrefillThroughput:
             self._estimate = None
 
     def saturated(self, now: float, *, waiting: bool) -> None:
-        """From ``now`` on, requests wait for the prefill workers, or none does."""
+        """Record whether requests wait for the prefill workers from ``now`` on."""
         self._pass(now)
         self._saturated = waiting
         if self._estimate is None:
             self._judge()
 
     def sent(self, tokens: int, work_s: float, now: float) -> InflightPrompt:
-        """A prompt goes to the workers. ``finished`` or ``left`` is to follow, once."""
+        """Record a prompt sent to the workers. ``finished`` or ``left`` must follow, once."""
         self._pass(now)
         stay = InflightPrompt(tokens, work_s, now, self._saturated_s)
         self._stays(stay, 1)
         return stay
 
     def finished(self, stay: InflightPrompt, now: float) -> None:
-        """It has its first token."""
+        """Record a prompt's first token."""
         self._pass(now)
         self._stays(stay, -1)
         overlap_s = self._saturated_s - stay.saturated_s
@@ -148,7 +149,7 @@ class PrefillThroughput:
         self._judge()
 
     def left(self, stay: InflightPrompt) -> None:
-        """It has gone without one."""
+        """Record a prompt that has ended without a first token."""
         self._stays(stay, -1)
 
     def _stays(self, stay: InflightPrompt, count: int) -> None:
@@ -159,17 +160,19 @@ class PrefillThroughput:
             self._since += work_s * stay.sent_at
             self._since_saturated_s += work_s * stay.saturated_s
         else:
-            # Sums of many numbers: their rounding ends here.
+            # Reset the sums, so that rounding errors do not accumulate.
             self._staying = self._since = self._since_saturated_s = 0.0
 
     def _judge(self) -> None:
-        """A prompt has ended: of those that have not, half is done on average."""
+        """Update the estimate at the end of a prompt: the others count as half done on average."""
         enough_s = ENOUGH_S if self._estimate is None else FADED_S
         if self._seconds >= enough_s and self._work_s > 0:
             self._estimate = (self._work_s + self._unfinished() / 2) / self._seconds
 
     def _unfinished(self) -> float:
-        """What all that stay would count for, were they done; by the means of their times."""
+        """Return the credit of all prompts in flight if they were done, by the means of their
+        times.
+        """
         if not self._stays_count:
             return 0.0
         overlap_s = self._saturated_s - self._since_saturated_s / self._staying
@@ -177,7 +180,7 @@ class PrefillThroughput:
         return self._credit(self._staying, overlap_s, stay_s)
 
     def _credit(self, work_s: float, overlap_s: float, stay_s: float) -> float:
-        """Of the work, that of the saturated part of the stay that is still remembered."""
+        """Return the part of the work that belongs to saturated, still remembered time."""
         if stay_s <= 0:
             return work_s if self._saturated else 0.0
         share = min(1.0, max(0.0, overlap_s / stay_s))
@@ -193,7 +196,7 @@ class PrefillThroughput:
             self._waited_at = self._now
             kept = math.exp(-elapsed / MEMORY_S)
             self._work_s *= kept
-            # The integral of what is forgotten meanwhile, so that a steady rate stays itself.
+            # The integral of the decay over the elapsed time keeps a steady rate constant.
             self._seconds = self._seconds * kept + MEMORY_S * (1 - kept)
             self._saturated_s += elapsed
         else:
@@ -203,28 +206,28 @@ class PrefillThroughput:
 
 
 MODEL_EVIDENCE_S = 0.5
-"""The cost model counts as this many seconds of what was learned."""
+"""Weight of the cost model, in seconds of learned evidence."""
 WINDOW_S = 0.25
-"""Seconds of work that wait at each prefill worker: one step runs, the next one is ready."""
+"""Seconds of work queued at each prefill worker: one step runs, the next one is ready."""
 MIN_WINDOW_TOKENS = 1024
-"""Minimum of prompt tokens that wait there as well: two chunks of a CPU's prefill."""
+"""Minimum prompt tokens queued at each prefill worker: two chunks of a CPU's prefill."""
 
 
 class InflightPrefills:
-    """Prompts between their sending and their first token."""
+    """The prompts that were sent and have no first token yet."""
 
     def __init__(self) -> None:
         self._throughput = PrefillThroughput()
         self._prompts: dict[str, InflightPrompt] = {}
-        """In the order of their sending."""
+        """All prompts, in the order of sending."""
         self._queued: dict[str, InflightPrompt] = {}
-        """Those of them that no worker has taken up."""
+        """Prompts that no worker has started."""
         self._workers = 1
         self._tokens = 0
         self._work_s = 0.0
 
     def look(self, capacity: Capacity, now: float) -> None:
-        """Take in how many workers there are."""
+        """Update the number of workers."""
         self._throughput.look(now)
         self._workers = max(1, capacity.prefill_workers)
         self._take_up(now)
@@ -232,7 +235,7 @@ class InflightPrefills:
 
     @property
     def speed(self) -> float:
-        """Work that all workers do in a second, in seconds; above 0."""
+        """Seconds of work that all workers do per second; above 0."""
         model, learned = float(self._workers), self._throughput.speed
         if learned is None:
             return model
@@ -242,12 +245,12 @@ class InflightPrefills:
 
     @property
     def learned_speed(self) -> float | None:
-        """The speed that was seen lately, without the model; None: nothing was seen."""
+        """The measured speed, without the model; None: nothing was measured lately."""
         return self._throughput.speed
 
     @property
     def prompts(self) -> Set[str]:
-        """The ids of their requests."""
+        """Request ids of the prompts."""
         return self._prompts.keys()
 
     @property
@@ -257,15 +260,17 @@ class InflightPrefills:
 
     @property
     def work_s(self) -> float:
-        """Seconds of work of all prompts, including what is done already."""
+        """Seconds of work of all prompts, with the part that is already done."""
         return self._work_s
 
     def own_s(self, work_s: float) -> float:
-        """Seconds in which one worker does ``work_s`` of work."""
+        """Return the seconds in which one worker does ``work_s`` of work."""
         return work_s * self._workers / self.speed
 
     def free_after_s(self, ahead_s: Iterable[float], now: float) -> float:
-        """Seconds until a worker takes up a prompt behind others with ``ahead_s`` of work each."""
+        """Return the seconds until a worker starts a prompt after others with ``ahead_s`` of work
+        each.
+        """
         each = self.speed / self._workers
         begun = [one.left(each, now) for one in self._prompts.values() if one.began_at is not None]
         left = [0.0] * (self._workers - len(begun)) + begun
@@ -275,9 +280,9 @@ class InflightPrefills:
         return left[0] / each
 
     def is_full(self, capacity: Capacity) -> bool:
-        """Whether the workers have enough to do: each a prompt, and the window's work.
+        """Return whether the workers are busy: each has a prompt, and the window's work is queued.
 
-        By work alone one long prompt, which a single worker computes, would keep the others idle.
+        Work alone is not enough: one long prompt, on a single worker, would keep the others idle.
         """
         if len(self._prompts) < capacity.prefill_workers:
             return False
@@ -286,15 +291,15 @@ class InflightPrefills:
         return self._work_s >= WINDOW_S * self.speed
 
     def takes(self, more_s: float) -> float:
-        """Seconds that all workers take for what they have, and ``more_s`` of work."""
+        """Return the seconds that all workers take for their queued work plus ``more_s``."""
         return (self._work_s + more_s) / self.speed
 
     def saturated(self, now: float, *, waiting: bool) -> None:
-        """From ``now`` on, requests wait for the prefill workers, or none does."""
+        """Record whether requests wait for the prefill workers from ``now`` on."""
         self._throughput.saturated(now, waiting=waiting)
 
     def sent(self, request_id: str, tokens: int, work_s: float, now: float) -> None:
-        """Note a prompt that goes to the workers. ``finished`` or ``left`` must follow, once."""
+        """Record a prompt sent to the workers. ``finished`` or ``left`` must follow, once."""
         prompt = self._throughput.sent(tokens, work_s, now)
         self._prompts[request_id] = self._queued[request_id] = prompt
         self._tokens += tokens
@@ -302,18 +307,18 @@ class InflightPrefills:
         self._take_up(now)
 
     def finished(self, request_id: str, now: float) -> None:
-        """Note its first token. Raises KeyError for one that was not sent, or has gone."""
+        """Record a prompt's first token. Raises KeyError if it was not sent, or has ended."""
         self._throughput.finished(self._remove(request_id, now), now)
 
     def left(self, request_id: str, now: float) -> None:
-        """Note that it has gone, if it has no first token; idempotent."""
+        """Record the end of a prompt without a first token; idempotent."""
         if request_id in self._prompts:
             self._throughput.left(self._remove(request_id, now))
 
     def _remove(self, request_id: str, now: float) -> InflightPrompt:
         gone = self._prompts.pop(request_id)
         self._tokens -= gone.tokens
-        # A sum of many numbers: its rounding ends where none is left.
+        # Reset the sum, so that rounding errors do not accumulate.
         self._work_s = self._work_s - gone.work_s if self._prompts else 0.0
         self._queued.pop(request_id, None)
         self._take_up(now)

@@ -1,8 +1,9 @@
-"""Overload control: what is refused, tested and slowed down while more comes than can be done.
+"""Overload control: what is rejected, probed and slowed down while more work arrives than can be
+done.
 
-``Overload`` tells whether more work arrives than the cluster can do, and which requests test the
-predictions by which others are refused: probes. ``PrefillPacer`` tells how fast prompts are sent,
-so that the tokens of running answers keep coming in time.
+``Overload`` decides whether more work arrives than the cluster can do, and which requests are
+probes: they test the predictions by which others are rejected. ``PrefillPacer`` decides how fast
+prompts are sent, so that running answers keep their pace.
 
 Plain Python; ``now`` is passed in. Owned by one event loop.
 """
@@ -14,31 +15,31 @@ import math
 from collections.abc import Iterable
 
 MEMORY_S = 5.0
-"""Work that came this many seconds ago counts 1/e."""
+"""Time constant, in seconds, with which arrived work is forgotten."""
 SUSTAINABLE = 0.8
-"""Up to this share of what can be done a queue shortens by itself."""
+"""Below this fraction of the cluster's speed, a queue shortens by itself."""
 PROBE_S = 1.0
-"""Seconds between two probes while requests of a length (by power of two) are refused for time."""
+"""Seconds between two probes while requests of a length (by power of two) are rejected as late."""
 PROBE_SHARE = 0.1
-"""The maximum share of a worker's time that probes of long prompts take."""
+"""Maximum fraction of a worker's time that probes of long prompts take."""
 MAX_PROBE_S = 10.0
-"""The maximum of seconds between two probes, whatever time they are predicted to take."""
+"""Maximum seconds between two probes, whatever time they are predicted to take."""
 
 
 class Overload:
-    """Work that arrives, and the probes among it."""
+    """The arriving work, and the probes."""
 
     def __init__(self) -> None:
         self._work_s = 0.0
         self._answers = 0.0
         self._now = -math.inf
         self._refused_since: dict[int, float] = {}
-        """By power of two of prompt tokens: the first refusal since one was last accepted."""
+        """First rejection since a request was last accepted, by power of two of prompt tokens."""
         self._probes: dict[int, str] = {}
-        """By the same, the probe that has no first token yet."""
+        """Probe without a first token, by power of two of prompt tokens."""
 
     def came(self, work_s: float, answers: int, now: float) -> None:
-        """Count an offered request, even if refused: its answers are drawn from one prompt.
+        """Count an offered request with its number of answers, even if it is rejected.
 
         The prompt takes ``work_s`` seconds of prefill work.
         """
@@ -47,7 +48,7 @@ class Overload:
         self._answers += answers
 
     def lasts(self, speed: float, answers_per_s: float, now: float) -> bool:
-        """Whether more work arrives than the cluster can do.
+        """Return whether more work arrives than the cluster can do.
 
         ``speed`` of all prefill workers is in seconds of work per second; ``answers_per_s`` is the
         maximum rate at which decode workers end answers.
@@ -57,11 +58,11 @@ class Overload:
         return prefill > SUSTAINABLE * speed or decode > SUSTAINABLE * answers_per_s
 
     def let_in(self, prompt_tokens: int) -> None:
-        """Note an accepted request: predictions for its length are up to date."""
+        """Record an accepted request: predictions for its length are up to date."""
         self._refused_since.pop(prompt_tokens.bit_length(), None)
 
     def probes(self, request_id: str, prompt_tokens: int, own_s: float, now: float) -> bool:
-        """Whether a request that would be refused for time is accepted as a probe.
+        """Return whether a request that would be rejected as late is accepted as a probe.
 
         ``own_s`` is the predicted time in seconds that a worker takes for its prompt.
         """
@@ -74,11 +75,11 @@ class Overload:
         return True
 
     def is_probe(self, request_id: str) -> bool:
-        """Whether it is a probe that has no first token yet."""
+        """Return whether a request is a probe without a first token."""
         return request_id in self._probes.values()
 
     def begun(self, request_id: str) -> None:
-        """Note that it has its first token, or has gone."""
+        """Record that a request has its first token, or has ended."""
         if self.is_probe(request_id):
             self._probes = {
                 length: probe for length, probe in self._probes.items() if probe != request_id
@@ -93,28 +94,29 @@ class Overload:
 
 
 MIN_SHARE = 0.5
-"""Where the SLO is missed whatever is done, no more is given up for it."""
+"""Minimum pace: if the SLO is missed anyway, no more speed is given up for it."""
 MISSES = 0.1
-"""The share of answers that may miss the SLO."""
+"""Fraction of answers that may miss the SLO."""
 MAX_CALM_S = 40.0
-"""After this long without a miss nothing is held back any more, however long misses went on."""
+"""Maximum seconds of reduced pace after the last miss, however long the misses went on."""
 SLACK_S = 0.1
-"""A turn that was taken late, because no event came at its time, is made up for this far."""
+"""Maximum delay of a turn that is made up for, in seconds, if no event came at its time."""
 _STEP = 0.03
 
 
 class PrefillPacer:
-    """A share of the drain rate at which just ``MISSES`` of the answers come too slowly.
+    """Limits prefill to the share of its speed at which only ``MISSES`` of the answers are too
+    slow.
 
-    Prefill takes time from decoding: by larger batches, and where both share cores or links. At a
-    reduced pace each prefill worker rests after a prompt, in proportion to its work: one long
-    prompt does not hold back those that other workers could compute.
+    Prefill takes time from decoding, by larger batches, and wherever both share cores or links. At
+    a reduced pace, each prefill worker rests after a prompt, in proportion to its work. So one long
+    prompt does not hold back prompts that other workers could compute.
 
     A quantile is tracked by stochastic approximation (H. Robbins and S. Monro, "A stochastic
     approximation method", Annals of Mathematical Statistics 22(3), 1951), in steps of the share's
-    logarithm. By these alone it would take hundreds of answers to forget a decode side that was too
-    small for a minute: so after the last miss nothing is held back for longer than misses went on.
-    The share stays for the first half of that time and rises to 1 in the second.
+    logarithm. Steps alone would need hundreds of answers to forget a decode side that was too small
+    for a minute. So after the last miss, the pace stays reduced for no longer than the misses
+    lasted. The share is constant in the first half of that time and rises to 1 in the second.
     """
 
     def __init__(self) -> None:
@@ -127,20 +129,21 @@ class PrefillPacer:
         """Whether the last answer was in time."""
         self._now = -math.inf
         self._rested_at = [-math.inf]
-        """A heap: when each prefill worker has computed its prompts and rested after them."""
+        """A heap of the times at which each prefill worker has computed its prompts and rested
+        after them."""
 
     @property
     def share(self) -> float:
-        """As of the last ``look``."""
+        """The share as of the last ``look``."""
         return self._share
 
     @property
     def _calm_s(self) -> float:
-        """Seconds after the last miss for which prompts are held back."""
+        """Seconds of reduced pace after the last miss."""
         return min(MAX_CALM_S, max(0.0, self._until - self._since))
 
-    def heard(self, *, in_time: bool, took_s: float, now: float) -> None:
-        """Note an answer that took ``took_s`` seconds; its time per token met the SLO or not."""
+    def observe(self, *, in_time: bool, took_s: float, now: float) -> None:
+        """Record an answer that took ``took_s`` seconds, and whether its TPOT met the SLO."""
         self.look(now)
         step = MISSES
         if not in_time:
@@ -152,7 +155,7 @@ class PrefillPacer:
         self._share = min(1.0, max(MIN_SHARE, self._share * math.exp(_STEP * step)))
 
     def look(self, now: float) -> None:
-        """Before the share is asked for."""
+        """Update the share. Must be called before it is read."""
         before, self._now = self._now, max(now, self._now)
         if self._share == 1.0:
             return
@@ -163,22 +166,22 @@ class PrefillPacer:
             return
         rises_from = max(before, ends - calm_s / 2)
         if now > rises_from:
-            # The logarithm falls to 0 in a straight line, however often it is looked at.
+            # The logarithm falls linearly to 0, independent of how often ``look`` is called.
             self._share **= (ends - now) / (ends - rises_from)
 
     def forget(self) -> None:
-        """Reset: nothing decodes, so no answer would gain from a lower pace."""
+        """Reset the pace: nothing decodes, so no answer would gain from a lower one."""
         self._share, self._recovered = 1.0, True
 
     def served_by(self, workers: int) -> None:
-        """Take in how many prefill workers there are."""
+        """Update the number of prefill workers."""
         if workers and workers != len(self._rested_at):
             kept = heapq.nlargest(workers, self._rested_at)
             self._rested_at = kept + [-math.inf] * (workers - len(kept))
             heapq.heapify(self._rested_at)
 
     def sent(self, own_s: float, now: float) -> None:
-        """Note a prompt that one worker computes in ``own_s`` seconds."""
+        """Record a prompt that one worker computes in ``own_s`` seconds."""
         if self._share < 1.0:
             begins = max(now - SLACK_S, self._rested_at[0])
             heapq.heapreplace(self._rested_at, begins + own_s / self._share)
@@ -186,9 +189,9 @@ class PrefillPacer:
             self._rested_at = [-math.inf] * len(self._rested_at)
 
     def wait_s(self, ahead_s: Iterable[float], now: float) -> float:
-        """Seconds until a prompt may be sent; 0 where the pace is not reduced.
+        """Return the seconds until a prompt may be sent; 0 if the pace is not reduced.
 
-        ``ahead_s`` are the seconds that one worker takes for each prompt that goes before it.
+        ``ahead_s`` are one worker's seconds for each prompt ahead of it.
         """
         if self._share == 1.0:
             return 0.0

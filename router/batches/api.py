@@ -13,13 +13,6 @@ from baton.config.cluster import Config
 from baton.errors import InvalidRequest
 from router.batches.batch import Batch, StoredFile
 from router.batches.batch_planner import BatchPlanner
-from router.batches.desk import (
-    DEFAULT_BATCHES,
-    MAX_BATCHES,
-    MAX_FILES,
-    MIN_EXPIRY_S,
-    BatchDesk,
-)
 from router.batches.protocol import (
     BatchList,
     BatchObject,
@@ -27,6 +20,13 @@ from router.batches.protocol import (
     FileDeleted,
     FileList,
     FileObject,
+)
+from router.batches.service import (
+    DEFAULT_BATCHES,
+    MAX_BATCHES,
+    MAX_FILES,
+    MIN_EXPIRY_S,
+    BatchService,
 )
 from router.batches.upload import receive_upload
 from router.http.client import SMALL_BYTES, caller_of, read_object, validate
@@ -60,10 +60,10 @@ _BATCH_MADE: dict[int | str, dict[str, Any]] = {
 
 
 class BatchesApi:
-    """A key sees the files and batches of its tenant alone."""
+    """Handlers of files and batches. A key sees only those of its tenant."""
 
-    def __init__(self, desk: BatchDesk, planner: BatchPlanner, config: Config) -> None:
-        self._desk = desk
+    def __init__(self, service: BatchService, planner: BatchPlanner, config: Config) -> None:
+        self._service = service
         self._planner = planner
         self._config = config
 
@@ -90,16 +90,18 @@ class BatchesApi:
     # Files
 
     async def create_file(self, request: Request) -> FileObject:
-        """Upload a batch's input: a form with `file` and `purpose=batch`. Each line is checked."""
+        """Upload the input of a batch: a form with `file` and `purpose=batch`. Each line is
+        checked.
+        """
         tenant = caller_of(request).principal.tenant
         config = self._config
-        async with self._desk.incoming(tenant) as incoming:
+        async with self._service.incoming(tenant) as incoming:
             upload = await receive_upload(
                 request, incoming.write, config.max_file_bytes, config.request_deadline_s
             )
             if upload.purpose != "batch":
                 raise InvalidRequest("purpose must be 'batch'", param="purpose")
-            file = await self._desk.add_file(incoming, upload.filename, upload.expires_s)
+            file = await self._service.add_file(incoming, upload.filename, upload.expires_s)
         return FileObject.of(file)
 
     async def list_files(
@@ -112,36 +114,36 @@ class BatchesApi:
     ) -> FileList:
         """List files, newest first unless `order=asc`."""
         tenant = caller_of(request).principal.tenant
-        page = await self._desk.files(tenant, purpose, after, limit, ascending=order == "asc")
+        page = await self._service.files(tenant, purpose, after, limit, ascending=order == "asc")
         first, last = _ends(page.entries)
         data = [FileObject.of(file) for file in page.entries]
         return FileList(data=data, first_id=first, last_id=last, has_more=page.has_more)
 
     async def get_file(self, request: Request, file_id: str) -> FileObject:
         """Describe a file."""
-        return FileObject.of(await self._desk.file(caller_of(request).principal.tenant, file_id))
+        return FileObject.of(await self._service.file(caller_of(request).principal.tenant, file_id))
 
     async def get_content(self, request: Request, file_id: str) -> Response:
-        """The contents of a file."""
-        path = await self._desk.content(caller_of(request).principal.tenant, file_id)
-        # Octets: whoever opens a client's text in a browser must not run it.
+        """Return the contents of a file."""
+        path = await self._service.content(caller_of(request).principal.tenant, file_id)
+        # Serve octets, so that a browser does not run a client's text.
         return FileResponse(path, media_type="application/octet-stream")
 
     async def delete_file(self, request: Request, file_id: str) -> FileDeleted:
         """Delete a file, unless a batch needs it."""
-        await self._desk.delete_file(caller_of(request).principal.tenant, file_id)
+        await self._service.delete_file(caller_of(request).principal.tenant, file_id)
         return FileDeleted(id=file_id)
 
     # Batches
 
     async def create_batch(self, request: Request) -> BatchObject:
-        """Begin a batch."""
+        """Start a batch."""
         principal = caller_of(request).principal
         config = self._config
         raw = await read_object(request, SMALL_BYTES, config.request_deadline_s)
         asked = validate(CreateBatchRequest, raw)
         expiry = asked.output_expires_after
-        batch = await self._desk.create_batch(
+        batch = await self._service.create_batch(
             principal,
             asked.input_file_id,
             asked.endpoint,
@@ -158,25 +160,25 @@ class BatchesApi:
         limit: int = Query(default=DEFAULT_BATCHES, ge=1, le=MAX_BATCHES),
     ) -> BatchList:
         """List batches, newest first."""
-        page = await self._desk.batches(caller_of(request).principal.tenant, after, limit)
+        page = await self._service.batches(caller_of(request).principal.tenant, after, limit)
         first, last = _ends(page.entries)
         schedules = await self._planner.plan()
         data = [BatchObject.of(batch, schedules.get(batch.id)) for batch in page.entries]
         return BatchList(data=data, first_id=first, last_id=last, has_more=page.has_more)
 
     async def get_batch(self, request: Request, batch_id: str) -> BatchObject:
-        """Describe a batch, and how far it has come."""
-        batch = await self._desk.batch(caller_of(request).principal.tenant, batch_id)
+        """Describe a batch and its progress."""
+        batch = await self._service.batch(caller_of(request).principal.tenant, batch_id)
         schedules = await self._planner.plan() if batch.unfinished else {}
         return BatchObject.of(batch, schedules.get(batch.id))
 
     async def cancel_batch(self, request: Request, batch_id: str) -> BatchObject:
-        """End a batch early; the results that there are become its files."""
+        """End a batch early. Its results so far become its files."""
         return BatchObject.of(
-            await self._desk.cancel(caller_of(request).principal.tenant, batch_id)
+            await self._service.cancel(caller_of(request).principal.tenant, batch_id)
         )
 
 
 def _ends(entries: Sequence[StoredFile | Batch]) -> tuple[str | None, str | None]:
-    """The ids of the first and the last one."""
+    """Return the ids of the first and the last entry."""
     return (entries[0].id, entries[-1].id) if entries else (None, None)

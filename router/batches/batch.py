@@ -1,10 +1,10 @@
-"""What is kept of a batch and of a file. Times are whole Unix seconds, as OpenAI has them.
+"""The records of a batch and of a file. Times are whole Unix seconds, as at OpenAI.
 
 States of a batch:
 
     validating ─the file is at fault→ failed
     validating → in_progress → finalizing → completed
-    validating, in_progress ─cancel→ cancelling → cancelled
+    validating, in_progress ─cancel→ ``cancelling`` → cancelled
     validating, in_progress ─its window ends→ expired
     validating, in_progress ─its key is revoked, or the results find no room→ failed
 """
@@ -18,7 +18,7 @@ from router.batches.line import Fault
 
 
 class BatchStatus(enum.StrEnum):
-    """The values are OpenAI's."""
+    """The status of a batch, with OpenAI's values."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -36,40 +36,40 @@ UNFINISHED = (
     BatchStatus.FINALIZING,
     BatchStatus.CANCELLING,
 )
-"""Somebody has to do something about these."""
+"""Statuses of batches that a router process still has to work on."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file that a tenant has uploaded, or a batch's results."""
+    """A file that a tenant has uploaded, or the results of a batch."""
 
     id: str
     tenant: str
     filename: str
-    """The client's own; never a path."""
+    """The client's name for it; never used as a path."""
     purpose: str
     """``batch`` or ``batch_output``."""
     size: int
-    """In bytes."""
+    """Size in bytes."""
     created_at: int
     expires_at: int
-    """From then on it is gone."""
+    """Time after which it is not available any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch."""
+    """The record of a batch."""
 
     id: str
     tenant: str
     key_id: str
-    """The public name of the API key that made it; empty for none."""
+    """Public name of the API key that created it; empty for none."""
     model: str
-    """The id of the model that answers: a cluster with another one leaves it alone."""
+    """Id of the model that answers. Clusters with another model ignore the batch."""
     endpoint: str
     input_file_id: str
     completion_window: str
-    """As the client gave it."""
+    """The window as the client gave it."""
     created_at: int
     expires_at: int
     metadata: dict[str, str]
@@ -82,11 +82,11 @@ class Batch:
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     total: int = 0
-    """Lines of its file."""
+    """Number of lines of its file."""
     completed: int = 0
-    """Lines that were answered."""
+    """Number of answered lines."""
     failed: int = 0
-    """Lines that ended with an error."""
+    """Number of lines that ended with an error."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -96,11 +96,11 @@ class Batch:
     owner: str = ""
     """The process that runs it; empty for none."""
     beat: int = 0
-    """Rises while the owner lives."""
+    """Counter that increases while the owner is alive."""
     epoch: int = 0
-    """Rises with each owner: what an earlier one still writes counts for nothing."""
+    """Counter that increases with each owner. Writes of earlier owners are rejected."""
     output_expires_s: int | None = None
-    """How long its results are kept from their creation on, in seconds; None: the default."""
+    """Seconds for which its results are kept after their creation; None: the default."""
     result_bytes: int = 0
     """Size of the results that are not in its files yet."""
 
@@ -111,18 +111,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """How a line has ended."""
+    """The outcome of a line, as stored in a result file."""
 
     number: int
     ok: bool
-    """It belongs into the output file, not into that of errors."""
+    """Whether it goes to the output file; otherwise to the error file."""
     record: str
-    """One line of JSON, without its end."""
+    """One line of JSON, without the newline."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
     @property
     def size(self) -> int:
-        """Bytes that it takes in its file."""
+        """Bytes in its file."""
         return len(self.record.encode()) + 1

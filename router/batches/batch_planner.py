@@ -14,7 +14,7 @@ from router.batches.store import BatchStore
 
 
 class BatchPlanner:
-    """Plans by the table, so that all processes come to the same plan. Owned by the event loop."""
+    """Plans from the table, so that all processes make the same plan. Owned by the event loop."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class BatchPlanner:
         weights: Mapping[str, float],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``model`` is the id of what is served, ``weights`` those of tenants."""
+        """Create a planner; ``model`` is the served model's id, ``weights`` those of tenants."""
         self._store = store
         self._model = model
         self._hours = hours
@@ -33,7 +33,7 @@ class BatchPlanner:
         self._unix_clock = unix_clock
 
     async def plan(self) -> dict[str, BatchSchedule]:
-        """The schedules of the batches that are in progress, by id."""
+        """Return the schedules of the batches in progress, by id."""
         if not self._store.used:
             return {}
         works = await self._store.ask(Database.works, self._model)

@@ -1,4 +1,4 @@
-"""All parts of files and batches in one router process."""
+"""The files and batches of one router process: creates and connects all parts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.api import BatchesApi
 from router.batches.batch_planner import BatchPlanner
-from router.batches.desk import BatchDesk
 from router.batches.line_runner import LineRunner
 from router.batches.quota import Quota
 from router.batches.runner import BatchRunner
+from router.batches.service import BatchService
 from router.batches.slots import LineSlots
 from router.batches.store import BatchStore
 from router.inference.endpoint import Endpoint
@@ -18,7 +18,7 @@ from router.inference.service import InferenceService
 
 
 class Batches:
-    """Owned by the event loop.
+    """Files and batches. Owned by the event loop.
 
     new ─start→ running ─stop→ stopped (the endpoints still answer) ─close→ closed
     """
@@ -26,7 +26,7 @@ class Batches:
     def __init__(
         self, service: InferenceService, endpoints: Mapping[str, Endpoint], metrics: RouterMetrics
     ) -> None:
-        """``endpoints`` by the url of a line."""
+        """Create the parts; ``endpoints`` by the url of a line."""
         config, model = service.config, service.model
         quota = Quota(config.max_tenant_file_bytes, config.max_total_file_bytes)
         self._store = BatchStore(config.data_folder, quota)
@@ -46,15 +46,15 @@ class Batches:
             max_in_flight=config.max_batch_in_flight,
             max_line_bytes=config.max_body_bytes,
         )
-        desk = BatchDesk(self._store, model.id, config, self._runner.wake)
-        self.api = BatchesApi(desk, planner, config)
+        batch_service = BatchService(self._store, model.id, config, self._runner.wake)
+        self.api = BatchesApi(batch_service, planner, config)
 
     async def start(self) -> None:
-        """Begin to run batches."""
+        """Start to run batches."""
         await self._runner.start()
 
     async def stop(self) -> None:
-        """Run no more lines."""
+        """Stop to run lines."""
         await self._runner.close()
 
     async def close(self) -> None:

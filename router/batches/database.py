@@ -1,8 +1,8 @@
 """The table of files and batches: SQLite in a file that several processes of one host share.
 
-SQLite, because batches must outlive the cluster, whose embedded store forgets, and because all
-router processes of a cluster run on one host. In WAL mode readers and one writer do not wait for
-each other; each change is one transaction, on the disk before it is answered.
+SQLite is used because batches must outlive the cluster, whose embedded Redis keeps nothing, and
+because all router processes of a cluster run on one host. In WAL mode, readers and one writer do
+not block each other. Each change is one transaction, on the disk before it is answered.
 
 One object belongs to one thread.
 """
@@ -25,11 +25,11 @@ from router.batches.schedule.throughput import Progress
 from router.batches.tables import MARKS, Free, change, open_tables
 
 MAX_UNFINISHED_OF_TENANT = 100
-"""Maximum batches of a tenant that have not ended."""
+"""Maximum number of unfinished batches of a tenant."""
 MAX_ENDED_OF_TENANT = 1000
-"""Maximum ended batches of a tenant that are kept; the oldest go first."""
+"""Maximum number of ended batches that are kept per tenant; the oldest are deleted first."""
 MAX_PLANNED = 1024
-"""Maximum batches that are planned at a time, those first whose windows end first."""
+"""Maximum number of batches planned at a time, those with the earliest window ends."""
 _RETRY_S = 60.0
 _IS_NEEDED = (
     "EXISTS (SELECT 1 FROM batches WHERE input_file_id = files.id"  # noqa: S608 - our own names
@@ -46,7 +46,7 @@ class LeaseLost(Exception):
 
 
 class StatusChanged(Exception):
-    """Somebody has cancelled the batch meanwhile."""
+    """The batch's status has changed, for example by a cancellation."""
 
 
 class NoSpace(Exception):
@@ -54,10 +54,10 @@ class NoSpace(Exception):
 
 
 class Database:
-    """One connection. Raises ``sqlite3.Error`` where the disk fails."""
+    """One connection. Raises ``sqlite3.Error`` if the disk fails."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` or make it; its folder must be there. Raises ConfigError."""
+        """Open or create ``path``, whose folder must exist. Raises ConfigError."""
         self._connection = open_tables(path)
 
     def close(self) -> None:
@@ -71,16 +71,16 @@ class Database:
             return reserve(connection, upload_id, tenant, size, ahead, quota)
 
     def release_uploads(self, ids: Sequence[str]) -> None:
-        """Give back the room of uploads that have ended without a file."""
+        """Free the room of uploads that ended without a file."""
         with change(self._connection) as connection:
             connection.executemany("DELETE FROM uploads WHERE id = ?", [(name,) for name in ids])
 
     def uploads(self) -> set[str]:
-        """The ids of uploads that have room, of all tenants and processes."""
+        """Return the ids of uploads with reserved room, of all tenants and processes."""
         return {name for (name,) in self._connection.execute("SELECT id FROM uploads")}
 
     def add_file(self, file: StoredFile, upload_id: str) -> None:
-        """Turn an upload, which has room for it, into a file."""
+        """Turn an upload with reserved room into a file."""
         with change(self._connection) as connection:
             connection.execute("DELETE FROM uploads WHERE id = ?", (upload_id,))
             self._insert_file(file)
@@ -89,7 +89,7 @@ class Database:
         self._insert("files", asdict(file))
 
     def file(self, file_id: str, tenant: str, now: int = 0) -> StoredFile:
-        """One that has expired by ``now`` is there no more. Raises NotFound."""
+        """Return a file that has not expired by ``now``. Raises NotFound."""
         found = self._connection.execute(
             f"{_SELECT_FILE} WHERE id = ? AND tenant = ?", (file_id, tenant)
         ).fetchone()
@@ -108,9 +108,9 @@ class Database:
         ascending: bool,
         now: int = 0,
     ) -> list[StoredFile]:
-        """A tenant's files, of one purpose or of any (""), from the one behind ``after`` on.
+        """Return a tenant's files after ``after``, of one purpose or of any ("").
 
-        Without those that have expired by ``now``.
+        Files that have expired by ``now`` are not included.
         """
         where: dict[str, str | int] = {"tenant = ?": tenant}
         if purpose:
@@ -120,7 +120,7 @@ class Database:
         return [StoredFile(*row) for row in rows]
 
     def delete_file(self, file_id: str, tenant: str) -> None:
-        """Raises NotFound, and InvalidRequest while a batch needs it."""
+        """Delete a file. Raises NotFound, and InvalidRequest while a batch needs it."""
         self.file(file_id, tenant)
         with change(self._connection) as connection:
             users = connection.execute(
@@ -128,12 +128,15 @@ class Database:
                 (file_id, *UNFINISHED),
             ).fetchone()
             if users is not None:
-                raise InvalidRequest(f"the batch {users[0]} needs the file", param="file_id")
+                raise InvalidRequest(
+                    f"the batch {users[0]} still needs the file: cancel the batch first",
+                    param="file_id",
+                )
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def collect(self, now: int) -> list[str]:
-        """Forget the files that have expired by ``now`` and that no batch needs; their ids."""
-        # Looked for before anything is written: mostly there is none.
+        """Delete expired files that no batch needs; return their ids."""
+        # Check before starting a write: usually there is none.
         if not self._expired(now):
             return []
         with change(self._connection) as connection:
@@ -148,16 +151,16 @@ class Database:
         ).fetchall()
 
     def file_ids(self) -> set[str]:
-        """Of all tenants."""
+        """Return the ids of the files of all tenants."""
         return {name for (name,) in self._connection.execute("SELECT id FROM files")}
 
     # Batches
 
     def add_batch(self, batch: Batch) -> None:
-        """Forgets the oldest ended batches of the tenant, if it has too many.
+        """Add a batch, and delete the tenant's oldest ended ones if it has too many.
 
-        Raises NotFound where its file is not there, InvalidRequest where that is no input, and
-        Overloaded if the tenant has too many batches that have not ended.
+        Raises NotFound if its file does not exist, InvalidRequest if that is not an input file, and
+        Overloaded if the tenant has too many unfinished batches.
         """
         with change(self._connection) as connection:
             (unfinished,) = connection.execute(
@@ -166,7 +169,7 @@ class Database:
             ).fetchone()
             if unfinished >= MAX_UNFINISHED_OF_TENANT:
                 raise Overloaded(
-                    f"{unfinished} batches have not ended, the maximum: wait, or cancel some",
+                    f"{unfinished} unfinished batches are the maximum: wait, or cancel some",
                     retry_after=_RETRY_S,
                 )
             connection.execute(
@@ -186,7 +189,7 @@ class Database:
             self._insert("batches", row)
 
     def batch(self, batch_id: str, tenant: str | None = None) -> Batch:
-        """A batch, of any tenant or of one. Raises NotFound."""
+        """Return a batch, of any tenant or of one. Raises NotFound."""
         found = self._connection.execute(f"{_SELECT_BATCH} WHERE id = ?", (batch_id,)).fetchone()
         batch = None if found is None else _batch(found)
         if batch is None or tenant not in (None, batch.tenant):
@@ -194,18 +197,18 @@ class Database:
         return batch
 
     def batches(self, tenant: str, after: str, limit: int) -> list[Batch]:
-        """A tenant's batches, newest first, from the one behind ``after`` on."""
+        """Return a tenant's batches, newest first, after ``after``."""
         where: dict[str, str | int] = {"tenant = ?": tenant}
         rows = self._page(_SELECT_BATCH, "batches", where, after, limit, ascending=False)
         return [_batch(row) for row in rows]
 
     def of_ids(self, batch_ids: Collection[str]) -> list[Batch]:
-        """Batches of any tenant, oldest first; without those that are not there."""
+        """Return those of the batches that exist, of any tenant, oldest first."""
         select = f"{_SELECT_BATCH} WHERE id IN ({', '.join('?' * len(batch_ids))}) ORDER BY place"
         return [_batch(row) for row in self._connection.execute(select, (*batch_ids,)).fetchall()]
 
     def beats(self) -> dict[str, int]:
-        """The owners of unfinished batches; the value of each changes while it lives."""
+        """Return the owners of unfinished batches, with values that change while they live."""
         return dict(
             self._connection.execute(
                 "SELECT owner, sum(beat) FROM batches WHERE owner != '' GROUP BY owner"
@@ -213,7 +216,7 @@ class Database:
         )
 
     def to_be_ended(self, free: Free, now: int, limit: int) -> list[Batch]:
-        """Batches that need no more than an end, oldest first."""
+        """Return batches that only need to be ended, oldest first."""
         where, values = free.clause()
         rows = self._connection.execute(
             f"{_SELECT_BATCH} WHERE {where} AND (status IN (?, ?) OR expires_at <= ?)"
@@ -223,9 +226,9 @@ class Database:
         return [_batch(row) for row in rows.fetchall()]
 
     def to_be_run(self, free: Free, model: str, *, of_tenant: int, limit: int) -> list[Batch]:
-        """Batches of a model: the first of each tenant, the second of each, and so on.
+        """Return batches of a model: the first of each tenant, then the second of each, and so on.
 
-        At most ``of_tenant`` of each tenant; those come first whose windows end first.
+        At most ``of_tenant`` per tenant, ordered by the end of their windows.
         """
         where, values = free.clause()
         columns = ", ".join(_BATCH_COLUMNS)
@@ -237,10 +240,10 @@ class Database:
         )
         return [_batch(row) for row in rows.fetchall()]
 
-    # What is planned
+    # Planning
 
     def works(self, model: str) -> list[BatchWork]:
-        """What the batches of a model that are in progress have left to do."""
+        """Return the remaining work of a model's batches in progress."""
         rows = self._connection.execute(
             "SELECT id, tenant, expires_at, total, completed + failed,"
             " prompt_tokens + completion_tokens FROM batches WHERE status = ? AND model = ?"
@@ -250,21 +253,21 @@ class Database:
         return [BatchWork(*row) for row in rows.fetchall()]
 
     def progress(self, model: str) -> Progress:
-        """What all batches of a model have done so far, and how fast."""
+        """Return the progress of all batches of a model so far, and their speed."""
         row = self._connection.execute(
             "SELECT lines, tokens, tokens_per_s FROM progress WHERE model = ?", (model,)
         ).fetchone()
         return Progress() if row is None else Progress(*row)
 
     def learn_speed(self, model: str, tokens_per_s: float) -> None:
-        """Keep the speed of batches of a model, which have done some lines."""
+        """Store the speed of a model's batches, which have finished some lines."""
         with change(self._connection) as connection:
             connection.execute(
                 "UPDATE progress SET tokens_per_s = ? WHERE model = ?", (tokens_per_s, model)
             )
 
     def cancel(self, batch_id: str, tenant: str, now: int) -> Batch:
-        """Ask for its end. Raises NotFound, and InvalidRequest where it has ended already."""
+        """Request the end of a batch. Raises NotFound, and InvalidRequest if it has ended."""
         with change(self._connection):
             batch = self.batch(batch_id, tenant)
             if batch.status is BatchStatus.CANCELLING:
@@ -274,10 +277,10 @@ class Database:
             self._update(batch, status=BatchStatus.CANCELLING, cancelling_at=now)
             return replace(batch, status=BatchStatus.CANCELLING, cancelling_at=now)
 
-    # What the owner of a batch does
+    # Methods for the owner of a batch
 
     def claim(self, batch: Batch, owner: str) -> Batch | None:
-        """Become the owner of a batch that has not changed hands since it was read."""
+        """Become the owner of a batch, unless its owner has changed since it was read."""
         with change(self._connection):
             now = self.batch(batch.id)
             if (now.owner, now.beat, now.epoch) != (batch.owner, batch.beat, batch.epoch):
@@ -288,17 +291,17 @@ class Database:
             return replace(now, owner=owner, epoch=now.epoch + 1)
 
     def beat(self, owner: str) -> None:
-        """Renew the lease of all that ``owner`` has."""
+        """Renew the lease of all batches of ``owner``."""
         with change(self._connection) as connection:
             connection.execute("UPDATE batches SET beat = beat + 1 WHERE owner = ?", (owner,))
 
     def release(self, owner: str) -> None:
-        """Give up all that ``owner`` has: others need not wait for the end of its lease."""
+        """Release all batches of ``owner``, so that others need not wait for its lease to end."""
         with change(self._connection) as connection:
             connection.execute("UPDATE batches SET owner = '' WHERE owner = ?", (owner,))
 
     def move(self, held: Batch, /, **changes: Any) -> Batch:
-        """Change a batch whose status is that of ``held``. Raises LeaseLost, StatusChanged."""
+        """Change a batch if its status is that of ``held``. Raises LeaseLost, StatusChanged."""
         with change(self._connection):
             batch = self._held(held)
             if batch.status is not held.status:
@@ -307,12 +310,12 @@ class Database:
             return replace(batch, **changes)
 
     def done_lines(self, batch_id: str) -> set[int]:
-        """The numbers of the lines that have a result."""
+        """Return the numbers of the lines that have a result."""
         rows = self._connection.execute("SELECT line FROM results WHERE batch_id = ?", (batch_id,))
         return {line for (line,) in rows}
 
     def add_results(self, held: Batch, results: Sequence[LineResult], quota: Quota) -> None:
-        """Keep results; a line that has one keeps that. Raises LeaseLost and NoSpace."""
+        """Store results; a line's first result is kept. Raises LeaseLost and NoSpace."""
         with change(self._connection) as connection:
             batch = self._held(held)
             fresh = [result for result in results if self._insert_result(held.id, result)]
@@ -320,7 +323,7 @@ class Database:
             if room_of(connection, batch.tenant, quota) < size:
                 raise NoSpace(held.id)
             ok = sum(result.ok for result in fresh)
-            # Lines that were refused, or have expired, took no time.
+            # Rejected and expired lines took no time.
             each = [result.prompt_tokens + result.completion_tokens for result in fresh]
             connection.execute(
                 "INSERT INTO progress VALUES (?, ?, ?, NULL) ON CONFLICT (model) DO UPDATE"
@@ -351,7 +354,7 @@ class Database:
         return cursor.rowcount == 1
 
     def records(self, batch_id: str, *, ok: bool) -> Iterator[str]:
-        """The results of one kind, in the order of their lines."""
+        """Yield the results of one kind, in the order of their lines."""
         with closing(self._connection.cursor()) as cursor:
             cursor.execute(
                 "SELECT record FROM results WHERE batch_id = ? AND ok = ? ORDER BY line",
@@ -361,7 +364,7 @@ class Database:
                 yield record
 
     def finish(self, held: Batch, files: Sequence[StoredFile], **changes: Any) -> Batch:
-        """The end: the results have become ``files``. Raises LeaseLost."""
+        """End a batch whose results have become ``files``. Raises LeaseLost."""
         with change(self._connection) as connection:
             batch = self._held(held)
             for file in files:
@@ -372,7 +375,7 @@ class Database:
             return replace(batch, **changes)
 
     def _held(self, held: Batch) -> Batch:
-        """The batch as it is now, within a change."""
+        """Return the current batch, within a transaction. Raises LeaseLost."""
         batch = self.batch(held.id)
         if (batch.owner, batch.epoch) != (held.owner, held.epoch):
             raise LeaseLost(held.id)
@@ -406,7 +409,10 @@ class Database:
         *,
         ascending: bool,
     ) -> list[tuple[Any, ...]]:
-        """``where``: clauses with a mark each, and what stands for it; the tenant's first."""
+        """Return a page of rows.
+
+        ``where``: clauses with one placeholder each, and their values; the tenant's first.
+        """
         clauses, values = list(where), list(where.values())
         if after:
             sign = ">" if ascending else "<"

@@ -10,13 +10,14 @@ from typing import Any
 import pydantic_core
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""What a line may ask for."""
+"""The endpoints that a line may call."""
 MAX_LINES = 50_000
-"""In a file, as at OpenAI."""
+"""Maximum number of lines in a file, as at OpenAI."""
 MAX_LINE_VALUES = 131_072
-"""JSON values in a line: parsing more would hold the interpreter lock."""
+"""Maximum number of JSON values in a line: parsing more would hold the interpreter lock for long.
+"""
 MAX_FAULTS = 50
-"""More are not looked for."""
+"""Maximum number of reported faults."""
 _MAX_NAME_CHARACTERS = 512
 _SHOWN_CHARACTERS = 128
 _MARKS = (b",", b"[", b"{")
@@ -25,10 +26,10 @@ _STRINGS_AND_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[,\[{]', re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A request that its file asks for."""
+    """A request in a file."""
 
     number: int
-    """Counts from 1, blank lines included."""
+    """Line number from 1, with blank lines."""
     custom_id: str
     """The client's name for it, unique in the file."""
     url: str
@@ -38,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with an input file."""
+    """An error in an input file."""
 
     code: str
     message: str
@@ -48,7 +49,7 @@ class Fault:
 
 
 class BadLine(Exception):
-    """A line cannot be taken as a request."""
+    """A line is not a valid request."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.message)
@@ -56,7 +57,7 @@ class BadLine(Exception):
 
 
 def read_line(number: int, raw: bytes, max_bytes: int) -> Line:
-    """Read one line. Raises BadLine; ``max_bytes`` bounds it, as it does the body of a request."""
+    """Parse one line of at most ``max_bytes``, as for the body of a request. Raises BadLine."""
     if len(raw) > max_bytes:
         raise _bad(number, "line_too_large", f"the line is larger than {max_bytes} bytes")
     if _has_too_many_values(raw):
@@ -85,7 +86,7 @@ def read_line(number: int, raw: bytes, max_bytes: int) -> Line:
 
 
 def _has_too_many_values(raw: bytes) -> bool:
-    """Whether the line has too many commas and brackets outside its strings."""
+    """Return whether the line has too many commas and brackets outside its strings."""
     if sum(map(raw.count, _MARKS)) <= MAX_LINE_VALUES:
         return False
     marks = (found[0] in _MARKS for found in _STRINGS_AND_MARKS.finditer(raw))
@@ -93,7 +94,7 @@ def _has_too_many_values(raw: bytes) -> bool:
 
 
 def read_lines(raws: Iterable[bytes], max_bytes: int, first: int = 1) -> Iterator[Line]:
-    """The lines that are not blank; ``first`` is the number of the first one. Raises BadLine."""
+    """Yield the lines that are not blank; ``first`` is the first line's number. Raises BadLine."""
     for number, raw in enumerate(raws, first):
         if raw.strip():
             yield read_line(number, raw, max_bytes)
@@ -102,9 +103,9 @@ def read_lines(raws: Iterable[bytes], max_bytes: int, first: int = 1) -> Iterato
 def find_faults(
     raws: Iterable[bytes], max_bytes: int, endpoint: str = "", model: str = ""
 ) -> tuple[int, list[Fault]]:
-    """Check a whole file: how many lines it has, and what is wrong, ``MAX_FAULTS`` at most.
+    """Check a whole file. Return its number of lines, and up to ``MAX_FAULTS`` faults.
 
-    Where they are given, ``endpoint`` is what all lines must ask, and ``model`` whom.
+    If given, all lines must call ``endpoint`` and name ``model``.
     """
     faults: list[Fault] = []
     names: dict[str, int] = {}
@@ -142,7 +143,7 @@ def _check_target(line: Line, endpoint: str, model: str) -> None:
 def _check_name(line: Line, names: dict[str, int]) -> None:
     known = names.setdefault(line.custom_id, line.number)
     if known != line.number:
-        text = f"custom_id is that of line {known}"
+        text = f"custom_id is already used in line {known}"
         raise _bad(line.number, "duplicate_custom_id", text, "custom_id")
 
 

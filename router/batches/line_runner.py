@@ -1,8 +1,8 @@
 """Runs one line of a batch by the endpoint that answers the same body over HTTP.
 
-So a line can ask for whatever the endpoint can do. Its requests run in the background, for the key
-that made the batch, and count under the class ``batch``. A line counts against the limits of that
-key as a request does, and waits until they allow it.
+So a line can use every feature of the endpoint. Its requests run in the background, for the key
+that created the batch, and count under the class ``batch``. Like a request, a line counts against
+the limits of that key, and waits until they allow it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from router.http.errors import error_object
 from router.inference.endpoint import Endpoint
 
 MAX_FAILURES = 5
-"""So often a line is tried whose workers fail."""
+"""Maximum tries of a line whose workers fail."""
 RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """What a line is answered with."""
+    """The HTTP status and body that a line got."""
 
     status: int
     request_id: str
@@ -46,22 +46,23 @@ class LineAnswer:
 
 
 class LineRunner:
-    """Runs lines for the key that made their batch. Owned by the event loop."""
+    """Runs lines for the key that created their batch. Owned by the event loop."""
 
     def __init__(self, endpoints: Mapping[str, Endpoint], access: Access, slots: LineSlots) -> None:
-        """``endpoints`` by the url of a line. A line runs in one of the ``slots``."""
+        """Create a runner of lines, each in a slot; ``endpoints`` by the url of a line."""
         self._endpoints = endpoints
         self._access = access
         self._slots = slots
 
     def has_key(self, batch: Batch) -> bool:
-        """Whether the API key that made a batch still allows it."""
+        """Return whether the API key that created a batch still allows it."""
         return self._access.owner_of(Principal(batch.tenant, batch.key_id)) is not None
 
     async def run(self, batch: Batch, line: Line) -> LineResult:
-        """The line's result, however long that takes; cancelling it aborts it on the workers.
+        """Run a line and return its result, however long it takes.
 
-        Raises BatchHeld where the line had not begun when its batch was held.
+        Cancellation aborts the line on the workers. Raises BatchHeld if the line had not begun
+        when its batch was put on hold.
         """
         return result_of(line, await self._answer(batch, line))
 
@@ -69,7 +70,7 @@ class LineRunner:
         while True:
             owner = self._access.owner_of(Principal(batch.tenant, batch.key_id))
             if owner is None:
-                # The batch ends within a second. Until then its lines do not run.
+                # The batch ends within a second. Until then its lines wait.
                 wait_s = MAX_RETRY_S
             else:
                 try:
@@ -80,12 +81,12 @@ class LineRunner:
             await asyncio.sleep(wait_s)
 
     async def _answer_of(self, caller: Caller, batch: Batch, line: Line) -> LineAnswer:
-        """Run a line that is counted."""
+        """Run a line that is counted against the key's limits."""
         failures, wait_s = 0, RETRY_S
         while True:
             request_id = secrets.token_hex(16)
             try:
-                # A line that waits leaves its slot to others.
+                # A waiting line holds no slot.
                 async with self._slots.slot(batch):
                     body = await self._endpoints[line.url].run_line(line.body, caller)
                 return LineAnswer(200, request_id, body)
@@ -103,14 +104,14 @@ class LineRunner:
 
 
 def result_of(line: Line, answer: LineAnswer) -> LineResult:
-    """A line of the output file, or of that of errors."""
+    """Build a line of the output file, or of the error file."""
     response = {
         "status_code": answer.status,
         "request_id": answer.request_id,
         "body": answer.body,
     }
     usage = answer.body.get("usage") or {}
-    # Responses have other names for them.
+    # The Responses API has other names for these fields.
     prompt, completion = (
         ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
     )
@@ -126,7 +127,7 @@ def result_of(line: Line, answer: LineAnswer) -> LineResult:
 
 
 def expired_result(line: Line) -> LineResult:
-    """Of a line whose batch's window has ended before it had another result."""
+    """Build the result of a line without an answer at the end of its batch's window."""
     error = {
         "code": "batch_expired",
         "message": "This request was not answered before the completion window ended.",
@@ -135,7 +136,7 @@ def expired_result(line: Line) -> LineResult:
 
 
 def record(line: Line, *, response: dict[str, Any] | None, error: dict[str, str] | None) -> str:
-    """OpenAI's object for a line, as JSON."""
+    """Build OpenAI's object for a line, as JSON."""
     return json.dumps(
         {
             "id": f"batch_req_{secrets.token_hex(12)}",

@@ -1,4 +1,4 @@
-"""OpenAI's shapes of files and batches."""
+"""OpenAI's formats of files and batches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ExpiresAfter(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     anchor: Literal["created_at"]
-    """From when on: `created_at`."""
+    """Start of the time: `created_at`."""
     seconds: int
-    """An hour to 30 days."""
+    """3600 (an hour) to 2592000 (30 days)."""
 
 
 class CreateBatchRequest(BaseModel):
@@ -35,14 +35,14 @@ class CreateBatchRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     input_file_id: Annotated[str, Field(max_length=128)]
-    """An uploaded file with the purpose `batch`."""
+    """The id of an uploaded file with the purpose `batch`."""
     endpoint: str
-    """What all lines of the file ask, `/v1/chat/completions` say."""
+    """The endpoint of all lines of the file, such as `/v1/chat/completions`."""
     completion_window: str = "24h"
-    """After this time the batch ends with what there is: a number and `s`, `m`, `h` or `d`, at most
-    30 days (extension: OpenAI knows `24h` alone)."""
+    """Time after which the batch ends with its results so far: a number and `s`, `m`, `h` or `d`,
+    at most 30 days (extension: OpenAI only supports `24h`)."""
     metadata: dict[str, str] | None = None
-    """At most 16 pairs, of 64 and 512 characters."""
+    """At most 16 pairs, with names of up to 64 and values of up to 512 characters."""
     output_expires_after: ExpiresAfter | None = None
     """When the results are deleted. Default: 30 days after they are made."""
 
@@ -118,18 +118,18 @@ class BatchUsage(BaseModel):
 
 
 class ScheduleObject(BaseModel):
-    """What is planned for a batch that is in progress (extension)."""
+    """The plan for a batch in progress (extension)."""
 
     state: Literal["full_speed", "paced", "waiting"]
-    """Outside of `batch_hours` a batch waits, or runs at the pace that its window needs."""
+    """Outside of `batch_hours` a batch waits, or runs at the pace that its window requires."""
     starts_at: int | None
-    """When a batch that waits goes on."""
+    """When a waiting batch continues."""
     estimated_end_at: int | None
-    """The end of the window at the latest; null while the speed is not known."""
+    """Estimated end, at most the end of the window; null while the speed is not known."""
     late_lines: int
-    """Estimate of the lines that have no answer when the window ends."""
+    """Estimated number of lines without an answer when the window ends."""
     message: str | None
-    """What to do about late lines."""
+    """Advice on late lines."""
 
     @classmethod
     def of(cls, schedule: BatchSchedule) -> ScheduleObject:
@@ -140,7 +140,7 @@ class ScheduleObject(BaseModel):
             estimated_end_at=_whole(schedule.ends_at),
             late_lines=late,
             message=f"The completion window is too short: about {late:,} lines will have no answer"
-            " when it ends. Ask for them again in a batch with a longer window."
+            " when it ends. Submit them again in a batch with a longer window."
             if late
             else None,
         )
@@ -212,19 +212,19 @@ def _whole(at: float | None) -> int | None:
 
 
 def window_s(text: str) -> int:
-    """A completion window in seconds. Raises InvalidRequest."""
+    """Convert a completion window to seconds. Raises InvalidRequest."""
     match = _WINDOW.fullmatch(text)
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < seconds <= MAX_WINDOW_S:
         raise InvalidRequest(
-            "completion_window must be a number and s, m, h or d, as 24h, and at most 30d",
+            "completion_window must be a number and s, m, h or d, such as 24h, and at most 30d",
             param="completion_window",
         )
     return seconds
 
 
 def check_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    """Raises InvalidRequest."""
+    """Check the size of metadata. Raises InvalidRequest."""
     fits = len(metadata) <= MAX_METADATA and all(
         len(name) <= MAX_METADATA_NAME and len(value) <= MAX_METADATA_VALUE
         for name, value in metadata.items()

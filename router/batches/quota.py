@@ -1,4 +1,4 @@
-"""How much tenants may store: files, files that arrive, and results of batches that run.
+"""Storage quotas of tenants: files, uploads in progress, and results of running batches.
 
 An upload reserves room in the table of uploads before it is written, so that the uploads of all
 router processes together stay within the quota.
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from baton.errors import RequestTooLarge
 
 MAX_FILES_OF_TENANT = 1000
-"""Maximum files of a tenant, with those that arrive. Results of batches may exceed it."""
+"""Maximum number of files of a tenant, with uploads in progress. Results of batches may exceed it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,13 @@ class Quota:
 
     of_tenant: int
     total: int
-    """Of all tenants."""
+    """Maximum of all tenants together."""
 
 
 def room_of(
     connection: sqlite3.Connection, tenant: str, quota: Quota, *, upload_id: str = ""
 ) -> int:
-    """Bytes that a tenant may store besides what is there, the upload ``upload_id`` left out."""
+    """Return the bytes that a tenant may still store, without counting the upload ``upload_id``."""
     held, total = connection.execute(
         "SELECT coalesce(sum(iif(tenant = :tenant, size, 0)), 0), coalesce(sum(size), 0) FROM"
         " (SELECT tenant, size FROM files"
@@ -46,10 +47,9 @@ def reserve(
     ahead: int,
     quota: Quota,
 ) -> int:
-    """Give an upload room for ``size`` bytes in all, and up to ``ahead`` more while room is ample.
+    """Reserve ``size`` bytes in all for an upload, and up to ``ahead`` more if room is ample.
 
-    Called within a transaction. Returns the bytes that the upload has room for. Raises
-    RequestTooLarge.
+    Called within a transaction. Returns the reserved bytes. Raises RequestTooLarge.
     """
     (files,) = connection.execute(
         "SELECT (SELECT count(*) FROM files WHERE tenant = :tenant)"
@@ -58,14 +58,12 @@ def reserve(
     ).fetchone()
     if files >= MAX_FILES_OF_TENANT:
         raise RequestTooLarge(
-            f"there is no room: {files} files are kept, and {MAX_FILES_OF_TENANT} are possible;"
-            " delete some"
+            f"the tenant has {files} files, and {MAX_FILES_OF_TENANT} are the maximum; delete some"
         )
     room = room_of(connection, tenant, quota, upload_id=upload_id)
     if room < size:
         raise RequestTooLarge(
-            f"there is no room: files and results may take {max(0, room)} bytes more; delete some"
-            " files"
+            f"the storage quota has room for {max(0, room)} bytes more; delete some files"
         )
     granted = size + min(ahead, (room - size) // 4)
     connection.execute(

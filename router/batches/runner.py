@@ -1,12 +1,12 @@
-"""Runs batches: claims them, puts their lines through, keeps the results, ends them.
+"""Runs batches: claims them, runs their lines, stores the results, ends them.
 
-Each router process has one of these; a batch belongs to at most one of them at a time. An owner's
-beat rises every second. One whose beat stands still for ``LEASE_S``, as another process sees it,
-has lost its batches: the lines that have no result yet are run again, and what the former owner may
-still write counts for nothing.
+Each router process has one runner, and at most one of them owns a batch at a time. An owner's beat
+increases every second. An owner whose beat has not changed for ``LEASE_S``, as another process sees
+it, loses its batches. Lines without a result are run again, and later writes of the former owner
+are rejected.
 
-A batch that has to wait for its hours (``router.batches.schedule.plan``), or for others whose
-windows end earlier, is given back: lines that run end, and no further one begins.
+A batch is released if it must wait for its hours (``router.batches.schedule.plan``), or for others
+whose windows end earlier: running lines end, and no new line begins.
 
 Owned by the event loop. ``router.batches.batch`` lists the states.
 """
@@ -44,31 +44,36 @@ from router.batches.tables import Free
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-"""An owner whose beat has not risen for this long is gone; it beats every second. Each process
-watches the beats itself: clock times in the database would be wrong after the machine's clock was
-set, and a monotonic clock begins anew when the machine does."""
+"""An owner whose beat has not changed for this many seconds counts as dead; it beats every second.
+Each process watches the beats itself. Times in the database would be wrong after the machine's
+clock was set, and a monotonic clock restarts with the machine."""
 POLL_S = 1.0
-"""How often the table is looked at, and an owner's beat rises."""
+"""Interval of reading the table, and of an owner's beat, in seconds."""
 SWEEP_S = 600.0
 COLLECT_S = 10.0
-"""How often files that have expired are deleted."""
+"""Interval of deleting expired files, in seconds."""
 MAX_BATCHES = 8
-"""Of one process at a time."""
+"""Maximum number of batches that a process runs at a time."""
 MAX_OF_A_TENANT = 4
 _LINES_AT_ONCE = 64
-"""Read from a file, or written as expired, in one go."""
+"""Number of lines that are read from a file, or written as expired, at a time."""
 _REST_S = 10.0
-"""Before a batch is tried again that could not be run, for want of room on the disk say."""
+"""Pause in seconds before a batch that could not be run, for example for a full disk, is tried
+again."""
 _BYTES_AT_ONCE = 8 << 20
-"""Not more is read in one go, beyond one line."""
+"""Maximum bytes that are read at a time, beyond one line."""
 MAX_ENDING = 16
-"""Batches that are ended at a time."""
+"""Maximum number of batches that are ended at a time."""
 _FINAL = {
     BatchStatus.CANCELLING: BatchStatus.CANCELLED,
     BatchStatus.FINALIZING: BatchStatus.COMPLETED,
 }
-_KEY_IS_GONE = Fault("key_revoked", "the API key that made the batch was revoked, or has expired")
-_NO_SPACE = Fault("no_space", "the results find no room: delete some files")
+_KEY_IS_GONE = Fault(
+    "key_revoked", "the API key that created the batch was revoked, or has expired"
+)
+_NO_SPACE = Fault(
+    "no_space", "the tenant's storage quota has no room for the results: delete some files"
+)
 
 RunLine = Callable[[Batch, Line], Awaitable[LineResult]]
 
@@ -83,7 +88,7 @@ class _Run:
 
 
 class BatchRunner:
-    """See the module's text."""
+    """Runs the batches of one router process, by the rules in the module's docstring."""
 
     def __init__(
         self,
@@ -101,10 +106,10 @@ class BatchRunner:
         lease_s: float = LEASE_S,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``model`` is the id of what is served. ``run_line`` bounds how many lines run at a time;
+        """Create a runner; ``model`` is the served model's id.
 
-        a batch hands it up to ``max_in_flight``. ``has_key``: whether the API key that made a batch
-        still allows it.
+        ``run_line`` bounds how many lines run at a time; a batch passes it up to ``max_in_flight``.
+        ``has_key``: whether the API key that created a batch still allows it.
         """
         self.owner = secrets.token_hex(8)
         self._store = store
@@ -127,11 +132,11 @@ class BatchRunner:
         self._swept_at = self._collected_at = float("-inf")
 
     async def start(self) -> None:
-        """Begin to look for batches."""
+        """Start to look for batches."""
         self._follow = spawn(self._look_again(), "batches")
 
     async def close(self) -> None:
-        """Stop all lines, and leave the batches to others, or to the next start."""
+        """Stop all lines, and release the batches."""
         if self._follow is not None:
             await end_tasks([self._follow])
         await end_tasks([run.task for run in self._runs.values()])
@@ -140,10 +145,10 @@ class BatchRunner:
                 await self._store.ask(Database.release, self.owner)
 
     def wake(self) -> None:
-        """A batch was made or cancelled in this process: look at once."""
+        """Read the table at once: a batch was created or cancelled in this process."""
         self._woken.set()
 
-    # Whose batch is it?
+    # Ownership
 
     async def _look_again(self) -> None:
         while True:
@@ -183,7 +188,7 @@ class BatchRunner:
         await self._choose(owners)
 
     async def _choose(self, owners: Sequence[str]) -> None:
-        """Take up the batches that this process should run, and give back the others."""
+        """Claim the batches that this process should run, and release the others."""
         waiting = [name for name, one in self._schedules.items() if one.state is SpeedState.WAITING]
         ending = [name for name, run in self._runs.items() if run.ending]
         chosen = await self._store.ask(
@@ -205,7 +210,7 @@ class BatchRunner:
 
     def _lines_per_s(self, batch_id: str) -> float:
         schedule = self._schedules.get(batch_id)
-        # One whose file is not checked yet is in no plan.
+        # A batch is not planned before its file is checked.
         return math.inf if schedule is None or not schedule.lines_per_s else schedule.lines_per_s
 
     async def _tidy(self, now: float) -> None:
@@ -223,7 +228,7 @@ class BatchRunner:
                 self._begin(claimed)
 
     def _end_of(self, batch: Batch) -> tuple[BatchStatus, tuple[Fault, ...]] | None:
-        """The status with which a batch ends now, and why; None: it goes on."""
+        """Return the status with which a batch ends now, and why; None: it goes on."""
         if batch.status in _FINAL:
             return _FINAL[batch.status], ()
         if self._unix_clock() >= batch.expires_at:
@@ -231,11 +236,11 @@ class BatchRunner:
         return None if self._has_key(batch) else (BatchStatus.FAILED, (_KEY_IS_GONE,))
 
     async def _attend(self, batch: Batch) -> None:
-        """A batch that is run here was cancelled, taken over, or has lost its key."""
+        """Stop a running batch that was cancelled, taken over, or has lost its key."""
         run = self._runs[batch.id]
         if batch.owner != self.owner:
             if batch.owner:
-                # Otherwise it was given back just now.
+                # Without an owner, it was just released.
                 log.warning("batch %s was taken over by another process", batch.id)
             await end_tasks([run.task])
         elif (
@@ -252,25 +257,25 @@ class BatchRunner:
         self._slots.resume(batch.id)
         work = self._end if ends else partial(self._run, pace=pace)
         task = asyncio.create_task(self._guarded(batch, work))
-        # One that is ending is not stopped to be ended.
+        # A batch that is being ended is not stopped in order to end it.
         self._runs[batch.id] = _Run(task, ends, pace)
 
     async def _guarded(self, batch: Batch, work: Callable[[Batch], Awaitable[None]]) -> None:
         try:
             await work(batch)
         except StatusChanged:
-            # Cancelled at this very moment: it is taken up again.
+            # It was cancelled at this moment, and is claimed again.
             return
         except LeaseLost:
             log.warning("batch %s was taken over by another process", batch.id)
         except NoSpace:
-            log.warning("batch %s fails: the files of its tenant take all of their room", batch.id)
+            log.warning("batch %s fails: the storage quota of its tenant is used up", batch.id)
             await self._guarded(batch, self._fail_without_space)
         except Exception:
-            log.exception("batch %s stops, and is tried again", batch.id)
+            log.exception("batch %s failed unexpectedly, and is tried again", batch.id)
             self._rest_until[batch.id] = time.monotonic() + _REST_S
 
-    # A batch's way
+    # The states of a batch
 
     async def _run(self, batch: Batch, pace: Pace) -> None:
         path = await self._input(batch)
@@ -292,10 +297,10 @@ class BatchRunner:
         await self._end(batch)
 
     async def _end(self, batch: Batch) -> None:
-        """End a batch for which nothing else is left to do."""
+        """End a batch that has no other work left."""
         ended = self._end_of(batch)
         if ended is None:
-            # Its key is back: it is taken up again.
+            # Its key is valid again, so it is claimed again.
             return
         status, faults = ended
         if status is BatchStatus.EXPIRED:
@@ -304,7 +309,7 @@ class BatchRunner:
         log.info("batch %s is %s", batch.id, status)
 
     async def _fail(self, batch: Batch, faults: Sequence[Fault]) -> None:
-        """End a batch with the results that there are."""
+        """End a batch with its results so far."""
         await self._store.finish(batch, BatchStatus.FAILED, self._now(), faults)
 
     async def _fail_without_space(self, batch: Batch) -> None:
@@ -325,7 +330,7 @@ class BatchRunner:
             return find_faults(file, self._max_line_bytes, batch.endpoint, self._model)
 
     async def _run_lines(self, batch: Batch, path: Path, pace: Pace) -> bool:
-        """Run the lines that have no result; False: the batch was held before the last of them."""
+        """Run the lines without a result; False: the batch was put on hold before the last one."""
         done = await self._store.ask(Database.done_lines, batch.id)
         lines = _Lines(path, self._max_line_bytes)
         places = asyncio.Semaphore(self._max_in_flight)
@@ -339,7 +344,8 @@ class BatchRunner:
                         if not await pace.turn():
                             return False
                         task = group.create_task(self._run_line_of(batch, line))
-                        # Not at its end: one that is cancelled before it begins has none.
+                        # Release in a callback: a task that is cancelled before it begins runs no
+                        # code.
                         task.add_done_callback(lambda _: places.release())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -381,14 +387,14 @@ class BatchRunner:
 
 
 class _Lines:
-    """The lines of a file, read piece by piece."""
+    """Reads the lines of a file in pieces."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._file = path.open("rb")
         self._lines: Iterator[Line] = read_lines(self._file, max_bytes)
 
     def take(self) -> list[Line]:
-        """The next ones; none at the end."""
+        """Return the next lines; none at the end."""
         taken: list[Line] = []
         began = self._file.tell()
         for line in itertools.islice(self._lines, _LINES_AT_ONCE):

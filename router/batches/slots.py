@@ -1,4 +1,4 @@
-"""Which lines of batches run: a bounded number at a time, in the order of their deadlines."""
+"""Slots for the lines of batches: a bounded number run at a time, ordered by deadline."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _Waiter = tuple[int, int, str, asyncio.Future[None]]
 
 
 class BatchHeld(Exception):
-    """No line of the batch may begin at this moment."""
+    """The batch is on hold: none of its lines may begin."""
 
 
 class LineSlots:
-    """Places for lines that run. Owned by the event loop.
+    """Slots for running lines. Owned by the event loop.
 
-    Between tenants, the one that has the fewest places for its weight comes first; among the
-    batches of a tenant, the one whose window ends first.
+    Between tenants, the one with the fewest slots per weight goes first. Among the batches of a
+    tenant, the one whose window ends first does.
     """
 
     def __init__(self, count: int, weights: Mapping[str, float]) -> None:
-        """``weights`` are those of tenants, 1 for others."""
+        """Create ``count`` slots; ``weights`` are those of tenants, 1 for others."""
         self._free = count
         self._weights = weights
         self._taken: Counter[str] = Counter()
@@ -35,7 +35,7 @@ class LineSlots:
         self._held: set[str] = set()
 
     def hold(self, batch_id: str) -> None:
-        """Turn away the lines of a batch that wait, and those that come. Lines that run end."""
+        """Reject the waiting lines of a batch, and new ones. Running lines end."""
         self._held.add(batch_id)
         for waiters in self._waiting.values():
             for _, _, name, turn in waiters:
@@ -48,7 +48,7 @@ class LineSlots:
 
     @asynccontextmanager
     async def slot(self, batch: Batch) -> AsyncIterator[None]:
-        """A place for a line until the end of the block. Raises BatchHeld."""
+        """Hold a slot for a line until the end of the block. Raises BatchHeld."""
         if batch.id in self._held:
             raise BatchHeld(batch.id)
         if self._free > 0 and not self._has_waiters():
@@ -68,7 +68,7 @@ class LineSlots:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                # The place came at the moment of the cancellation.
+                # The slot was granted at the moment of the cancellation.
                 self._give_back(batch.tenant)
             turn.cancel()
             raise
@@ -80,7 +80,7 @@ class LineSlots:
     def _give_back(self, tenant: str) -> None:
         self._free += 1
         self._taken[tenant] -= 1
-        self._taken += Counter()  # without tenants that have none
+        self._taken += Counter()  # removes tenants without slots
         while self._free > 0 and self._has_waiters():
             next_tenant = min(self._waiting, key=self._load)
             *_, turn = heapq.heappop(self._waiting[next_tenant])
@@ -91,7 +91,7 @@ class LineSlots:
         return self._taken[tenant] / self._weights.get(tenant, 1.0)
 
     def _has_waiters(self) -> bool:
-        """Forgets those that have gone."""
+        """Return whether any line waits, after removing cancelled ones."""
         for tenant, waiters in list(self._waiting.items()):
             while waiters and waiters[0][3].done():
                 heapq.heappop(waiters)

@@ -1,10 +1,10 @@
-"""Files and batches on the disk, for an event loop: what blocks runs on a thread of its own.
+"""Files and batches on disk, for an event loop: blocking work runs on a thread of its own.
 
     data folder/batches.sqlite     the table (router/batches/database.py)
     data folder/files/file-…       contents
-    data folder/incoming/…         what is being written; becomes a file by being renamed
+    data folder/incoming/…         uploads in progress; renamed when they become files
 
-Readable by their owner alone: they hold prompts and answers.
+Only their owner can read them: they contain prompts and answers.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PIECE_BYTES = 256 << 10
-"""What arrives is gathered up to this size before it is written."""
+"""Size of the buffer for uploaded data before it is written."""
 _ROOM_BYTES = 8 << 20
-"""Room that an upload reserves ahead of what has come."""
+"""Room that an upload reserves in advance."""
 MAX_UPLOADS = 64
-"""Maximum uploads that one process receives at a time."""
+"""Maximum number of uploads that one process receives at a time."""
 MAX_UPLOADS_OF_TENANT = 4
-"""The same of one tenant."""
+"""The same maximum per tenant."""
 KEPT_S = 30 * 86400
-"""How long a file is kept whose owner does not say."""
+"""Default time for which a file is kept, in seconds."""
 ORPHAN_S = 3600.0
-"""A file without a row that has not changed for this long is what a crash has left."""
+"""A file without a row, unchanged for this many seconds, was left by a crash."""
 
 
 class Incoming:
-    """A file that arrives. It is on the disk, and counts against its tenant's quota, as it grows.
+    """An upload in progress. It is written to disk, and counts against the quota, as it grows.
 
     arriving ─flush→ checked ─keep→ a file; else it is removed when ``BatchStore.incoming`` ends.
     """
 
     def __init__(self, store: BatchStore, tenant: str, path: Path) -> None:
-        """``path`` names a new, empty file."""
+        """Create an upload; ``path`` names a new, empty file."""
         self.path = path
         self.tenant = tenant
         self.size = 0
@@ -66,7 +66,7 @@ class Incoming:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what has been gathered. Raises as ``write`` does."""
+        """Write the buffer. Raises as ``write`` does."""
         data, self._gathered = self._gathered, bytearray()
         size = self.size + len(data)
         if size > self._room:
@@ -82,35 +82,35 @@ class Incoming:
         self.size = size
 
     async def keep(self, filename: str, purpose: str, expires_s: int | None = None) -> StoredFile:
-        """Make it a file, which expires after ``expires_s`` seconds or else after ``KEPT_S``."""
+        """Turn it into a file that expires after ``expires_s`` seconds, by default ``KEPT_S``."""
         await self.flush()
         return await self._store.keep(self, filename, purpose, expires_s)
 
 
 class BatchStore:
-    """The thread owns the connection; the event loop owns this object."""
+    """Files and batches on disk. A thread owns the connection; the event loop owns this object."""
 
     def __init__(
         self, folder: Path, quota: Quota, unix_clock: Callable[[], float] = time.time
     ) -> None:
-        """Nothing is written to ``folder`` before the first file comes."""
+        """Create the store. Nothing is written to ``folder`` before the first file."""
         self.quota = quota
         self._folder = folder
         self._arriving: Counter[str] = Counter()
-        """Uploads, by tenant."""
+        """Number of uploads in progress, by tenant."""
         self._unix_clock = unix_clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        # Not by file times: a wall clock that is set forward would make each file old.
+        # Do not use file times: every file would look old if the clock were set forward.
         self._orphans = SilenceWatch[Path](ORPHAN_S)
         self._database: Database | None = None
 
     @property
     def used(self) -> bool:
-        """Whether anybody has ever uploaded a file."""
+        """Whether a file was ever uploaded."""
         return self._database is not None or self._table.exists()
 
     async def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for pending writes, and close the table."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
 
@@ -121,19 +121,19 @@ class BatchStore:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Call a method of the table, ``Database.batch`` say, on the thread."""
+        """Call a method of the table, such as ``Database.batch``, on the thread."""
         return await self._on_thread(lambda: method(self._open(), *args, **kwargs))
 
     # Files
 
     @contextlib.asynccontextmanager
     async def incoming(self, tenant: str) -> AsyncIterator[Incoming]:
-        """A new file of a tenant; it is removed at the end of the block, unless it is kept.
+        """Receive a new file of a tenant; it is removed at the end of the block, unless it is kept.
 
-        Raises Overloaded if too many files arrive already.
+        Raises Overloaded if there are too many uploads.
         """
         if self._arriving[tenant] >= MAX_UPLOADS_OF_TENANT or self._arriving.total() >= MAX_UPLOADS:
-            raise Overloaded("too many files are uploaded at this moment", retry_after=1.0)
+            raise Overloaded("too many uploads are in progress; try again later", retry_after=1.0)
         self._arriving[tenant] += 1
         try:
             await self._on_thread(self._open)
@@ -145,7 +145,7 @@ class BatchStore:
                 await asyncio.shield(self._on_thread(lambda: self._drop([incoming.path])))
         finally:
             self._arriving[tenant] -= 1
-            self._arriving += Counter()  # without tenants that have none
+            self._arriving += Counter()  # removes tenants without uploads
 
     async def keep(
         self, incoming: Incoming, filename: str, purpose: str, expires_s: int | None
@@ -159,7 +159,7 @@ class BatchStore:
 
         def work() -> None:
             _sync(incoming.path)
-            # Contents first: a row without them would be a promise that cannot be kept.
+            # Write the contents first: a row without them would be invalid.
             self._rename(incoming.path, file)
             try:
                 self._open().add_file(file, incoming.path.name)
@@ -171,17 +171,17 @@ class BatchStore:
         return file
 
     def _drop(self, paths: Sequence[Path]) -> None:
-        """Remove files that arrived and are not kept, and give back their room."""
+        """Remove uploads that are not kept, and free their room."""
         for path in paths:
             path.unlink(missing_ok=True)
         self._open().release_uploads([path.name for path in paths])
 
     def path(self, file: StoredFile) -> Path:
-        """Where its contents are."""
+        """Return the path of a file's contents."""
         return self._files / file.id
 
     async def delete_file(self, file_id: str, tenant: str) -> None:
-        """Raises NotFound, and InvalidRequest while a batch needs it."""
+        """Delete a file. Raises NotFound, and InvalidRequest while a batch needs it."""
 
         def work() -> None:
             self._open().delete_file(file_id, tenant)
@@ -190,7 +190,7 @@ class BatchStore:
         await self._on_thread(work)
 
     async def collect(self) -> None:
-        """Delete the files that have expired."""
+        """Delete expired files."""
 
         def work() -> None:
             for name in self._open().collect(int(self._unix_clock())):
@@ -199,7 +199,7 @@ class BatchStore:
         await self._on_thread(work)
 
     async def sweep(self, now: float) -> None:
-        """Remove what crashes have left. ``now`` is monotonic, in seconds."""
+        """Remove files left by crashes. ``now`` is monotonic, in seconds."""
 
         def work() -> None:
             known = self._open().file_ids()
@@ -220,9 +220,9 @@ class BatchStore:
     async def finish(
         self, held: Batch, status: BatchStatus, at: int, faults: Sequence[Fault] = ()
     ) -> Batch:
-        """Make the results files, and end the batch with ``status``. Raises LeaseLost.
+        """Write the results to files, and end the batch with ``status``. Raises LeaseLost.
 
-        On a thread and a connection of its own: it may write for seconds, and others go on.
+        It uses its own thread and connection, because it may write for seconds.
         """
         return await asyncio.to_thread(self._finish, held, status, at, faults)
 
@@ -285,7 +285,7 @@ class BatchStore:
             self._database = None
 
     def _write(self, pieces: Iterable[bytes]) -> tuple[Path, int]:
-        """A file that nobody knows of yet, with these contents on the disk, and its size."""
+        """Write a new, unregistered file to disk; return its path and size."""
         path = self._incoming / secrets.token_hex(16)
         size = 0
         try:
@@ -313,7 +313,7 @@ class BatchStore:
 
 
 def _append(path: Path, data: bytes | bytearray) -> None:
-    """Write at the end of a file that its owner alone may read."""
+    """Append to a file that only its owner can read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as file:
         file.write(data)

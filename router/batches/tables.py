@@ -1,4 +1,4 @@
-"""The tables of files and batches in SQLite: their columns, how they are opened and changed."""
+"""The SQLite tables of files and batches: their columns, and how they are opened and changed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from baton.errors import ConfigError
 from router.batches.batch import UNFINISHED
 
 MARKS = ", ".join("?" * len(UNFINISHED))
-"""In SQL, for the statuses of unfinished batches."""
+"""SQL placeholders for the statuses of unfinished batches."""
 VERSION = 4
-"""Of the tables."""
+"""Version of the tables."""
 BUSY_S = 5.0
-"""How long a change waits for that of another process."""
+"""Maximum wait of a change for one of another process, in seconds."""
 _TABLES = """
 CREATE TABLE files (
     place INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -56,15 +56,15 @@ CREATE TABLE results (
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Which unfinished batches a process may claim."""
+    """Selects the unfinished batches that a process may claim."""
 
     owners: Collection[str]
-    """This process, dead ones, and "" for batches that have none."""
+    """This process, dead ones, and "" for batches without an owner."""
     but: Collection[str] = ()
-    """Ids of batches that are left alone."""
+    """Ids of excluded batches."""
 
     def clause(self) -> tuple[str, tuple[str, ...]]:
-        """A condition in SQL, and the values of its marks."""
+        """Return a condition in SQL, and the values of its placeholders."""
         owners = ", ".join("?" * len(self.owners))
         but = ", ".join("?" * len(self.but))
         condition = f"status IN ({MARKS}) AND owner IN ({owners}) AND id NOT IN ({but})"
@@ -72,8 +72,8 @@ class Free:
 
 
 def open_tables(path: Path) -> sqlite3.Connection:
-    """Open the tables at ``path`` or make them; the folder must be there. Raises ConfigError."""
-    # The file is readable by its owner alone: it holds answers.
+    """Open or create the tables at ``path``, whose folder must exist. Raises ConfigError."""
+    # Only its owner can read the file: it contains answers.
     path.touch(mode=0o600)
     connection = sqlite3.connect(
         path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
@@ -95,8 +95,8 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
         return
     if version:
         raise ConfigError(
-            f"{path} has tables of version {version}, and this Baton knows {VERSION}: name another"
-            " data_dir"
+            f"{path} has tables of version {version}, but this Baton supports {VERSION}: set"
+            " another data_dir"
         )
     for statement in _TABLES.split(";"):
         connection.execute(statement)
@@ -105,7 +105,7 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def change(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """One transaction. It may write from its start, so that it never has to give way."""
+    """Run one transaction. It takes the write lock at its start, so that it never has to retry."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection

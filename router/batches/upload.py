@@ -1,6 +1,6 @@
 """Receives an uploaded file: multipart/form-data (RFC 7578), bounded in size and time.
 
-The file is handed on piece by piece as it arrives. Nothing of it is kept here.
+The file is passed on piece by piece as it arrives, and is not buffered here.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ MAX_FIELD_BYTES = 4096
 _FORM_BYTES = (MAX_FIELDS + 1) * (MAX_FIELD_BYTES + 4096)
 """Maximum size of the form without the file."""
 _PART_BYTES = 64
-"""What a part counts for besides its headers and contents."""
+"""Size charged for a part in addition to its headers and contents."""
 _MAX_NAME_CHARACTERS = 255
 _MAX_DIGITS = 12
 
 Write = Callable[[bytes], Awaitable[None]]
-"""Takes the next piece of the file."""
+"""Receives the next piece of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What the form says of its file."""
+    """The form's data about its file."""
 
     filename: str
     purpose: str
     expires_s: int | None = None
-    """How long it is to be kept, in seconds; None: nothing was said."""
+    """Requested time for which it is kept, in seconds; None: not given."""
 
 
 async def receive_upload(
     request: Request, write: Write, max_bytes: int, deadline_s: float
 ) -> Upload:
-    """Read a form, and hand its file to ``write``.
+    """Read a form, and pass its file to ``write``.
 
-    Raises RequestTooLarge as soon as that is known, InvalidRequest, what ``write`` raises, and
+    Raises RequestTooLarge as early as possible, InvalidRequest, errors of ``write``, and
     ``starlette.requests.ClientDisconnect``.
     """
     form = _Form(_boundary(request, max_bytes))
@@ -82,19 +82,19 @@ class _Part:
 
 
 class _Form:
-    """The form as far as it has come."""
+    """The form received so far."""
 
     def __init__(self, boundary: bytes) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """Of the file, once its part has begun."""
+        """Name of the file, once its part has begun."""
         self.pieces: list[bytes] = []
-        """Of the file, since they were last cleared."""
+        """Pieces of the file since the last clear."""
         self.ended = False
         self._part = _Part()
         self._is_file = False
         self._left = _FORM_BYTES
-        """Bytes that headers and fields may still have."""
+        """Remaining bytes for headers and fields."""
         try:
             self._parser = MultipartParser(
                 boundary,
@@ -113,7 +113,7 @@ class _Form:
             raise _no_form() from None
 
     def feed(self, chunk: bytes) -> int:
-        """Read the next bytes; returns how many of them are the file's. Raises InvalidRequest."""
+        """Parse the next bytes; return how many belong to the file. Raises InvalidRequest."""
         try:
             self._parser.write(chunk)
         except FormParserError:
@@ -174,7 +174,7 @@ class _Form:
 
 
 def _expires_s(fields: dict[str, str]) -> int | None:
-    """OpenAI's two fields for it. Raises InvalidRequest."""
+    """Read OpenAI's two fields for the expiry. Raises InvalidRequest."""
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
@@ -198,7 +198,7 @@ def _boundary(request: Request, max_bytes: int) -> bytes:
 
 
 def _no_form() -> InvalidRequest:
-    return InvalidRequest("the body is no multipart/form-data with one file")
+    return InvalidRequest("the body must be multipart/form-data with one file")
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:

@@ -1,4 +1,4 @@
-"""A bill: what one API request took and cost, as the journal keeps it and Redis adds it up."""
+"""A bill: the tokens and the cost of one API request, for the journal and for the sums in Redis."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ _MEASURES = ("r", "i", "c", "o", "n")
 
 @dataclass(frozen=True, slots=True)
 class HeldBudget:
-    """A budget of which a request held its maximum cost."""
+    """A budget on which a request held its maximum cost."""
 
     kind: str
     name: str
     every: BudgetPeriod
     period: str
-    """In which the request was admitted. Its cost counts there."""
+    """The period in which the request was admitted. Its cost counts there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """The bill of one API request, possibly of several prompts. It is empty for what failed."""
+    """The bill of one API request, possibly of several prompts. A failed request has no lines."""
 
     answer_id: str
     tenant: str
     key: str
     agent: str
     at: int
-    """Unix time of its end, in seconds."""
+    """End of the request, in Unix seconds."""
     entry: str
-    """The name by which it holds its budgets; empty: it holds none."""
+    """Name of its holds on budgets; empty: it has none."""
     budgets: tuple[HeldBudget, ...]
     lines: tuple[BillLine, ...]
 
     @property
     def cost(self) -> int:
-        """Nanodollars."""
+        """Cost in nanodollars."""
         return sum(line.cost for line in self.lines)
 
     def to_line(self, number: int) -> bytes:
-        """A line of the journal."""
+        """Encode it as a line of the journal."""
         held = [[one.kind, one.name, one.every, one.period] for one in self.budgets]
         sums = [
             [one.context_class, 1, one.input_tokens, one.cached_tokens, one.output_tokens, one.cost]
@@ -59,41 +59,41 @@ class Bill:
 
 
 def number_of(line: bytes) -> int:
-    """The number of a bill in the journal."""
+    """Return the number of a bill in the journal."""
     return int(line[1 : line.index(b",")])
 
 
 def day_of(at: float) -> str:
-    """The UTC day of a Unix time: ``2026-11-23``."""
+    """Return the UTC day of a Unix time: ``2026-11-23``."""
     return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d}"
 
 
 def hour_of(at: float) -> str:
-    """The UTC hour of a Unix time: ``2026-11-23T14``."""
+    """Return the UTC hour of a Unix time: ``2026-11-23T14``."""
     return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%dT%H}"
 
 
 def answers_key(prefix: str, tenant: str, at: float) -> str:
-    """The Redis key of the answers of a tenant in the hour of a Unix time."""
+    """Return the Redis key of the answers of a tenant in the hour of a Unix time."""
     return f"{prefix}:usage:answers:{tenant}:{hour_of(at)}"
 
 
 def usage_key(prefix: str, day: str) -> str:
-    """The Redis key of the usage of a day."""
+    """Return the Redis key of the usage of a day."""
     return f"{prefix}:usage:{day}"
 
 
 class Sums:
-    """Adds up bills, as operations of the script ``SETTLE`` and the keys that these name."""
+    """Sums up bills as operations of the script ``SETTLE``, with the Redis keys that they name."""
 
     def __init__(self, prefix: str, writer: str) -> None:
-        """``prefix`` of all keys; ``writer``: the name of the process that wrote the bills."""
+        """Create empty sums; ``prefix`` of all keys, ``writer``: the process that wrote them."""
         self._prefix = prefix
         self.keys = [f"{prefix}:usage:writer:{writer}"]
         self._places: dict[str, int] = {}
         self._usage: list[dict[str, Any]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Of operations on usage, from 1, by the day and whose it is."""
+        """Numbers of operations on usage, from 1, by day and owner."""
         self._answers: list[dict[str, Any]] = []
         self._budgets: dict[tuple[str, ...], dict[str, Any]] = {}
 
@@ -112,7 +112,7 @@ class Sums:
             self._add_budget((kind, name, every), period, entry, cost)
 
     def operations(self) -> str:
-        """The operations, as the script reads them."""
+        """Encode the operations for the script."""
         told = {
             "usage": self._usage,
             "answers": self._answers,
@@ -122,7 +122,7 @@ class Sums:
         return json.dumps(told, separators=(",", ":"))
 
     def _add_usage(self, whose: tuple[str, ...], at: float, amounts: Sequence[int]) -> int:
-        """Returns the number of its operation, from 1."""
+        """Add to an operation on usage; return its number, from 1."""
         day = day_of(at)
         number = self._numbers.get((day, *whose))
         if number is None:
@@ -156,7 +156,7 @@ class Sums:
         known["holds"].append(entry)
 
     def _place(self, keys: list[str]) -> int:
-        """The place of the first of some keys among all, counted from 1 as Lua does."""
+        """Return the position of the first of some keys among all, from 1 as in Lua."""
         place = self._places.get(keys[0])
         if place is None:
             place = self._places[keys[0]] = len(self.keys) + 1

@@ -6,14 +6,14 @@ Redis keys of a budget, all with the cluster's hash tag:
     …:budget:<kind>:<name>:<every>:due      sorted set: the names of holds, by when they expire
     …:budget:<kind>:<name>:<every>:amounts  hash: the amounts of holds, by their names
 
-Amounts are nanodollars. A request holds what it may cost from its admission to its bill; a router
-holds the slice that it may spend while Redis is away. A hold whose router has died expires.
+Amounts are nanodollars. A request holds its maximum cost from its admission to its bill. A router
+holds the slice that it may spend while Redis is unavailable. If its router dies, a hold expires.
 """
 
 from __future__ import annotations
 
 KEPT_MS = 400 * 86_400_000
-"""How long a budget is remembered that nothing asks for."""
+"""Time after which an unused budget is deleted, in milliseconds."""
 KEYS_OF_A_BUDGET = ("state", "due", "amounts")
 
 BUDGETS = f"""
@@ -48,4 +48,4 @@ local function budget(first, asked)
 end
 """
 """``budget(first, asked)``: the budget whose keys are ``KEYS[first]`` and the two after it, in the
-period ``asked`` or a later one that another router has begun. Needs ``now`` and ``text``."""
+period ``asked``, or in a later one that another router has begun. Needs ``now`` and ``text``."""

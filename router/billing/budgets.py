@@ -3,9 +3,9 @@
     asked ─Redis answers→ held until the bill, or refused
     asked ─Redis does not answer→ taken from this router's slice, or refused
 
-With each answer of Redis a router holds a slice of the budget, at most 1 % of it, for
-``SLICE_S``. It may spend that much while Redis is away, so a budget is never exceeded, and refuses
-further requests then. What was taken from a slice is billed when Redis is back.
+With each answer of Redis, a router holds a slice of the budget, at most 1 % of it, for ``SLICE_S``.
+It may spend the slice while Redis is unavailable, and then refuses further requests. So a budget is
+never exceeded. Amounts taken from a slice are billed when Redis is available again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from router.billing.budget_scripts import KEYS_OF_A_BUDGET
 log = logging.getLogger(__name__)
 
 SLICE_S = 300.0
-"""How long a router may spend its slice after the last answer of Redis."""
+"""Time for which a router may spend its slice after the last answer of Redis, in seconds."""
 _SLICE_SHARE = 100
 _RETRY_S = 1.0
 
@@ -41,15 +41,15 @@ class Budget:
     """``key`` or ``tenant``."""
     name: str
     limit: int
-    """Nanodollars per period."""
+    """Limit in nanodollars per period."""
     warn_at: int
     slow_at: int
-    """Nanodollars from which requests run in the background; the limit: never."""
+    """Nanodollars from which requests run in the background; equal to the limit: never."""
     every: BudgetPeriod
 
     @classmethod
     def of(cls, kind: str, owner: KeyConfig | TenantConfig) -> Budget | None:
-        """None if the owner has no budget."""
+        """Create the budget of an owner; None if it has none."""
         settings: Budgeted = owner
         limit = nanodollars(settings.budget)
         if not limit:
@@ -60,17 +60,17 @@ class Budget:
 
     @property
     def slice(self) -> int:
-        """The most that a router spends while Redis is away, in nanodollars."""
+        """Maximum that a router spends while Redis is unavailable, in nanodollars."""
         return self.limit // _SLICE_SHARE
 
     def period(self, now: float) -> str:
-        """Name of the period at a Unix time: ``2026-11-23``, ``2026-11`` or ``total``."""
+        """Return the name of the period at a Unix time: ``2026-11-23``, ``2026-11``, ``total``."""
         if self.every == "total":
             return "total"
         return f"{_utc(now):{'%Y-%m-%d' if self.every == 'day' else '%Y-%m'}}"
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the next period; None: there is none."""
+        """Return the seconds until the next period; None: there is none."""
         if self.every == "total":
             return None
         at = _utc(now)
@@ -78,12 +78,12 @@ class Budget:
         if self.every == "day":
             ends = midnight + datetime.timedelta(days=1)
         else:
-            # No month has more than 31 days, and the day after them is in the next one.
+            # 31 days after the first of a month is always in the next one.
             ends = (midnight.replace(day=1) + datetime.timedelta(days=31)).replace(day=1)
         return (ends - at).total_seconds()
 
     def state(self, used: int) -> str:
-        """``ok``, ``warned``, ``slowed`` or ``stopped``, when so many nanodollars are used."""
+        """Return ``ok``, ``warned``, ``slowed`` or ``stopped`` for ``used`` nanodollars."""
         if used >= self.limit:
             return "stopped"
         if used >= self.slow_at:
@@ -91,7 +91,7 @@ class Budget:
         return "warned" if used >= self.warn_at else "ok"
 
     def keys(self, prefix: str) -> list[str]:
-        """Its keys in Redis."""
+        """Return its keys in Redis."""
         name = f"{prefix}:budget:{self.kind}:{self.name}:{self.every}"
         return [f"{name}:{part}" for part in KEYS_OF_A_BUDGET]
 
@@ -101,19 +101,19 @@ class Budget:
 
 @dataclass(slots=True)
 class Hold:
-    """What a request holds of its budgets, from its admission until its bill is written."""
+    """A request's holds on budgets, from its admission until its bill is written."""
 
     entry: str
     """Unique name of the request."""
     budgets: tuple[Budget, ...] = ()
     periods: tuple[str, ...] = ()
-    """In which it was admitted, by budget. Its cost counts there."""
+    """Periods in which it was admitted, by budget. Its cost counts there."""
     amount: int = 0
     """Nanodollars that it holds of each budget."""
     from_slices: bool = False
-    """Whether it holds them of this router's slices, because Redis did not answer."""
+    """Whether it holds parts of this router's slices, because Redis did not answer."""
     slow: bool = False
-    """Whether a budget is so far used up that the request runs in the background."""
+    """Whether a budget is used up so far that the request runs in the background."""
 
 
 @dataclass(slots=True)
@@ -122,11 +122,11 @@ class _Slice:
     """Nanodollars that Redis holds for this router."""
     until: float = float("-inf")
     unreported: int = 0
-    """Nanodollars of requests that Redis was not asked for, and of which it has no bill yet."""
+    """Nanodollars of requests that Redis neither admitted nor billed yet."""
 
 
 class Budgets:
-    """Owned by the router's event loop."""
+    """All budgets. Owned by the router's event loop."""
 
     def __init__(
         self,
@@ -143,32 +143,32 @@ class Budgets:
         self._slices: dict[tuple[str, str], _Slice] = {}
         self._warned: dict[tuple[str, str], str] = {}
         self.holder = f"router-{secrets.token_hex(6)}"
-        """Names this process's slices among the holds."""
+        """Name of this process's slices among the holds."""
 
     def of(self, key: KeyConfig) -> tuple[Budget, ...]:
-        """The budgets that a request of a key counts against."""
+        """Return the budgets that a request of a key counts against."""
         found = (Budget.of("key", key), self._of_tenants.get(key.tenant))
         return tuple(one for one in found if one is not None)
 
     def of_tenants(self) -> Sequence[Budget]:
-        """Those of all tenants."""
+        """Return the budgets of all tenants."""
         return tuple(self._of_tenants.values())
 
     def period(self, budget: Budget) -> str:
-        """The period of a budget now."""
+        """Return the current period of a budget."""
         return budget.period(self._unix_clock())
 
     def seconds_left(self, budget: Budget) -> float | None:
-        """Until the next period of a budget; None: there is none."""
+        """Return the seconds until the next period of a budget; None: there is none."""
         return budget.seconds_left(self._unix_clock())
 
     def arguments(self, budget: Budget) -> tuple[int | str, ...]:
-        """What the script that charges a request is told of a budget."""
+        """Return a budget's arguments for the script that charges requests."""
         unreported = self._slice(budget).unreported
         return budget.limit, self.period(budget), budget.slice, unreported
 
     def learn(self, budget: Budget, used: int, held: int, asked_at: float) -> None:
-        """Redis has answered a call of the monotonic time ``asked_at``.
+        """Apply Redis' answer to a call made at the monotonic time ``asked_at``.
 
         ``used``: nanodollars that are spent and held. ``held``: this router's slice.
         """
@@ -191,12 +191,12 @@ class Budgets:
             )
 
     def hold(self, hold: Hold, cost: int) -> None:
-        """Redis has granted a hold of this maximum cost."""
+        """Record a hold of this maximum cost that Redis has granted."""
         hold.amount, hold.from_slices = cost, False
         hold.periods = tuple(map(self.period, hold.budgets))
 
     def hold_of_slices(self, hold: Hold, cost: int) -> None:
-        """Redis does not answer: hold this maximum cost of this router's slices.
+        """Hold this maximum cost on this router's slices, because Redis does not answer.
 
         Raises Unavailable.
         """
@@ -205,7 +205,7 @@ class Budgets:
             if self._clock() >= mine.until or mine.unreported + cost > mine.amount:
                 raise Unavailable(
                     f"{budget} cannot be checked, because Redis does not answer, and this router"
-                    " has spent the part of it that it may spend meanwhile: try again later",
+                    " has used up the part that it may spend without Redis: try again later",
                     retry_after=_RETRY_S,
                 )
         self.hold(hold, cost)
@@ -213,7 +213,7 @@ class Budgets:
         self.correct(hold.budgets, cost)
 
     def correct(self, budgets: Sequence[Budget], amount: int) -> None:
-        """Correct what was taken from slices: the bill is lower, or Redis has it now."""
+        """Correct the spending from slices: the bill is lower, or Redis has received it."""
         for budget in budgets:
             self._slice(budget).unreported += amount
 

@@ -3,8 +3,8 @@
     written ─Redis has it→ read over ─Redis has all→ gone, with the file's contents
     written ─the process dies→ another process of the cluster finds the file, and reports the bills
 
-A process holds a lock on its journal while it lives. The file survives the process, and is written
-without waiting for the disk: a machine that loses its power may lose the last bills.
+A process holds a lock on its journal while it lives. The file survives the process. It is written
+without waiting for the disk, so a machine that loses its power may lose the last bills.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SUFFIX = ".bills"
 _PIECE_BYTES = 64 << 10
 """Maximum bytes of bills that are reported together; a bill has some 300."""
 _LARGE_BYTES = 1 << 20
-"""A file that has grown beyond this is emptied as soon as Redis has all of it."""
+"""Size above which a file is emptied as soon as Redis has all of it."""
 
 
 class Journal:
-    """Owned by the router's event loop. Methods raise OSError."""
+    """A journal. Owned by the router's event loop. Methods raise OSError."""
 
     def __init__(self, path: Path | None, descriptor: int) -> None:
-        """``path`` None: the file is in memory, and ends with the process."""
+        """Open a journal; ``path`` None: the file is in memory, and ends with the process."""
         self._path = path
         self._file = descriptor
         self._size = os.fstat(descriptor).st_size
@@ -37,19 +37,19 @@ class Journal:
 
     @classmethod
     def create(cls, folder: Path, cluster_id: str, writer: str) -> Journal:
-        """A new journal. It is in memory, with a warning, where the folder cannot be written."""
+        """Create a journal; in memory, with a warning, if the folder is not writable."""
         path = folder / f"{cluster_id}.{writer}{_SUFFIX}"
         fresh = path.with_suffix(".new")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # Nothing finds it under its name before it is locked.
+            # Lock it before it gets the name by which other processes find it.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             fresh.rename(path)
         except OSError as error:
             log.warning(
-                "%s cannot be written (%s): bills that Redis does not have yet end with this"
-                " process; set data_dir to a folder that this user can write",
+                "%s cannot be written (%s): bills that are not in Redis yet are lost when this"
+                " process ends; set data_dir to a folder that this user can write",
                 folder,
                 error.strerror,
             )
@@ -58,7 +58,7 @@ class Journal:
 
     @classmethod
     def left(cls, folder: Path, cluster_id: str) -> Iterator[tuple[str, Journal]]:
-        """The journals of dead processes of a cluster, each with its writer's name."""
+        """Yield the journals of dead processes of a cluster, each with its writer's name."""
         for path in sorted(folder.glob(f"{cluster_id}.*{_SUFFIX}")):
             with contextlib.suppress(OSError):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -71,11 +71,11 @@ class Journal:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are bills that were not read over."""
+        """Whether there are bills that were not skipped by ``read_over``."""
         return self._read_to < self._size
 
     def append(self, line: bytes) -> None:
-        """Write a bill, as a line. It is there whole, or not at all."""
+        """Write a bill as a line, completely or not at all."""
         try:
             written = os.pwrite(self._file, line + b"\n", self._size)
         except OSError:
@@ -86,21 +86,21 @@ class Journal:
         self._size += written
 
     def lines(self) -> list[bytes]:
-        """The next bills that were not read over, some hundreds at most; none at the end."""
+        """Return the next pending bills, some hundreds at most; none at the end."""
         room = min(_PIECE_BYTES, self._size - self._read_to)
         piece = os.pread(self._file, room, self._read_to)
-        # A process that was killed may have left a part of a line.
+        # A process that was killed may have left an incomplete line.
         return piece[: piece.rfind(b"\n") + 1].splitlines(keepends=True)
 
     def read_over(self, lines: list[bytes]) -> None:
-        """Redis has these bills, the first that ``lines`` returned."""
+        """Skip bills that Redis has: the first ones that ``lines`` returned."""
         self._read_to += sum(map(len, lines))
         if not self.has_more and self._size > _LARGE_BYTES:
             os.ftruncate(self._file, 0)
             self._size = self._read_to = 0
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the file; ``remove``: it is not needed any more."""
+        """Close the file; ``remove``: delete it."""
         if remove and self._path is not None:
             self._path.unlink(missing_ok=True)
         os.close(self._file)

@@ -2,8 +2,8 @@
 
     a request ends ─journal→ it outlives this process ─SETTLE→ added to usage and budgets, once
 
-A bill is written before the client has the end of its answer. The journals of processes that died
-are reported by the next one of the cluster that starts on their machine.
+A bill is written before the client has received the end of its answer. The journals of dead
+processes are reported by the next process of the cluster that starts on their machine.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from router.core.script_queue import ScriptCall, call_together
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.2
-"""Bills that end within this time are reported together."""
+"""Bills that end within this time, in seconds, are reported together."""
 AWAY_S = 1.0
 CLOSE_S = 2.0
-"""How long a process that ends goes on reporting. What is left stays in its journal."""
+"""Maximum time of reporting at the end of a process, in seconds. Other bills stay in its journal.
+"""
 OTHER_TENANTS = "other"
-"""Label of tenants that the configuration does not name."""
+"""Metric label of tenants that are not in the configuration."""
 
 
 class Ledger:
-    """Owned by the router's event loop.
+    """The ledger of a router process. Owned by its event loop.
 
     new ─start→ reporting ─close→ closed
     """
@@ -68,9 +69,9 @@ class Ledger:
         self._writer = secrets.token_hex(8)
         self._journal: Journal | None = None
         self._written = 0
-        """The number of the last bill that was written."""
+        """Number of the last bill that was written."""
         self._settled = 0
-        """The number of the last bill that Redis has."""
+        """Number of the last bill that Redis has."""
         self._of_slices: deque[tuple[int, tuple[Budget, ...], int]] = deque()
         """Bills of requests that held slices: number, budgets and nanodollars, until Redis has
         them."""
@@ -78,11 +79,11 @@ class Ledger:
         self._reporting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to report: first what processes that died have left."""
+        """Start to report, with the journals of dead processes first."""
         self._reporting = spawn(self._report(), "bills")
 
     async def close(self) -> None:
-        """Report what is left, for ``CLOSE_S`` at most."""
+        """Report the remaining bills, for ``CLOSE_S`` at most."""
         if self._reporting is not None:
             await end_tasks([self._reporting])
         if self._journal is None:
@@ -110,9 +111,9 @@ class Ledger:
         hold: Hold | None,
         lines: Sequence[BillLine],
     ) -> None:
-        """Write the bill of a request that ended, and let go of what it holds. Does not wait.
+        """Write the bill of a request that ended, and release its holds. Does not wait.
 
-        ``lines``: nothing for a request that is not billed. ``hold`` None: it has no budgets.
+        ``lines``: empty for a request that is not billed. ``hold`` None: it has no budgets.
         """
         held = () if hold is None or not hold.amount else self._held(hold)
         if not lines and not held:
@@ -180,19 +181,19 @@ class Ledger:
                 await asyncio.sleep(AWAY_S)
 
     async def _report_left(self) -> None:
-        """Report the journals of processes that died. Raises ``redis.RedisError``, OSError."""
+        """Report the journals of dead processes. Raises ``redis.RedisError``, OSError."""
         for writer, journal in Journal.left(self._folder, self._cluster_id):
             remove = False
             try:
                 await self._report_all(journal, writer)
                 remove = True
-                log.info("the bills of a router that died are in Redis now")
+                log.info("reported the bills of a router that died")
             finally:
                 journal.close(remove=remove)
             await self._forget_writer(writer)
 
     async def _forget_writer(self, writer: str) -> None:
-        """Delete the number of its last bill, once the journal is gone: no more can come of it."""
+        """Delete a writer's last number, once its journal is gone and no more bills can follow."""
         await self._client.delete(*Sums(self._prefix, writer).keys)
 
     async def _report_all(self, journal: Journal, writer: str) -> None:
@@ -209,7 +210,7 @@ class Ledger:
                 self._forget_slices()
 
     async def _send(self, writer: str, settled: int, lines: Sequence[bytes]) -> int:
-        """Returns the number of the last bill that Redis has."""
+        """Send bills; return the number of the last bill that Redis has."""
         sums = Sums(self._prefix, writer)
         for line in lines:
             sums.add(line)

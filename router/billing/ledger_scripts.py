@@ -13,9 +13,9 @@ Redis keys, all with the cluster's hash tag:
 Days and hours are in UTC. Measures: ``MEASURES``; amounts are nanodollars. Numbers are written out,
 since Lua rounds them to 14 digits.
 
-A router process numbers its bills. ``SETTLE`` adds those from one number to another if the last one
-that is in here is the one before, and does nothing otherwise. So bills count once, however often
-they are sent, by the process itself or by one that found its journal.
+A router process numbers its bills. ``SETTLE`` adds a range of bills only if the bill before it was
+the last one added. So bills count once, however often they are sent, by the process itself or by
+one that found its journal.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ MEASURES = {
     "scored": "g",
     "score": "h",
 }
-"""The letters of measures. ``score`` is a sum of thousandths."""
+"""Letters of the measures. ``score`` is a sum of thousandths."""
 OTHER_AGENTS = "(other)"
-"""Stands for agents beyond ``MAX_AGENTS``. No client can give it as a name."""
+"""Name for all agents beyond ``MAX_AGENTS``. Clients cannot use it as a name."""
 MAX_AGENTS = 200
-"""Agents of a tenant that are told apart in a day."""
+"""Maximum number of a tenant's agents that are distinguished per day."""
 MAX_ANSWERS = 10_000
-"""Answers of a tenant in an hour that feedback may be given on; 2 MB."""
+"""Maximum answers of a tenant per hour that can receive feedback; 2 MB."""
 DAYS_KEPT = 400
 ANSWERS_KEPT_S = 25 * 3600
-"""Feedback is taken for a day."""
+"""Feedback is accepted for a day."""
 WRITER_KEPT_S = DAYS_KEPT * 86_400
 MAX_DEVICE_GAP_MS = 60_000
-"""Time between two counts of devices that counts at most: no router served for longer."""
+"""Maximum time counted between two counts of devices: in a longer gap no router was running."""
 
 _TEXT = """
 local function text(number) return string.format('%.0f', number) end
 """
 
-# KEYS: the writer's; then those that the operations name by their place. ARGV: the number of the
-# last bill that should be here, that of the last one that comes, and the operations as JSON: usage
-# {day, agents, tenant, key, class, agent, sums}, answers {answers, day, id, usage}, and budgets
-# {first, period, cost, holds}. Answers the number of the last bill that is here now.
+# KEYS: the writer's; then those that the operations name by position. ARGV: the number of the
+# expected last bill, that of the last new one, and the operations as JSON: usage {day, agents,
+# tenant, key, class, agent, sums}, answers {answers, day, id, usage}, and budgets {first, period,
+# cost, holds}. Returns the number of the last bill that is here now.
 SETTLE = (
     _TEXT
     + """
@@ -107,8 +107,8 @@ return tonumber(ARGV[2])
 )
 
 # KEYS: the answers of an hour, the usage of the answer's day. ARGV: the answer's id, the new record
-# as JSON, and the changes of sums as JSON: {measure: change}. Answers 0 if the answer has another
-# record than ARGV[4] by now.
+# as JSON, and the changes of sums as JSON: {measure: change}. Returns 0 if the answer's record is
+# no longer ARGV[4].
 FEEDBACK = (
     _TEXT
     + """

@@ -1,4 +1,4 @@
-"""What the tokens of a request cost, in whole nanodollars."""
+"""The cost of a request's tokens, in whole nanodollars."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class TokenPrices:
 
     @classmethod
     def of(cls, prices: PricesConfig) -> TokenPrices:
-        """A dollar per million tokens is 1000 nanodollars per token."""
+        """Convert prices: a dollar per million tokens is 1000 nanodollars per token."""
         cached = prices.input if prices.cached_input is None else prices.cached_input
         return cls(*(round(1000 * price) for price in (prices.input, cached, prices.output)))
 
 
 @dataclass(frozen=True, slots=True)
 class BillLine:
-    """Tokens of one class, and what they cost."""
+    """Tokens of one class, and their cost."""
 
     context_class: str
     input_tokens: int
-    """Prompt tokens, cached ones included."""
+    """Prompt tokens, with cached ones."""
     cached_tokens: int
     output_tokens: int
     prices: TokenPrices
 
     @property
     def costs(self) -> tuple[int, int, int]:
-        """Nanodollars for prompt tokens that were computed, for cached ones, and for output."""
+        """Nanodollars for computed prompt tokens, cached prompt tokens, and output tokens."""
         prices = self.prices
         computed = self.input_tokens - self.cached_tokens
         return (
@@ -51,7 +51,7 @@ class BillLine:
 
     @property
     def cost(self) -> int:
-        """Nanodollars."""
+        """Cost in nanodollars."""
         return sum(self.costs)
 
 
@@ -65,11 +65,11 @@ class PriceTable:
 
     @property
     def any(self) -> bool:
-        """Whether any token costs anything."""
+        """Whether any token has a price."""
         return any(one != TokenPrices(0, 0, 0) for one in (self._usual, *self._own.values()))
 
     def class_of(self, request: GenerationRequest) -> str:
-        """The class by which a request is billed."""
+        """Return the class by which a request is billed."""
         if request.background:
             return BACKGROUND_CLASS
         return self._class_of(len(request.prompt_ids))
@@ -77,13 +77,15 @@ class PriceTable:
     def line(
         self, context_class: str, input_tokens: int, cached_tokens: int, output_tokens: int
     ) -> BillLine:
-        """A line of a bill. Of the prompt's tokens no more than all are cached."""
+        """Build a line of a bill. At most all of the prompt's tokens count as cached."""
         prices = self._own.get(context_class, self._usual)
         cached = min(cached_tokens, input_tokens)
         return BillLine(context_class, input_tokens, cached, output_tokens, prices)
 
     def max_cost(self, requests: Sequence[GenerationRequest]) -> int:
-        """What requests cost in nanodollars if no cache helps and no answer ends early."""
+        """Return the maximum cost in nanodollars: no cache hits, and every answer at its full
+        length.
+        """
         total = 0
         for request in requests:
             prices = self._own.get(self.class_of(request), self._usual)
@@ -95,7 +97,7 @@ class PriceTable:
     def lines(
         self, requests: Sequence[GenerationRequest], choices: Sequence[Choice]
     ) -> Iterator[BillLine]:
-        """What each request took, by the choices that were counted for its client's usage."""
+        """Return each request's line, from the choices that were counted for its client's usage."""
         left = iter(choices)
         for request in requests:
             own = list(islice(left, request.choices))

@@ -1,6 +1,6 @@
 """The console's endpoints: its page, live snapshots, and what-if questions.
 
-The page and its files hold no data and require no key; the data that they show requires one.
+The page and its files contain no data and require no key; the data that they show requires one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from router.http.sse import EventStream, encode_events
 log = logging.getLogger(__name__)
 
 SLOW_VIEWER_S = 5.0
-"""Seconds after which a viewer that does not read is dropped."""
+"""Seconds after which a viewer that does not read is disconnected."""
 _BODY_BYTES, _BODY_S = 4096, 5.0
 _NVIDIA = Path("/dev/nvidiactl")
 _KINDS = {
@@ -77,7 +77,7 @@ class ConsoleApi:
         access: Access,
         what_if: WhatIfProgram | None = None,
     ) -> None:
-        """``model``: its name. ``what_if`` None: what-if questions are refused."""
+        """Create the endpoints; ``model``: its name. ``what_if`` None: no what-if questions."""
         collector = SnapshotCollector(
             cluster, stats.metrics, config, model, what_if=what_if is not None
         )
@@ -111,21 +111,21 @@ class ConsoleApi:
         await self.broadcaster.close()
 
     async def page(self, request: Request) -> Response:
-        """The console."""
+        """Return the console's page."""
         return _file(request, "console.html")
 
     async def file(self, request: Request, name: str) -> Response:
-        """One of the page's files."""
+        """Return one of the page's files."""
         return _file(request, name)
 
     async def snapshot(self, request: Request) -> Response:
-        """One snapshot. Requires a key with scope metrics."""
+        """Return one snapshot. Requires a key with scope metrics."""
         async with self.broadcaster.viewer():
             _, body = await self.broadcaster.after(0)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def events(self, request: Request) -> Response:
-        """A snapshot a second, as events. Requires a key with scope metrics."""
+        """Stream a snapshot per second, as events. Requires a key with scope metrics."""
         return EventStream(partial(self._stream, request.headers))
 
     async def _stream(self, headers: Mapping[str, str], events: EventStream) -> None:
@@ -140,11 +140,11 @@ class ConsoleApi:
                         await events.write(encode_events([body]), more=True)
                 except TimeoutError:
                     # The response stays incomplete, and the server closes the connection.
-                    log.info("a viewer of the console that does not read is dropped")
+                    log.info("disconnected a console viewer that does not read")
                     return
 
     async def ask(self, request: Request) -> Response:
-        """What recent traffic would see with other numbers of workers.
+        """Simulate recent traffic with other numbers of workers.
 
         The body is a JSON object with the numbers of ``prefill`` and ``decode`` workers, and
         ``rate``, a multiple of the recent rate. Requires a key with scope admin.
@@ -181,7 +181,7 @@ class ConsoleApi:
 
 @cache
 def _contents() -> dict[str, tuple[bytes, str]]:
-    """Bytes and ETags of the page's files, by name."""
+    """Return bytes and ETags of the page's files, by name."""
     bodies = {
         one.name: one.read_bytes()
         for one in files(__package__).joinpath("static").iterdir()
@@ -193,7 +193,7 @@ def _contents() -> dict[str, tuple[bytes, str]]:
 
 
 def _file(request: Request, name: str) -> Response:
-    """Raises NotFound."""
+    """Return a file of the page. Raises NotFound."""
     content = _contents().get(name)
     if content is None:
         raise NotFound(f"the console has no file {name!r}")

@@ -2,7 +2,7 @@
 
     idle ─the first viewer comes→ collecting ─the last one leaves→ idle;  any ─close()→ closed
 
-Every viewer gets the latest snapshot; a slow viewer misses those between.
+Every viewer gets the latest snapshot. A slow viewer misses the ones in between.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class SnapshotBroadcaster:
 
     @asynccontextmanager
     async def viewer(self) -> AsyncIterator[None]:
-        """Within the context, snapshots are collected. Raises Overloaded, Unavailable."""
+        """Collect snapshots within the context. Raises Overloaded, Unavailable."""
         if self.viewers >= MAX_VIEWERS:
-            raise Overloaded(f"{MAX_VIEWERS} viewers watch already", retry_after=10.0)
+            raise Overloaded(
+                f"{MAX_VIEWERS} viewers are the maximum; close another console", retry_after=10.0
+            )
         self.viewers += 1
         try:
             async with self._turn:
@@ -66,7 +68,7 @@ class SnapshotBroadcaster:
                 await self._rest()
 
     async def after(self, version: int) -> tuple[int, str]:
-        """Wait for a snapshot newer than ``version`` (0: any). Returns its version and JSON.
+        """Wait for a snapshot newer than ``version`` (0: any). Return its version and JSON.
 
         Raises Unavailable when the router stops.
         """
@@ -89,7 +91,7 @@ class SnapshotBroadcaster:
 
     async def _rest(self) -> None:
         async with self._turn:
-            # Another viewer may have come.
+            # Another viewer may have connected.
             if not self.viewers:
                 await self._stop()
 
@@ -108,7 +110,7 @@ class SnapshotBroadcaster:
                 snapshot = await self._collect()
             except Exception:
                 # The next snapshot may succeed, and viewers see that this one is missing.
-                log.exception("the console's snapshot could not be made")
+                log.exception("the snapshot for the console failed")
             else:
                 async with self._changed:
                     self._version += 1

@@ -27,7 +27,7 @@ from router.http.metrics_pages import MetricsPages
 from router.workers.worker_link import WorkerLink
 
 MAX_PAGES = 64
-"""Maximum workers whose pages are fetched: the first by name."""
+"""Maximum number of workers whose pages are fetched, in the order of their names."""
 _COUNTS = {
     "baton_requests_total": ("requests", "class", "outcome", "code"),
     "baton_goodput_requests_total": ("goodput_requests", "class"),
@@ -41,7 +41,7 @@ _COUNTS = {
     "baton_request_latency_seconds_bucket": ("e2el", "class", "le"),
     "baton_request_latency_seconds_sum": ("e2el_sum", "class"),
 }
-"""The console's name of a series, and the labels that it keeps."""
+"""For each series, its name in the console and the labels that are kept."""
 _GAUGES = {
     "baton_active_requests": ("active",),
     "baton_waiting_requests": ("waiting", "tenant"),
@@ -60,7 +60,7 @@ class SnapshotCollector:
         *,
         what_if: bool,
     ) -> None:
-        """``model``: its name. ``what_if``: whether what-if questions are answered."""
+        """Create a collector; ``model``: its name. ``what_if``: whether what-if is available."""
         self._cluster = cluster
         self._metrics = metrics
         self._config = config
@@ -71,16 +71,16 @@ class SnapshotCollector:
         self._page_counts: dict[Key, float] = {}
 
     async def snapshot(self) -> Snapshot:
-        """Make a snapshot. No failure of a worker raises."""
+        """Make a snapshot. Failures of workers do not raise."""
         links = self._cluster.workers
         seen = [
             ObservedWorker(link.record, load_of(link), links.is_up(link)) for link in links.all()
         ]
         slots = {one.record.slot: one.record.metrics_address for one in seen}
         pages = await self._pages.read({slot: slots[slot] for slot in sorted(slots)[:MAX_PAGES]})
-        # Files of other processes may have to be read.
+        # This may read the files of other processes.
         counts, gauges = await asyncio.to_thread(read_router, self._metrics)
-        # A page that does not answer this time keeps its counts: its process did not restart.
+        # A worker whose page did not answer keeps its counts: its process did not restart.
         known = {key: value for key, value in self._page_counts.items() if key[1] in slots}
         self._page_counts = known | page_counts(pages)
         self._window.add(time.monotonic(), counts | self._page_counts)
@@ -95,20 +95,20 @@ class SnapshotCollector:
             counts=counts,
             gauges=gauges,
             what_if=self._what_if,
-            # With a listener of their own, operators have no other endpoints there.
+            # The separate listener for operators does not serve the model.
             chat=not self._config.admin_http,
         )
         return snapshot_of(look, self._window, self._config)
 
     async def clear(self) -> None:
-        """Forget earlier counts and close connections, after the last viewer."""
+        """Drop earlier counts and close connections, after the last viewer."""
         self._window.clear()
         self._page_counts = {}
         await self._pages.close()
 
 
 def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, float]]:
-    """The counters and gauges shown, summed over the processes that share a port."""
+    """Return the shown counters and gauges, summed over the processes that share a port."""
     counts: dict[Key, float] = {}
     gauges: dict[Key, float] = {}
     for family in metrics.shown().collect():
@@ -121,6 +121,6 @@ def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, flo
 
 
 def load_of(link: WorkerLink) -> LoadSnapshot:
-    """The load of a worker, preferably its stream's: the registry's is a heartbeat old."""
+    """Return the load of a worker, preferably its stream's: the registry's is a heartbeat old."""
     load = link.engine_load
     return load if isinstance(load, LoadSnapshot) else convert.load_from_proto(load)

@@ -1,6 +1,6 @@
 """Growth of counters over a sliding window, and percentiles of histograms. Plain Python, no clock.
 
-Counters only grow, except when their process restarts: then their whole value is growth.
+Counters only grow, unless their process restarts: then their whole value counts as growth.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class CounterWindow:
         self._samples.clear()
 
     def growth(self, span_s: float) -> tuple[float, dict[Key, float]]:
-        """Seconds between the sample ``span_s`` ago (or the first) and the last, and the growth.
+        """Return the span between the sample ``span_s`` ago (or the first) and the last, and the
+        growth.
 
-        The seconds are 0 while there are fewer than two samples. A counter that is new, with its
+        The span is 0 s while there are fewer than two samples. A counter that is new, with its
         process or a label, counts with its whole value.
         """
         if len(self._samples) < 2:
@@ -70,9 +71,10 @@ class Percentiles:
 
 
 def percentiles(buckets: Mapping[float, float]) -> Percentiles | None:
-    """Percentiles of ``buckets``: by upper bound in seconds, the number of values up to it.
+    """Return percentiles of ``buckets``: for each upper bound in seconds, the number of values up
+    to it.
 
-    The last bound is infinity. Returns None if there are no values.
+    The last bound is infinity. None if there are no values.
     """
     bounds = sorted(buckets)
     count = buckets[bounds[-1]] if bounds else 0.0

@@ -49,18 +49,18 @@ class Observation:
     pages: Mapping[str, WorkerPage]
     """Pages by slot, of the workers that answered."""
     counts: Mapping[Key, float]
-    """The router's latest counters, which the window has too."""
+    """The router's latest counters, which are also in the window."""
     gauges: Mapping[Key, float]
     """The router's gauges, such as ``waiting`` by tenant."""
     what_if: bool
     """Whether what-if questions are answered."""
     chat: bool
-    """Whether the console's listener serves the model, too."""
+    """Whether the console's listener also serves the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker, as the console shows it."""
+    """A worker as the console shows it."""
 
     slot: str
     pool: str
@@ -71,10 +71,10 @@ class WorkerView:
     waiting: int
     max_sequences: int
     batch_fill: float
-    """Sequences in the last step over the maximum; running sequences over the maximum if its page
-    did not answer."""
+    """Sequences in the last step divided by the maximum. If the worker's page did not answer,
+    running sequences divided by the maximum."""
     step_ms: float
-    """Duration of steps in which every sequence decodes; 0 before the first."""
+    """Duration of decode steps; 0 before the first."""
     context_tokens: int
     total_blocks: int
     used_blocks: int
@@ -85,7 +85,7 @@ class WorkerView:
     disk_blocks: int
     block_tokens: int
     in_flight_bytes: int
-    """Bytes of KV in flight from it."""
+    """Bytes of KV that it is currently sending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ class ClassView:
     name: str
     requests_per_s: float
     good_share: float | None
-    """Share of the window's requests within every SLO. Shed and failed requests are not within;
-    aborted ones do not count."""
+    """Share of the window's requests that met every SLO. Shed and failed requests did not; aborted
+    ones do not count."""
     slo_ttft_s: float
     slo_tpot_s: float
     ttft: LatencyView
@@ -177,13 +177,13 @@ class TrafficView:
 
 @dataclass(frozen=True, slots=True)
 class CostView:
-    """What requests cost, in dollars by the prices of the configuration."""
+    """Cost of requests, in dollars by the prices of the configuration."""
 
     per_hour: float
     per_request: float | None
-    """Of the window's requests that ended well, or whose client left."""
+    """Mean over the window's requests that ended well, or whose client left."""
     per_million_input: float | None
-    """Of prompt tokens, cached ones included."""
+    """Cost per million prompt tokens, with cached ones."""
     per_million_output: float | None
 
 
@@ -197,7 +197,7 @@ class TenantQueue:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the console shows at one moment."""
+    """The data of the console at one moment."""
 
     at: float
     model: str
@@ -209,7 +209,7 @@ class Snapshot:
     """Seconds over which percentiles and shares are measured; 0 in the first snapshot."""
     traffic: TrafficView
     cost: CostView | None
-    """None where tokens have no price."""
+    """None if tokens have no price."""
     queues: tuple[TenantQueue, ...]
     pools: tuple[PoolView, ...]
     workers: tuple[WorkerView, ...]
@@ -217,7 +217,7 @@ class Snapshot:
     handoffs: HandoffView
     classes: tuple[ClassView, ...]
     pages_missing: int
-    """Workers whose page did not answer; their transfers are unknown."""
+    """Number of workers whose page did not answer; their transfers are unknown."""
     what_if: bool
     chat: bool
 
@@ -233,12 +233,12 @@ class _Growth:
     grown: Mapping[Key, float]
     """Growth in ``window_s``."""
     just_now: Mapping[Key, float]
-    """Growth since the sample before."""
+    """Growth since the previous sample."""
     counts: Mapping[Key, float]
-    """The router's counters themselves."""
+    """Current values of the router's counters."""
 
     def per_s(self, *begin: str) -> float:
-        """Rate of all counters whose keys begin with ``begin``."""
+        """Return the rate of all counters whose keys begin with ``begin``."""
         return _sum(self.lately, *begin) / self.rate_s if self.rate_s > 0 else 0.0
 
 
@@ -277,7 +277,7 @@ def snapshot_of(look: Observation, window: CounterWindow, config: Config) -> Sna
 
 
 def page_counts(pages: Mapping[str, WorkerPage]) -> dict[Key, float]:
-    """Counters of all pages, with the worker's slot after the name."""
+    """Return the counters of all pages, with the worker's slot after the name."""
     return {
         (key[0], slot, *key[1:]): value
         for slot, page in pages.items()
@@ -313,14 +313,14 @@ def _worker(seen: ObservedWorker, page: WorkerPage) -> WorkerView:
 
 
 def _place(worker: WorkerView) -> tuple[bool, str, int, str]:
-    """Sort key: prefill workers first, and slots of a pool by number."""
+    """Return a sort key: prefill workers first, and slots of a pool by number."""
     pool, _, number = worker.slot.rpartition("-")
     is_numbered = number.isdecimal()
     return worker.role != "prefill", pool, int(number) if is_numbered else -1, worker.slot
 
 
 def _pools(workers: Sequence[WorkerView], config: Config) -> tuple[PoolView, ...]:
-    """Pools of the configuration first, even those without workers."""
+    """Return the configured pools first, even those without workers."""
     members: dict[str, list[WorkerView]] = {pool.name: [] for pool in config.pools}
     for worker in workers:
         members.setdefault(worker.pool, []).append(worker)
@@ -382,7 +382,7 @@ def _queues(look: Observation) -> tuple[TenantQueue, ...]:
 def _transfers(
     look: Observation, workers: Sequence[WorkerView], growth: _Growth
 ) -> tuple[TransferView, ...]:
-    """A line for each pair that is formed, or over which bytes have arrived."""
+    """Return a line for each pair that is connected, or over which bytes have arrived."""
     known = {worker.slot for worker in workers}
     transports = {
         (writer, receiver): transport
@@ -426,7 +426,7 @@ def _handoffs(growth: _Growth) -> HandoffView:
 def _class_view(
     name: str, context_class: str, slo_ttft_s: float, slo_tpot_s: float, growth: _Growth
 ) -> ClassView:
-    """The view of a class; of all classes if ``context_class`` is empty."""
+    """Return the view of a class; of all classes if ``context_class`` is empty."""
     of = (context_class,) if context_class else ()
     return ClassView(
         name=name,
@@ -444,7 +444,7 @@ def _class_view(
 
 
 def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None:
-    """Percentiles of the buckets whose keys begin with ``begin`` and end with their bounds."""
+    """Return percentiles of the buckets whose keys are ``begin`` and their bounds."""
     buckets: dict[float, float] = defaultdict(float)
     for key, value in counts.items():
         if key[: len(begin)] == begin:
@@ -453,14 +453,14 @@ def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None
 
 
 def _good_share(growth: _Growth, context_class: str = "") -> float | None:
-    """Share of good requests, of all classes or of one."""
+    """Return the share of good requests, of all classes or of one."""
     due = sum(_ended(growth, outcome, context_class) for outcome in ("ok", "shed", "error"))
     good = _sum(growth.grown, "goodput_requests", *([context_class] if context_class else []))
     return min(1.0, good / due) if due else None
 
 
 def _ended(growth: _Growth, outcome: str, context_class: str = "") -> float:
-    """Requests of the window that ended with ``outcome``."""
+    """Return the number of the window's requests that ended with ``outcome``."""
     return sum(
         value
         for key, value in growth.grown.items()
@@ -469,5 +469,5 @@ def _ended(growth: _Growth, outcome: str, context_class: str = "") -> float:
 
 
 def _sum(counts: Mapping[Key, float], *begin: str) -> float:
-    """Sum over all keys that begin with ``begin``."""
+    """Return the sum over all keys that begin with ``begin``."""
     return sum(value for key, value in counts.items() if key[: len(begin)] == begin)

@@ -1,7 +1,7 @@
 """``GET /metrics/summary``: the figures of the last minute as one JSON object.
 
-Prometheus keeps histories and is asked in its own language; this is for a script or a person with
-``curl``. Owned by the router's event loop.
+Prometheus keeps histories and has its own query language. This endpoint is for a script, or for a
+person with ``curl``. Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from router.console.rates import CounterWindow, Counts, Key, percentiles
 from router.workers.worker_link import WorkerLink
 
 WINDOW_S = 60.0
-"""Seconds that the figures cover, once the router has been up for so long."""
+"""Seconds that the figures cover, once the router has been up for that time."""
 SAMPLE_S = 5.0
 """Interval between two samples."""
 MIN_SAMPLE_S = 1.0
-"""Questions within this time share a sample: many of them cost no more than one."""
+"""Requests within this time, in seconds, share a sample: a burst costs as much as one."""
 
 
 class MetricsSummary(BaseModel):
@@ -34,8 +34,8 @@ class MetricsSummary(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     window_s: float
-    """Seconds that the other figures except `requests_total` cover: the last minute, or less
-    while the router has run for less."""
+    """Seconds covered by all figures except `requests_total`: the last minute, or the router's
+    uptime if that is less."""
     requests_total: int
     """Requests that have ended since the router started, with any outcome."""
     requests_per_second: float
@@ -47,8 +47,8 @@ class MetricsSummary(BaseModel):
     tokens_per_second: float
     """Generated tokens per second."""
     batch_utilization: float | None
-    """Running sequences of the decode workers divided by their maximum, 0 … 1, on average; null if
-    there are no decode workers."""
+    """Mean of the decode workers' running sequences divided by their maximum, 0 … 1; null if there
+    are no decode workers."""
     cache_hit_rate: float | None
     """Prompt tokens whose KV was found in a cache divided by all prompt tokens, 0 … 1; null if
     there were none."""
@@ -61,7 +61,7 @@ class _Fill:
 
 
 class SummaryWindow:
-    """Samples of counters and batches, and the figures that they give. Plain data, no clock."""
+    """Samples of counters and batches, and the figures computed from them. Plain data, no clock."""
 
     def __init__(self) -> None:
         self._window = CounterWindow(WINDOW_S)
@@ -77,7 +77,7 @@ class SummaryWindow:
             self._fills.append(_Fill(now, fill))
 
     def figures(self) -> MetricsSummary:
-        """The figures at the last sample."""
+        """Return the figures at the last sample."""
         seconds, grown = self._window.growth(WINDOW_S)
         buckets: dict[float, float] = {}
         for key, value in grown.items():
@@ -110,7 +110,7 @@ def _rate(grown: Mapping[Key, float], name: str, seconds: float) -> float:
 
 
 class SummaryApi:
-    """The endpoint, and the samples that it answers from."""
+    """The endpoint, and the samples for its answers."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class SummaryApi:
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``links`` returns the connections to all workers."""
+        """Create the endpoint; ``links`` returns the connections to all workers."""
         self._links = links
         self._metrics = metrics
         self._clock = clock
@@ -132,15 +132,15 @@ class SummaryApi:
         app.add_api_route("/metrics/summary", self.show, tags=["operations"])
 
     def start(self) -> None:
-        """Begin to take samples."""
+        """Start to take samples."""
         self._tasks = [spawn(self._run(), "summary")]
 
     async def close(self) -> None:
-        """Take no more samples."""
+        """Stop to take samples."""
         await end_tasks(self._tasks)
 
     async def show(self) -> MetricsSummary:
-        """Requests, latency, tokens, batches and cache hits of the last minute."""
+        """Return requests, latency, tokens, batches and cache hits of the last minute."""
         await self._sample()
         return self._window.figures()
 
@@ -153,14 +153,14 @@ class SummaryApi:
         async with self._turn:
             if self._clock() - self._sampled_at < MIN_SAMPLE_S:
                 return
-            # The metrics of several processes are read from files.
+            # Reading the metrics of several processes reads files.
             counts, _ = await asyncio.to_thread(read_router, self._metrics)
             self._sampled_at = self._clock()
             self._window.add(self._sampled_at, counts, batch_fill(self._links()))
 
 
 def batch_fill(links: Sequence[WorkerLink]) -> float | None:
-    """Running sequences of decode workers over the most that they may run; None without any."""
+    """Return the decode workers' running sequences divided by their maximum, or None."""
     decode = [link for link in links if link.record.role == "decode"]
     places = sum(link.record.max_sequences for link in decode)
     running = sum(load_of(link).running for link in decode)

@@ -1,6 +1,6 @@
-"""What-if questions: what recent traffic would see with other numbers of workers.
+"""What-if questions: the predicted latency of recent traffic with other numbers of workers.
 
-The router makes a question of its recent traffic and its workers. A program, by default
+The router builds a question from its recent traffic and its workers. A program, by default
 ``planning.what_if``, simulates the answer in a process of its own, so that no request waits for it.
 It reads a ``WhatIfQuestion`` from standard input and writes a ``WhatIfAnswer``, both as JSON.
 """
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0
 _END_S = 5.0
-"""Maximum wait for the end of a killed program, seconds."""
+"""Maximum wait for the end of a killed program, in seconds."""
 _LAST_LINE = 500
 """Maximum characters of a failed program's last line in an error."""
 TRAFFIC_S = 600.0
@@ -37,13 +37,13 @@ MIN_REQUESTS, MAX_REQUESTS = 10, 400
 MAX_WORKERS = 64
 _VALUE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0}
 _CALL_S = 0.0005
-"""Seconds of a message between router and worker, one way."""
+"""One-way time of a message between router and worker, in seconds."""
 _MAX_BYTES_PER_S = 1e12
 """Bandwidth of a transfer that computing hides entirely."""
 _CHUNK_TOKENS = {True: 512, False: 8192}
-"""Chunk of a worker on a CPU, or on a GPU, whose pool sets none."""
+"""Default chunk of a worker on a CPU (True), or on a GPU."""
 _CPU_CHUNK_KEYS = 1 << 19
-"""The bound of ``engine.engine`` on a CPU's chunks."""
+"""Bound of ``engine.engine`` on a CPU's chunks."""
 
 
 _NOT_ASKED = {
@@ -51,8 +51,8 @@ _NOT_ASKED = {
     *("redis_url", "redis_router_url", "redis_worker_url", "gcs_store", "otlp_endpoint"),
     "autoscaler",
 }
-"""Fields of the configuration that a question leaves out: secrets, addresses that may have a
-password in them, and the autoscaler, which would change the shapes that are asked about."""
+"""Configuration fields excluded from a question: secrets, addresses that may contain a password,
+and the autoscaler, which would change the numbers of workers in question."""
 
 
 class _Data(BaseModel):
@@ -65,7 +65,7 @@ class WhatIfRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     prefill: Int = Field(ge=0, le=MAX_WORKERS)
-    """Prefill workers; 0: decode workers compute the prompts too."""
+    """Prefill workers; 0: decode workers also compute the prompts."""
     decode: Int = Field(ge=1, le=MAX_WORKERS)
     rate: float = Field(1.0, ge=0.1, le=20)
     """Multiple of the recent rate of requests."""
@@ -93,12 +93,12 @@ class WhatIfQuestion(_Data):
     """The simulator's input."""
 
     config: dict[str, Any]
-    """Fields of ``baton.config.cluster.Config``; no secrets."""
+    """Fields of ``baton.config.cluster.Config``, without secrets."""
     profiles: dict[str, dict[str, Any]]
-    """A worker of each role, as `baton calibrate` writes it."""
+    """Profile of a worker of each role, in the format of `baton calibrate`."""
     traffic: tuple[PastRequest, ...]
     shapes: tuple[Shape, ...]
-    """One answer each, in this order."""
+    """Numbers of workers to simulate. The answers have the same order."""
 
 
 class Percentile(_Data):
@@ -109,7 +109,7 @@ class Percentile(_Data):
 
 
 class ShapeAnswer(_Data):
-    """What the traffic would see with these workers."""
+    """The figures that the traffic would have with these workers."""
 
     prefill: int
     decode: int
@@ -117,7 +117,7 @@ class ShapeAnswer(_Data):
     tpot_s: Percentile
     e2el_s: Percentile
     good_share: float
-    """Share of all requests within every SLO."""
+    """Share of all requests that meet every SLO."""
     shed_share: float
     """Share of all requests that are shed."""
     prefill_busy: float | None
@@ -130,7 +130,7 @@ class WhatIfAnswer(_Data):
 
     requests: int
     seconds: float
-    """From the first request to the last."""
+    """Time from the first request to the last."""
     shapes: tuple[ShapeAnswer, ...]
 
 
@@ -144,18 +144,18 @@ def question(
     share: float = 1.0,
     is_cpu: bool,
 ) -> WhatIfQuestion:
-    """Make a question of the ``recent`` requests (by arrival), the workers and their costs.
+    """Build a question from the ``recent`` requests (by arrival), the workers and their costs.
 
     ``transfer_line``: a and b of the milliseconds a + b*blocks of a handoff that computing does not
-    hide. ``share``: the share of the cluster's requests that ``recent`` has. ``is_cpu``: whether
-    workers run on CPUs whose pool leaves it open. Raises Unavailable if no worker has reported its
-    costs, InvalidRequest if there was too little traffic.
+    hide. ``share``: the fraction of the cluster's requests that ``recent`` contains. ``is_cpu``:
+    whether workers run on CPUs if their pool does not set the device. Raises Unavailable if no
+    worker has reported its costs, InvalidRequest if there was too little traffic.
     """
     lengths = [one.output_tokens for one in recent if one.output_tokens]
     if len(recent) < MIN_REQUESTS or not lengths:
         raise InvalidRequest(
             f"{len(recent)} requests ended in the last {TRAFFIC_S / 60:.0f} minutes, and what-if"
-            f" needs {MIN_REQUESTS}: ask again when there is traffic"
+            f" needs {MIN_REQUESTS}: try again when there is more traffic"
         )
     usual = max(1, round(sum(lengths) / len(lengths)))
     latest = recent[-MAX_REQUESTS:]
@@ -185,11 +185,11 @@ def _count(workers: Sequence[WorkerRecord], role: str) -> int:
 
 
 def _one(workers: Sequence[WorkerRecord], role: str) -> WorkerRecord:
-    """A worker of the role, or any other if there is none. Raises Unavailable."""
+    """Return a worker of the role, or any other if there is none. Raises Unavailable."""
     known = [one for one in workers if any(one.prefill_cost) and any(one.step_cost)]
     if not known:
         raise Unavailable(
-            "no worker has reported the cost of its steps: it does so once it has calibrated"
+            "no worker has reported the cost of its steps yet: wait until one has calibrated"
         )
     return min(known, key=lambda one: (one.role != role, one.slot))
 
@@ -197,7 +197,7 @@ def _one(workers: Sequence[WorkerRecord], role: str) -> WorkerRecord:
 def _profile(
     record: WorkerRecord, config: Config, transfer_line: tuple[float, float], *, is_cpu: bool
 ) -> dict[str, Any]:
-    """A worker's profile, as ``planning.simulator.costs.worker_profile`` reads it."""
+    """Return a worker's profile, in the format of ``planning.simulator.costs.worker_profile``."""
     shape = record.geometry
     token_bytes = 2.0 * shape.layers * shape.kv_heads * shape.head_dim
     token_bytes *= _VALUE_BYTES.get(shape.kv_dtype, 2.0)
@@ -227,7 +227,9 @@ def _profile(
 
 
 def rate_share(own: float, all_requests: Sequence[float]) -> float:
-    """This process' share of the requests of all processes on its port; 1 if there were none."""
+    """Return this process's share of the requests of all processes on its port; 1 if there were
+    none.
+    """
     total = sum(all_requests)
     return min(1.0, own / total) if total and own else 1.0
 
@@ -247,13 +249,15 @@ class WhatIfProgram:
 
     @classmethod
     def of(cls, command: Sequence[str]) -> WhatIfProgram | None:
-        """A program for ``command``, or None if it is empty."""
+        """Create a program for ``command``, or None if it is empty."""
         return cls(command) if command else None
 
     async def ask(self, question: WhatIfQuestion) -> WhatIfAnswer:
         """Run the program. Raises Overloaded while it runs, DeadlineExceeded, BatonError."""
         if self.is_busy:
-            raise Overloaded("another what-if question is being answered", retry_after=2.0)
+            raise Overloaded(
+                "another what-if question is running; try again when it has ended", retry_after=2.0
+            )
         async with self._turn:
             output = await self._run(question.model_dump_json().encode())
         try:
@@ -269,7 +273,7 @@ class WhatIfProgram:
                 output, complaint = await asyncio.shield(talk)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the simulation was not done after {self._deadline_s:.0f} s: ask about fewer"
+                f"the simulation did not end within {self._deadline_s:.0f} s: use fewer"
                 " workers, or a lower rate"
             ) from None
         finally:
@@ -284,9 +288,9 @@ class WhatIfProgram:
         return output
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Not with asyncio: uvloop forks, and gRPC's fork handlers end one child in thirty with
-        # SIGSEGV. subprocess uses vfork(2), which runs no fork handlers. The variable would add
-        # the program's metrics to the router's.
+        # Do not use asyncio: uvloop forks, and gRPC's fork handlers end one child in thirty with
+        # SIGSEGV. subprocess uses vfork(2), which runs no fork handlers. The variable is removed
+        # because it would add the program's metrics to the router's.
         variables = {k: v for k, v in os.environ.items() if k != SHARED_FOLDER_VARIABLE}
         pipe = subprocess.PIPE
         return subprocess.Popen(  # noqa: S603 - the router's own program, without a shell

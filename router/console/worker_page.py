@@ -1,6 +1,6 @@
 """Workers' /metrics pages: fetches them and parses the series that the console shows.
 
-A page has hundreds of series; only the lines of these few are parsed.
+A page has hundreds of series, but only the lines of the shown ones are parsed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.console.rates import Key
 from router.http.metrics_pages import MetricsPages
 
 DEADLINE_S = 0.8
-"""Deadline of a page, seconds; a later one is missing in the snapshot."""
+"""Timeout of a page, in seconds. A later page is missing in the snapshot."""
 _FILL = "baton_batch_fill_ratio"
 _IN_FLIGHT = "baton_transfer_in_flight_bytes"
 _PAIRS = "baton_transfer_pairs"
@@ -28,17 +28,17 @@ _SERIES = (_FILL, _IN_FLIGHT, _PAIRS, _RECEIVED, _HANDOFFS, _HANDOFF_SECONDS)
 
 @dataclass(frozen=True, slots=True)
 class WorkerPage:
-    """What the console uses of one worker's page."""
+    """The figures of one worker's page that the console uses."""
 
     batch_fill: float | None = None
-    """Sequences in the last step over the maximum."""
+    """Sequences in the last step divided by the maximum."""
     in_flight_bytes: int = 0
-    """Bytes of KV in flight from this worker."""
+    """Bytes of KV that this worker is currently sending."""
     peers: Mapping[str, str] = field(default_factory=dict)
-    """The transport to each slot, for each pair that it has formed."""
+    """Transport by peer slot, for each connected pair."""
     counts: Mapping[Key, float] = field(default_factory=dict)
     """``received``, peer, transport: bytes. ``handoffs``, outcome: number. ``handoff_seconds``,
-    bound: number of handoffs that took at most that long."""
+    bound: number of handoffs within that time."""
 
 
 def read_page(text: str) -> WorkerPage:
@@ -62,7 +62,7 @@ def read_page(text: str) -> WorkerPage:
 
 
 def _key(name: str, labels: Mapping[str, str]) -> Key | None:
-    """The key of a counter."""
+    """Return the key of a counter."""
     if name == _RECEIVED:
         return "received", labels["peer"], labels["transport"]
     if name == _HANDOFFS:
@@ -80,7 +80,7 @@ class WorkerPages:
         self._client: httpx.AsyncClient | None = None
 
     async def read(self, addresses: Mapping[str, str]) -> dict[str, WorkerPage]:
-        """Fetch the pages at ``addresses`` (host:port). Returns those that answer, by key."""
+        """Fetch the pages at ``addresses`` (host:port). Return those that answer, by key."""
         if self._client is None:
             self._client = self._pages.client(DEADLINE_S)
         client = self._client

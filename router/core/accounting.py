@@ -1,4 +1,4 @@
-"""The accounts of one request, whatever becomes of it: metrics, a span, and a line of the log."""
+"""The accounts of one request, however it ends: metrics, a span, and a line of the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNKNOWN_CLASS = "unknown"
 
 
 class Outcome(enum.StrEnum):
-    """How a request ended; the values are the metrics' labels."""
+    """How a request ended; the values are metric labels."""
 
     OK = "ok"
     ERROR = "error"
@@ -40,26 +40,28 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What counts as good, in seconds."""
+    """The bounds of a good request, in seconds."""
 
     ttft_s: float
     tpot_s: float
 
 
 class RequestStats:
-    """All that a router process counts of its requests. Owned by its event loop."""
+    """The statistics that a router process keeps of its requests. Owned by its event loop."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self.metrics = metrics
         """Exported series; they may be sums over several processes."""
         self.traffic = TrafficMeter()
-        """Of this process alone, for the autoscaler."""
+        """Traffic of this process, for the autoscaler."""
         self.recent = RecentRequests()
-        """Of this process alone, for what-if questions."""
+        """Recent requests of this process, for what-if questions."""
 
 
 def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
-    """Shed is what was turned away before it began for want of room, not what broke."""
+    """Return the outcome of an error: ``shed`` if the request was rejected for load before it
+    began.
+    """
     refused = isinstance(error, Overloaded | Unavailable)
     broke = isinstance(error, HandoffError | WorkerFailed)
     return Outcome.SHED if refused and not broke and not begun else Outcome.ERROR
@@ -103,13 +105,12 @@ def _asked(request: GenerationRequest, operation: str, context_class: str) -> di
 
 
 class RequestRecorder:
-    """The accounts of one request, from its class on: metrics, and a span from its receipt.
+    """Records one request once its class is known: metrics, and a span from its receipt.
 
-    Latencies are observed for requests that end well; tokens count for all. Of a request with
-    several choices they are those of the first: its tokens come as those of a request of its own.
-
-    The span is the parent of all other spans of the request. Its attributes follow OpenTelemetry's
-    semantic conventions for generative AI, where these have one. ``now`` and ``received_at`` are of
+    Latencies are observed for requests that end well; tokens count for all. With several choices,
+    latencies are those of the first: its tokens arrive like those of a single choice. The span is
+    the parent of all other spans of the request. Its attributes follow OpenTelemetry's semantic
+    conventions for generative AI, if these define one. ``now`` and ``received_at`` are of
     ``time.monotonic``. Owned by the router's event loop.
     """
 
@@ -130,10 +131,10 @@ class RequestRecorder:
             attributes=_asked(request, operation, context_class),
         )
         self.trace = context_of(self._span, request.trace)
-        """The parent of what is done for the request."""
+        """Trace context for child spans of the request."""
         self.trace_id = trace_id_of(self._span)
-        """Empty where it is not traced."""
-        # In a histogram a trace stands for the requests of its bucket.
+        """Id of the trace; empty if the request is not traced."""
+        # In a histogram, one trace is the example of its bucket.
         self._exemplar = {"trace_id": self.trace_id} if self.trace_id else None
         self._metrics = stats.metrics
         self._slo = slo
@@ -142,17 +143,17 @@ class RequestRecorder:
         self._first_at = 0.0
         self._last_at = 0.0
         self._tokens = 0
-        """Of the first choice."""
+        """Tokens of the first choice."""
         self.output_tokens = 0
-        """Of all choices."""
+        """Tokens of all choices."""
         self.prompt_tokens = len(request.prompt_ids)
         self.cached_tokens = 0
-        """Of the prompt, that were found in a cache."""
+        """Prompt tokens that were found in a cache."""
         self.context_class = context_class
         self._worker = ""
-        """The one that ended the answer last."""
+        """The decode worker of the latest choice that ended."""
         self._batch_size = 0.0
-        """Sequences in the decode steps in which the answer ended."""
+        """Sequences in the decode steps at the end of the answer."""
         self._reasons: list[str] = []
         self._ended = False
         self._summary: dict[str, object] = {}
@@ -167,11 +168,11 @@ class RequestRecorder:
 
     @property
     def worker(self) -> str:
-        """The decode worker that ended the answer; empty: it has not ended well."""
+        """The decode worker that ended the answer; empty unless it ended well."""
         return self._worker
 
     def delta(self, delta: OutputDelta, now: float) -> None:
-        """Tokens came. Those that came together have no gap between them."""
+        """Record a delta. Tokens that arrive together have no gap between them."""
         if delta.token_ids and not self.output_tokens and self.trace_id:
             self._span.add_event("first token", timestamp=wall_ns(now))
         self.output_tokens += len(delta.token_ids)
@@ -188,7 +189,7 @@ class RequestRecorder:
             self._series.generated_tokens.inc(len(delta.token_ids))
 
     def succeed(self, now: float) -> None:
-        """The last token came."""
+        """Record the arrival of the last token."""
         if self._ended:
             return
         self._series.request_latency.observe(now - self._received_at)
@@ -208,15 +209,15 @@ class RequestRecorder:
         self._end(Outcome.OK, "")
 
     def fail(self, error: BatonError) -> None:
-        """It ended with an error."""
+        """Record the end with an error."""
         self._end(outcome_of(error, begun=self._tokens > 0), error.code or "", error)
 
     def abort(self) -> None:
-        """The client left, or the server did."""
+        """Record that the client disconnected, or the server is stopping."""
         self._end(Outcome.ABORTED, "")
 
     def summary(self) -> dict[str, object]:
-        """What became of it, in plain values; times in milliseconds, where it has them."""
+        """Return the result in plain values; times, if known, in milliseconds."""
         return {
             "class": self.context_class,
             "trace_id": self.trace_id,
@@ -251,7 +252,7 @@ class RequestRecorder:
         if self._ended:
             return
         self._ended = True
-        # An answer that was turned away, or broke, has no length of its own.
+        # A rejected or failed answer has no length of its own.
         has_length = outcome in (Outcome.OK, Outcome.ABORTED) and self._tokens
         self._recent.add(
             RecentRequest(
@@ -283,20 +284,20 @@ class RequestRecorder:
 
 
 Show = Callable[[Sequence[int]], str]
-"""The text of token ids."""
+"""Returns the text of token ids."""
 DeviceOf = Callable[[str], tuple[str, str]]
-"""The device of a worker and the quantization of its weights; empty where they are unknown."""
+"""Returns a worker's device and the quantization of its weights; empty if unknown."""
 CostOf = Callable[[str, int, int, int], str]
-"""What tokens of a class cost in dollars: of the prompt, of these cached, and generated."""
+"""Returns the cost in dollars of a class's tokens: of the prompt, cached, and generated."""
 
 
 class RequestLog:
-    """A line for each request that has ended; prompts are in it only with ``log_prompts``."""
+    """Logs a line for each request at its end; it has the prompt only with ``log_prompts``."""
 
     def __init__(
         self, config: Config, revision: str, show: Show, device_of: DeviceOf, cost_of: CostOf
     ) -> None:
-        """``revision`` of the model; empty: it has none."""
+        """Create a log; ``revision`` of the model; empty: it has none."""
         self._revision = revision
         self._device_of = device_of
         self._cost_of = cost_of
@@ -304,7 +305,7 @@ class RequestLog:
         self._show = show if config.log_prompts else None
 
     def ended(self, request: GenerationRequest, recorder: RequestRecorder) -> None:
-        """Write the line, if one is wanted. Times are in milliseconds."""
+        """Write the line if it is enabled. Times are in milliseconds."""
         if not self._is_on:
             return
         device, quantization = self._device_of(recorder.worker)
@@ -326,7 +327,7 @@ class RequestLog:
         if self._show is not None:
             told["prompt"] = self._show(request.prompt_ids)
         told = {name: value for name, value in told.items() if value not in ("", None)}
-        # The text says all of it too: a log for people has no fields.
+        # The text repeats the fields: text logs show no fields.
         words = " ".join(f"{name}={value!r}" for name, value in told.items())
         log.info("request ended: %s", words, extra=told)
 
@@ -336,31 +337,31 @@ MAX_RECENT_REQUESTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class RecentRequest:
-    """A request that has ended, however it did."""
+    """A request that has ended in any way."""
 
     received_at: float
-    """Seconds, of the clock of whoever adds it."""
+    """Seconds, of the clock of the code that adds it."""
     prompt_tokens: int
     output_tokens: int | None
-    """None where nobody knows how long its answer would have been."""
+    """Length of its answer; None if the answer did not end by itself."""
     cached_tokens: int
-    """Of the prompt, that were found in a cache."""
+    """Prompt tokens that were found in a cache."""
 
 
 class RecentRequests:
-    """The last ``MAX_RECENT_REQUESTS`` that have ended."""
+    """The last ``MAX_RECENT_REQUESTS`` requests that have ended."""
 
     def __init__(self) -> None:
         self._requests: deque[RecentRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
         self.ended = 0
-        """All that ever were added."""
+        """Number of requests that were ever added."""
 
     def add(self, request: RecentRequest) -> None:
-        """One has ended."""
+        """Add a request that has ended."""
         self._requests.append(request)
         self.ended += 1
 
     def since(self, start: float) -> list[RecentRequest]:
-        """Those that came at ``start`` or later, in the order in which they came."""
+        """Return the requests received at ``start`` or later, in order of receipt."""
         found = [one for one in self._requests if one.received_at >= start]
         return sorted(found, key=lambda one: one.received_at)

@@ -1,4 +1,4 @@
-"""What APIs hand to the dispatcher, what comes back, and what has come back so far."""
+"""The interface of the dispatcher: requests, deltas of their answers, and their choices so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
 
 AnswerPart = Literal["start", "reasoning", "content"]
-"""Where in an answer a prompt ends: before it, within its reasoning, or within its content."""
+"""The part of an answer in which a prompt ends: before it, in its reasoning, or in its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,96 +23,96 @@ class ReasoningMarkers:
     start: str
     ends: tuple[str, ...]
     repeat: bool = False
-    """Whether there may be reasoning behind reasoning."""
+    """Whether more reasoning may follow the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of an answer, with what the model thought of it."""
+    """A token of an answer, with its log probabilities."""
 
     token_id: int
     logprobs: TokenLogprobs
     offset: int
-    """Characters of the answer before its text."""
+    """Number of characters of the answer before its text."""
     hidden: bool = False
-    """It ends the answer, and its text is not shown."""
+    """Whether it ends the answer, so that its text is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to be answered, checked and tokenised."""
+    """One prompt to be answered, checked and tokenized."""
 
     request_id: str
-    """Unique in the cluster; never a client's own name."""
+    """Unique in the cluster; never a name that a client gave."""
     prompt_ids: tuple[int, ...]
     """Token ids within the vocabulary; at least one."""
     sampling: SamplingParams
-    """With ``seed`` and ``max_tokens`` final."""
+    """Sampling parameters, with final ``seed`` and ``max_tokens``."""
     principal: Principal
     deadline_s: float
-    """Seconds from now until the request must have ended."""
+    """Seconds from now until the request's deadline."""
     cache_salt: bytes = b""
-    """Another salt, another prefix cache."""
+    """Separates prefix caches: requests share cached blocks only if their salts are equal."""
     session: str = ""
-    """What the client calls its conversation; empty: nothing was said."""
+    """The client's name for its conversation; empty if it gave none."""
     cache_key: str = ""
-    """Requests with the same key go to the same worker where possible; empty: no wish."""
+    """Requests with the same key go to the same worker if possible; empty: no preference."""
     retentions: tuple[Retention, ...] = ()
-    """Which of the prompt's blocks are to be kept for longer than others."""
+    """Blocks of the prompt that stay cached for longer than others."""
     priority: int = 0
-    """Lower comes earlier among those of one tenant that wait."""
+    """Lower values go first among the waiting requests of one tenant."""
     own_deadline: bool = False
-    """The client said how long it would wait; admission judges by that, and by no SLO."""
+    """Whether the client set the deadline. Admission then uses it instead of an SLO."""
     shown_ids: tuple[int, ...] = ()
-    """Special tokens whose text is shown nevertheless."""
+    """Special tokens whose text is shown anyway."""
     background: bool = False
-    """It waits, however long, for slack that others leave; ``deadline_s`` counts from then on."""
+    """Whether it waits, without limit, for spare capacity. ``deadline_s`` then counts from its
+    admission."""
     choices: int = 1
-    """Answers that are drawn from the prompt, side by side. Each ends on its own."""
+    """Number of answers to the prompt. Each ends on its own."""
     shows_stop_string: bool = False
-    """Its text includes the stop string that ended it."""
+    """Whether the text includes the stop string that ended it."""
     shows_special_tokens: bool = False
-    """Its text includes special tokens, except for the one that ended it."""
+    """Whether the text includes special tokens, except for the one that ended it."""
     embeds: bool = False
-    """The prompt's embedding is wanted, and no answer."""
+    """Whether the prompt's embedding is requested instead of an answer."""
     prompt_only: bool = False
-    """The prompt's KV is wanted in a cache, and no answer."""
+    """Whether the prompt's KV is computed into a cache, without an answer."""
     chat: bool = False
-    """The prompt is a conversation."""
+    """Whether the prompt is a conversation."""
     begins_in: AnswerPart = "start"
-    """Where a conversation's prompt ends."""
+    """The part of the answer in which a conversation's prompt ends."""
     reasoning_markers: ReasoningMarkers | None = None
-    """Those around the answer's reasoning, whose tokens are counted; None: it has none."""
+    """Markers of the reasoning, whose tokens are counted; None: the answer has no reasoning."""
     reasoning_span: ReasoningSpan | None = None
-    """The same in tokens, where the reasoning is bounded or a grammar applies behind it."""
+    """The markers in tokens, if the reasoning has a budget or a grammar follows it."""
     model: str = ""
     """The served model's id."""
     agent: str = ""
-    """The client's name of what sent it, for its bill; empty: nothing was said."""
+    """The client's name of the sender, for its bill; empty if it gave none."""
     run_id: str = ""
-    """The client's name of the run that it belongs to, for the log."""
+    """The client's name of the run that the request belongs to, for the log."""
     trace: TraceContext = NO_TRACE
-    """Of the client; from its delivery on, of the request's own span."""
+    """Trace context of the client, replaced by that of the request's own span when it runs."""
     without_speculation: bool = False
-    """No tokens are drafted for it."""
+    """Whether speculative decoding is off for it."""
     without_prefix_cache: bool = False
-    """Neither does it find what other requests left in the caches, nor do they find what it left.
-    """
+    """Whether it uses no blocks of other requests, and others use none of its blocks."""
 
     @property
     def block_salt(self) -> bytes:
-        """What its block hashes are salted with: the same wherever it goes on after a move."""
+        """Salt of its block hashes, which a request migration does not change."""
         own = self.request_id.encode() if self.without_prefix_cache else b""
         return self.cache_salt + own
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the prompt's log probabilities are wanted."""
+        """Whether the prompt's log probabilities are requested."""
         return self.sampling.prompt_logprobs is not None
 
     @property
     def awaits_prompt(self) -> bool:
-        """Whether something is to be told of the prompt itself.
+        """Whether the answer includes log probabilities or an embedding of the prompt.
 
         The first token of a prompt has no log probability.
         """
@@ -121,43 +121,43 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What was generated since the last delta."""
+    """The output since the last delta."""
 
     text: str
     """Whole characters; empty while text is held back."""
     token_ids: tuple[int, ...]
     """Tokens that count as generated, also those whose text is not shown."""
     finish_reason: FinishReason | None
-    """Set in the last delta of a choice alone."""
+    """Set only in the last delta of a choice."""
     cached_prompt_tokens: int = 0
-    """Prompt tokens whose KV was found; set in one delta of a request."""
+    """Prompt tokens whose KV was found in a cache; set in one delta of a request."""
     written_prompt_tokens: int = 0
     """Prompt tokens whose KV was computed and is retained; set in one delta of a request."""
     choice: int = 0
-    """Which of the request's answers it is about."""
+    """Number of the choice."""
     scored: tuple[ScoredToken, ...] = ()
-    """Where log probabilities are wanted: the tokens whose text was shown since the last delta."""
+    """With log probabilities: the tokens whose text was shown since the last delta."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """Where they are wanted, in a request's first delta: of each token of the prompt but the
-    first."""
+    """If requested, in a request's first delta: for each token of the prompt except the first."""
     stop_string: str = ""
-    """In the last delta of a choice that a stop string has ended: which one."""
+    """The stop string that ended the choice, in its last delta."""
     embedding: tuple[float, ...] = ()
-    """fp32 [hidden_size], of length 1: where it is wanted, in a request's one delta."""
+    """fp32 [hidden_size], of length 1: if requested, in a request's only delta."""
     prefill_worker: str = ""
     decode_worker: str = ""
-    """In the last delta of a choice: the names of the workers that it ran at last."""
+    """In the last delta of a choice: the slots of its latest workers."""
     reasoning_tokens: int = 0
-    """Tokens of reasoning, without its markers. Those that may begin a marker come later."""
+    """Tokens of reasoning, without its markers. Tokens that may begin a marker are counted later.
+    """
     accepted_drafts: int = 0
-    """How many of ``token_ids`` were drafted, and came in the step of another token."""
+    """Number of ``token_ids`` that were drafted, and accepted in the step of another token."""
     batch_size: float = 0.0
-    """In the last delta of a choice: sequences in a decode step of its worker, the mean of the
-    latest steps; 0 where there was none."""
+    """In the last delta of a choice: mean batch size of its worker's latest decode steps; 0: none.
+    """
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:
-    """The last delta of an answer of which nothing is wanted but what it says of the prompt."""
+    """Reduce the last delta of an answer to the data about its prompt."""
     return OutputDelta(
         "",
         (),
@@ -172,7 +172,7 @@ def without_answer(delta: OutputDelta) -> OutputDelta:
 
 @dataclass(slots=True)
 class Choice:
-    """What has come so far of one answer. A prompt's tokens count with its first answer alone."""
+    """The answer so far of one choice. Only the first choice counts the prompt's tokens."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -180,16 +180,16 @@ class Choice:
     written_tokens: int = 0
     """Prompt tokens that were computed and are retained."""
     reasoning_tokens: int = 0
-    """Those of ``completion_tokens`` that are reasoning, without its markers."""
+    """Reasoning tokens in ``completion_tokens``, without markers."""
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_string: str = ""
-    """What has ended it, where a stop string has."""
+    """The stop string that ended it, if one did."""
     begun: bool = False
     decode_worker: str = ""
-    """The name of the worker that it ran at last; empty until it has ended."""
+    """Slot of its latest decode worker; empty until it has ended."""
     accepted_drafts: int = 0
-    """How many of its tokens were drafted."""
+    """Number of its tokens that were drafted."""
 
     def add(self, delta: OutputDelta, *, keep_text: bool) -> None:
         """Count a delta."""
@@ -207,17 +207,17 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All that was kept."""
+        """The text that was kept."""
         return "".join(self.pieces)
 
     @property
     def finish(self) -> Literal["stop", "length"]:
-        """The reason, once there is one."""
+        """The finish reason, once there is one."""
         return "stop" if self.finish_reason is FinishReason.STOP else "length"
 
 
 def choices_for(requests: Sequence[GenerationRequest]) -> list[Choice]:
-    """Of the first prompt, of the second, and so on."""
+    """Create the choices of the first prompt, of the second, and so on."""
     return [
         Choice(len(request.prompt_ids) if number == 0 else 0)
         for request in requests
@@ -233,19 +233,18 @@ class Dispatcher(Protocol):
 
         The last delta of each choice has a finish reason. Deltas are coalesced, so a slow reader
         gets fewer and larger ones. Closing the generator (``aclose``) aborts the request on the
-        workers.
-        Raises ``BatonError``.
+        workers. Raises ``BatonError``.
         """
 
     def health(self) -> tuple[str, str]:
-        """``ok``, ``degraded`` or ``down``, and the reason in words ("" when ok)."""
+        """Return ``ok``, ``degraded`` or ``down``, and the reason in words ("" when ok)."""
 
     def metrics_addresses(self) -> list[str]:
-        """host:port of every worker's /metrics page."""
+        """Return host:port of every worker's /metrics page."""
 
     def worker_records(self) -> Sequence[WorkerRecord]:
-        """What is known of every worker."""
+        """Return the registry record of every worker."""
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum tokens of prompt and answer together."""

@@ -1,9 +1,9 @@
-"""A queue of calls of Lua scripts in Redis, which share a few connections.
+"""A queue of Lua script calls to Redis, which share a few connections.
 
     waiting ─a connection is free→ sent ─→ answered, or failed
     waiting ─given up→ never sent
 
-Calls that come while all connections are busy wait, and go together with the next free one.
+Calls that arrive while all connections are busy wait, and are sent together on the next free one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from redis.commands.core import AsyncScript
 from baton.host.background import end_tasks, spawn
 
 MAX_TOGETHER = 64
-"""Maximum calls sent together: a few milliseconds of the server's time."""
+"""Maximum number of calls sent together: a few milliseconds of the server's time."""
 CALL_S = 2.0
-"""Deadline of calls sent together, seconds. Callers have shorter deadlines."""
+"""Timeout of calls sent together, in seconds. Callers have shorter deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """A call of a script."""
+    """A script with its keys and arguments."""
 
     script: AsyncScript
     keys: Sequence[str]
@@ -37,7 +37,7 @@ class ScriptCall:
 
 @dataclass(slots=True, eq=False)
 class AskedCall:
-    """A call in the queue, or sent."""
+    """A call that is queued or sent."""
 
     call: ScriptCall
     answer: asyncio.Future[Any]
@@ -46,7 +46,7 @@ class AskedCall:
 
 
 async def call_together(client: redis.asyncio.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
-    """Make calls in one round trip. Returns an answer, or the server's error, for each call.
+    """Make calls in one round trip. Return an answer, or the server's error, for each call.
 
     Raises ``redis.RedisError`` if some have no answer after ``CALL_S``.
     """
@@ -82,7 +82,7 @@ class ScriptQueue:
     """A queue of calls that wait for a connection. Owned by one event loop."""
 
     def __init__(self, client: redis.asyncio.Redis, *, connections: int, max_waiting: int) -> None:
-        """``connections``: maximum in use. ``max_waiting``: maximum calls that wait for one."""
+        """Create a queue with up to ``connections``, and up to ``max_waiting`` waiting calls."""
         self._client = client
         self._connections = connections
         self._max_waiting = max_waiting
@@ -90,13 +90,13 @@ class ScriptQueue:
         self._carrying: set[asyncio.Task[None]] = set()
 
     def put(self, call: ScriptCall) -> AskedCall | None:
-        """Call a script as soon as a connection is free. Returns None if the queue is full."""
+        """Queue a call of a script. Return None if the queue is full."""
         if len(self._waiting) >= self._max_waiting:
             return None
         loop = asyncio.get_running_loop()
         asked = AskedCall(call, loop.create_future())
         self._waiting.append(asked)
-        # The calls of a burst go together.
+        # Defer sending, so that the calls of a burst go together.
         loop.call_soon(self._send)
         return asked
 

@@ -16,25 +16,25 @@ class ServedModel:
 
     id: str
     created: int
-    """Unix seconds."""
+    """Creation time, in Unix seconds."""
     context_length: int
-    """Most tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     embedding_size: int
-    """Numbers of an embedding."""
+    """Length of an embedding."""
     revision: str = ""
-    """The commit of its repository; empty: the model is a folder or a file of the operator."""
+    """The commit of its repository; empty if the model is a local folder or file."""
 
     @classmethod
     def of(cls, name: str, folder: Path, max_model_len: int = 0, revision: str = "") -> ServedModel:
-        """The model of a Hugging Face folder, by its ``config.json``.
+        """Read the model from the ``config.json`` of a Hugging Face folder.
 
         ``max_model_len`` bounds the context in tokens; 0 takes the model's own. The workers may
         have room for less, which they report.
         """
         whole = json.loads((folder / "config.json").read_text())
-        # A model for text and images has a section of its own for text.
+        # A model for text and images has a separate section for text.
         fields = whole.get("text_config") or whole
-        # Where a file leaves it out, the architecture's default holds, which the workers report.
+        # If the file omits it, the architecture's default applies, which the workers report.
         context = int(fields.get("max_position_embeddings") or _UNKNOWN_CONTEXT)
         bounded = min(context, max_model_len or context)
         return cls(name, int(time.time()), bounded, int(fields["hidden_size"]), revision)

@@ -1,11 +1,11 @@
-"""Turns: a bounded number of expensive pieces of work at a time, shared among tenants.
+"""Turns: limit the expensive operations that run at a time, and share them among tenants.
 
     asked ─one is free→ held ─the work ends→ free
     asked ─none is free→ waiting ─round robin over tenants→ held
     waiting ─``MAX_WAIT_S`` later→ refused (429)
     asked ─the tenant has ``max_waiting`` waiting→ refused (429)
 
-A tenant holds all turns but one at most: another tenant's work waits for no more than the end of
+A tenant holds all turns but one at most. So the work of another tenant waits at most for the end of
 work that began before it.
 """
 
@@ -19,14 +19,14 @@ from contextlib import asynccontextmanager
 from baton.errors import Overloaded
 
 MAX_WAIT_S = 30.0
-"""The longest wait for a turn, seconds."""
+"""Maximum wait for a turn, in seconds."""
 MAX_WAITING = 128
-"""Waiting pieces of work of one tenant."""
+"""Maximum number of waiting operations of one tenant."""
 RETRY_AFTER_S = 1.0
 
 
 class FairTurns:
-    """Owned by one event loop."""
+    """A set of turns. Owned by one event loop."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class FairTurns:
         max_waiting: int = MAX_WAITING,
         max_wait_s: float = MAX_WAIT_S,
     ) -> None:
-        """``what`` names the work in errors; ``at_once``, at least 2, bounds the turns held."""
+        """Create ``at_once`` turns, at least 2; ``what`` names the work in errors."""
         self._what = what
         self._free = at_once
         self._max_share = at_once - 1
@@ -44,7 +44,7 @@ class FairTurns:
         self._max_wait_s = max_wait_s
         self._held: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By tenant, in the order of their next turns; no deque is empty."""
+        """Waiting futures by tenant, in the order of the tenants' next turns. No deque is empty."""
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
@@ -70,7 +70,8 @@ class FairTurns:
         line = self._waiting.setdefault(tenant, deque())
         if len(line) >= self._max_waiting:
             raise Overloaded(
-                f"{len(line)} {self._what} of this tenant wait already", retry_after=RETRY_AFTER_S
+                f"{len(line)} {self._what} of this tenant are already waiting; try again later",
+                retry_after=RETRY_AFTER_S,
             )
         mine = asyncio.get_running_loop().create_future()
         line.append(mine)
@@ -79,7 +80,7 @@ class FairTurns:
                 await mine
         except BaseException as error:
             if mine.done() and not mine.cancelled():
-                # The turn was given in the moment in which the wait ended.
+                # The turn was given at the moment the wait ended.
                 self._give_back(tenant)
             else:
                 self._leave(tenant, mine)
@@ -105,7 +106,7 @@ class FairTurns:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give free turns to those that wait, one to each tenant in turn."""
+        """Give free turns to waiting work, one to each tenant in turn."""
         for tenant in list(self._waiting):
             if not self._free:
                 return
@@ -113,7 +114,7 @@ class FairTurns:
                 continue
             line = self._waiting.pop(tenant)
             while line and line[0].done():
-                # Its wait was cancelled, and has not left yet.
+                # This wait was cancelled, but is still in the queue.
                 line.popleft()
             if line:
                 self._free -= 1

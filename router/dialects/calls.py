@@ -1,4 +1,4 @@
-"""One call: how a format writes it, and what reads it while it is generated."""
+"""One tool call: how a format writes it, and how it is read while it is generated."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from router.dialects.pieces import Arguments, CallStart, Piece
 from router.dialects.tools import Tool
 
 NAME = r"(?P<name>[A-Za-z0-9_-]{1,64})"
-"""A regular expression of a tool's name."""
+"""Regular expression of a tool's name."""
 MAX_HEAD_CHARACTERS = 512
-"""Maximum characters of a call before its arguments; a longer head is no call."""
+"""Maximum characters of a call before its arguments. A text with a longer head is not a call."""
 
 
 class CallReader(Protocol):
-    """Reads one call, whose text comes in parts, up to the end of its arguments.
+    """Reads one call, whose text arrives in parts, up to the end of its arguments.
 
-    A call has begun once it is certain that it is one: from then on it has pieces. A reader that
-    finds no call of an offered tool is ``broken``.
+    A call has begun once it certainly is one: from then on it has pieces. A reader that finds no
+    call of an offered tool is ``broken``.
     """
 
     begun: bool
@@ -29,20 +29,20 @@ class CallReader(Protocol):
 
     @property
     def raw(self) -> str:
-        """The text that was read before the call began, or behind its arguments."""
+        """The text that was read before the call began, or after its arguments."""
 
     @property
     def in_arguments(self) -> bool:
         """Whether arguments have begun and not ended."""
 
     def take(self, text: str) -> int:
-        """Read ``text``. Returns how many of its characters belong to the call."""
+        """Read ``text``. Return how many of its characters belong to the call."""
 
     def pieces(self) -> list[Piece]:
-        """Take the pieces found since the last call."""
+        """Return the pieces found since the previous call of this method."""
 
     def finish(self) -> None:
-        """End the text within a call that has begun; ``pieces`` then has what was held back."""
+        """End the text within a call that has begun. ``pieces`` then returns held text."""
 
 
 class CallWriter(Protocol):
@@ -50,16 +50,16 @@ class CallWriter(Protocol):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Its markers, some of which may be special tokens."""
+        """Markers of the format; some may be special tokens."""
 
     def write(self, name: str, arguments: Any) -> str:
-        """A call, as the model writes it."""
+        """Write a call as the model does."""
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """Rules of a grammar; the first, called ``rule``, matches what ``write`` does.
+        """Return rules of a grammar; the first, named ``rule``, matches the output of ``write``.
 
-        ``special``: ids of the markers that are special tokens. Raises InvalidRequest for a
-        strict tool whose schema cannot be kept in full.
+        ``special``: ids of the markers that are special tokens. Raises InvalidRequest for a strict
+        tool whose schema cannot be fully enforced.
         """
 
 
@@ -68,17 +68,17 @@ class CallForm(CallWriter, Protocol):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Markers that end a call whose arguments have broken."""
+        """Markers that end a call whose arguments are malformed."""
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """A reader of one call of ``tools``, by their names."""
+        """Create a reader of one call of ``tools``, by their names."""
 
 
 class HeadReader(abc.ABC):
-    """A reader of calls that begin with a name between markers. It finds them by an expression."""
+    """Reads calls that begin with a name between markers, found by a regular expression."""
 
     def __init__(self, head: re.Pattern[str], tools: Mapping[str, Tool]) -> None:
-        """``head`` has a group ``name``, and perhaps a group ``id``."""
+        """Create a reader; ``head`` has a group ``name``, and optionally a group ``id``."""
         self._head = head
         self._tools = tools
         self._pieces: list[Piece] = []
@@ -105,7 +105,7 @@ class HeadReader(abc.ABC):
         end = self._take_head(text)
         if not self.begun:
             return end
-        # The head may have ended before ``text`` did begin: it ends where a tag is complete.
+        # The head may end before ``text`` begins: the end is known only once a tag is complete.
         earlier, self.raw = self.raw[end:known], ""
         taken = max(0, end - known)
         return taken + self._take_arguments(earlier + text[taken:]) - len(earlier)
@@ -116,14 +116,14 @@ class HeadReader(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, tool: Tool) -> None:
-        """Make ready for the arguments of a call of ``tool``."""
+        """Prepare for the arguments of a call of ``tool``."""
 
     @abc.abstractmethod
     def _take_arguments(self, text: str) -> int:
-        """Read ``text`` within arguments. Returns how many of its characters belong to them."""
+        """Read ``text`` within arguments. Return how many of its characters belong to them."""
 
     def _take_head(self, text: str) -> int:
-        """Read a head. Returns where it ends in ``raw``, or how much of ``text`` was taken."""
+        """Read a head. Return where it ends in ``raw``, or how much of ``text`` was taken."""
         room = MAX_HEAD_CHARACTERS - len(self.raw)
         self.raw += text[:room]
         found = self._head.match(self.raw)
@@ -144,6 +144,6 @@ class HeadReader(abc.ABC):
 
 
 def words(texts: tuple[str, ...], *, optional: bool = False) -> str:
-    """A regular expression of markers with any white space around each."""
+    """Return a regular expression of markers with any white space around each."""
     mark = "?" if optional else ""
     return r"\s*+" + "".join(rf"(?:{re.escape(text.strip())}){mark}\s*+" for text in texts)

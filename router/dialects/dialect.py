@@ -20,7 +20,7 @@ from router.text.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A model's formats, found once for a served model."""
+    """The formats of a served model, found once."""
 
     tools: ToolFormat
     reasoning: ReasoningFormat | None
@@ -39,10 +39,10 @@ class Dialect:
         return self.reasoning.texts if self.reasoning else ()
 
     def parser(self, use: ToolUse | None, begins_in: AnswerPart = "start") -> AnswerParser:
-        """A parser of one answer.
+        """Create a parser of one answer.
 
-        ``use``: the tools that may be called; None leaves calls in the content. ``begins_in``:
-        where the prompt ends.
+        ``use``: the tools that may be called; None leaves calls in the content. ``begins_in``: the
+        part of the answer in which the prompt ends.
         """
         tools = {} if use is None else {tool.name: tool for tool in use.callable_tools}
         if self.tools is HARMONY:
@@ -69,15 +69,15 @@ _CALLS_IN_REASONING = {
     # The tag alone may be a word of the reasoning.
     QWEN3_CODER.name: f"{QWEN3_CODER.markers.opening}\n<function=",
 }
-"""By format: the beginning of a call, for models that call tools within their reasoning at times,
-and do not end that first."""
+"""Beginning of a call, by format, for models that sometimes call tools within their reasoning
+without ending it first."""
 REASONING_FORMATS = {form.name: form for form in (THINK, MISTRAL, HARMONY_REASONING)}
 
 
 def reasoning_for(
     name: ReasoningParserName, template: ChatTemplate | None
 ) -> ReasoningFormat | None:
-    """The format called ``name``; ``auto`` finds it by the markers in the chat template."""
+    """Return the format called ``name``; ``auto`` finds it by the markers in the chat template."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
     if template is None:
@@ -93,7 +93,7 @@ def dialect_for(
     template: ChatTemplate | None,
     is_special: Callable[[str], bool],
 ) -> Dialect:
-    """The dialect that the configuration names; ``auto`` derives it from the model.
+    """Return the dialect that the configuration names; ``auto`` derives it from the model.
 
     ``is_special``: whether a text is a special token of the vocabulary. Raises ConfigError if the
     formats of calls and of reasoning do not fit together.
@@ -106,7 +106,7 @@ def dialect_for(
     ):
         raise ConfigError(
             f"reasoning_parser {reasoning_parser} does not fit tool_parser {tools.name}:"
-            " harmony is the format of both"
+            " harmony must be set for both"
         )
     if tools is HARMONY:
         return Dialect(tools, None if reasoning_parser == "none" else HARMONY_REASONING)

@@ -1,4 +1,4 @@
-"""The formats of the families of models. Each reads what related models write, too."""
+"""The formats of the families of models. Each also reads variants that related models write."""
 
 from __future__ import annotations
 
@@ -336,16 +336,16 @@ _SIGNS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     (MISTRAL_ARGS, ("[TOOL_CALLS]", "[ARGS]")),
     (MISTRAL, ("[TOOL_CALLS]",)),
 )
-"""By format: what stands in the chat template of its models. The first that fits decides."""
+"""Texts in the chat template that identify a format. The first match decides."""
 
 
 def format_for(
     name: ToolParserName, template: ChatTemplate | None, is_special: Callable[[str], bool]
 ) -> ToolFormat:
-    """The format called ``name``; ``auto`` finds it by the template and the vocabulary.
+    """Return the format called ``name``; ``auto`` finds it by the template and the vocabulary.
 
-    Markers in the template decide first. Next come the special tokens of Kimi K2, and of Llama if
-    the template knows tools, then the names of SmolLM and Gemma. All other models get Hermes'
+    Markers in the template decide first. Next are the special tokens of Kimi K2, and of Llama if
+    the template supports tools, then the names of SmolLM and Gemma. All other models get Hermes'
     format.
     """
     if name != "auto":

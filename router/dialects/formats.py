@@ -1,7 +1,7 @@
-"""A format of tool calls: how a family of models is given tools, calls them, and reads results.
+"""A format of tool calls: how a family of models receives tools, calls them, and reads results.
 
-One declaration does three things: ``parser`` reads calls, whole or while they are generated,
-``written`` writes them into prompts, and the grammars constrain the model to what is written.
+One declaration does three things. ``parser`` reads calls, whole or while they are generated.
+``written`` writes them into prompts. The grammars constrain the model to the written form.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def openai_id() -> str:
-    """A call id like OpenAI's."""
+    """Create a call id in OpenAI's format."""
     return "call_" + "".join(secrets.choice(_LETTERS) for _ in range(24))
 
 
 def mistral_id() -> str:
-    """A call id of nine letters and digits: Mistral's chat templates refuse any other."""
+    """Create a call id of nine letters and digits: Mistral's chat templates reject any other."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat(abc.ABC):
-    """A format, declared."""
+    """The declaration of a format."""
 
     name: str
     form: CallWriter
-    """How one call is written."""
+    """The form of one call."""
     before: str
     """Text before the first call."""
     between: str | None
     """Text between two calls; None: an answer ends with its first call."""
     behind: str
-    """Text behind the last call."""
+    """Text after the last call."""
     how_to_call: str
     """The part of the instructions that shows a call."""
     result_frame: tuple[str, str] = ("<tool_response>\n", "\n</tool_response>")
@@ -55,15 +55,15 @@ class ToolFormat(abc.ABC):
 
     @abc.abstractmethod
     def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
-        """A parser for one answer, which may call ``tools``, by name."""
+        """Create a parser for one answer, which may call ``tools``, by name."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The markers. The parser needs their text even where they are special tokens."""
+        """The markers. The parser needs their text even if they are special tokens."""
         return self.form.texts
 
     def instructions(self, tools: Iterable[Tool]) -> str:
-        """Text for the system message of a model whose chat template ignores tools."""
+        """Return text for the system message of a model whose chat template ignores tools."""
         values = (json.dumps(tool.as_template_value(), ensure_ascii=False) for tool in tools)
         listed = "\n".join(values)
         return (
@@ -72,19 +72,20 @@ class ToolFormat(abc.ABC):
         )
 
     def written(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Calls, each a name and arguments, as the model writes them."""
+        """Write calls, each a name and arguments, as the model does."""
         texts = (self.form.write(name, given) for name, given in calls)
         return self.before + (self.between or "").join(texts) + self.behind
 
     def result(self, text: str) -> str:
-        """A tool's result for a model whose chat template has no role for it."""
+        """Format a tool's result for a model whose chat template has no role for it."""
         return text.join(self.result_frame)
 
     def calls_grammar(self, use: ToolUse, special: Mapping[str, int]) -> Grammar:
-        """A grammar of one call, or of several if ``use`` allows it, each fitting its schema.
+        """Return a grammar of one call, or of several if ``use`` allows it, each fitting its
+        schema.
 
-        ``special``: ids of the markers that are special tokens. Raises InvalidRequest for a
-        strict tool whose schema this format cannot keep.
+        ``special``: ids of the markers that are special tokens. Raises InvalidRequest for a strict
+        tool whose schema this format cannot enforce.
         """
         before, behind = literal(self.before, special), literal(self.behind, special)
         more = ""
@@ -93,10 +94,10 @@ class ToolFormat(abc.ABC):
         return _grammar([f"start: {before} call{more} {behind}", *self._rules(use, special)])
 
     def free_grammar(self, use: ToolUse, special: Mapping[str, int]) -> Grammar | None:
-        """A grammar of any text in which each opening marker begins a call that fits its schema.
+        """Return a grammar of text in which each opening marker begins a call that fits its schema.
 
-        Returns None for formats in which a call needs no marker of its own. Raises InvalidRequest
-        as ``calls_grammar`` does.
+        None for formats whose calls need no marker of their own. Raises InvalidRequest as
+        ``calls_grammar`` does.
         """
         del use, special
         return None
@@ -111,12 +112,12 @@ class ToolFormat(abc.ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedFormat(ToolFormat):
-    """A format whose calls stand between markers."""
+    """A format whose calls are between markers."""
 
     markers: Markers
     form: CallForm
     reads: CallForm | None = None
-    """Another form of calls that is read, too."""
+    """Another form of calls that is read, but not written."""
 
     def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
         """See ``ToolFormat``."""
@@ -140,14 +141,14 @@ class MarkedFormat(ToolFormat):
         rest = literal(self.before.removeprefix(opening), special)
         calls = "call"
         if opening not in self.between:
-            # Several calls, or none in an empty list.
+            # A list has several calls, or none.
             calls = "call" if use.single else f"call ({between} call)*"
             calls = f"({calls})?" if self.before.endswith("[") else calls
         if opening in special:
             rules = [f"head: TEXT? <[{special[opening]}]>", "TEXT: /(?s:.+)/"]
         else:
             marker = pattern(opening)
-            # A lazy text ends where the first marker does.
+            # A lazy text ends at the first marker.
             rules = [
                 f"head[lazy]: /(?s:.*){marker}/",
                 f"TEXT: /(?s:.+)/ & ~/(?s:.*){marker}(?s:.*)/",

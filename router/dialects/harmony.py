@@ -2,12 +2,12 @@
 
     <|channel|>analysis<|message|>I must look.<|end|><|start|>assistant
     <|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"word": "x"}<|call|>
-
     <|channel|>final<|message|>It is here.<|return|>
 
 Messages of the channel ``analysis`` are reasoning, those to ``functions`` are calls, and all others
-are content. The tokens that end an answer have no text, so that its last message may lack an end.
-The library ``openai-harmony`` parses token ids, and starts only with its own vocabulary file.
+are content. Tokens that end an answer have no text, so the last message may have no end marker. The
+library ``openai-harmony`` is not used: it parses token ids, and starts only with its own vocabulary
+file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARACTERS = 256
 _HEADER = re.compile(
     r"\s*(?:<\|start\|>assistant)?(?P<first>\s+to=[^\s<]+)?\s*"
-    # At times the model writes a header to itself before that of its message.
+    # Sometimes the model writes a header to itself before that of its message.
     r"(?:<\|channel\|>(?:analysis|commentary)\s+to=assistant\s*)?"
     r"<\|channel\|>(?P<channel>analysis|commentary|final)(?P<second>\s+to=[^\s<]+)?"
     r"(?:\s*(?:<\|constrain\|>)?\s*(?:json|code))?\s*<\|message\|>"
@@ -54,7 +54,7 @@ _BETWEEN = "\n\n"
 
 @dataclass(frozen=True, slots=True)
 class HarmonyCalls:
-    """Calls that are messages to a function. The token behind a call ends the answer."""
+    """Calls that are messages to a function. The token after a call ends the answer."""
 
     texts: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
@@ -78,23 +78,24 @@ class HarmonyParser(SteppedParser):
     def __init__(
         self, tools: Mapping[str, Tool], begins_in: AnswerPart, *, shows_reasoning: bool
     ) -> None:
-        """``tools``: those that may be called, by name. ``begins_in``: where the prompt ends.
+        """Create a parser; ``tools``: those that may be called, by name.
 
-        ``shows_reasoning``: whether reasoning is part of the content.
+        ``begins_in``: the part of the answer in which the prompt ends. ``shows_reasoning``: whether
+        reasoning is part of the content.
         """
         super().__init__()
         self._tools = tools
         self._reasoning = Content if shows_reasoning else Reasoning
         self._header = ""
-        """The header of a call whose body has not begun; it is content if there is no call."""
+        """Header of a call whose body has not begun. It becomes content if there is no call."""
         self._kind: type[Content | Reasoning | Arguments] | None = None
-        """What the current message's text is; None: its header has not ended."""
+        """Type of the current message's text; None: its header has not ended."""
         if begins_in != "start":
             self._kind = Content if begins_in == "content" else self._reasoning
         self._name = ""
-        """The tool that a message calls whose body has not begun."""
+        """Tool of a call message whose body has not begun."""
         self._given: set[type[Content | Reasoning | Arguments]] = set()
-        """The kinds of earlier messages."""
+        """Types of earlier messages."""
         self._is_new = False
         """Whether the current message has no text yet."""
 
@@ -125,7 +126,7 @@ class HarmonyParser(SteppedParser):
             return False
         self._kind, self._is_new = Content, True
         if bare.startswith(START):
-            # It begins no message. The body's reader must not see it again.
+            # The marker begins no message. The body's reader must not see it again.
             shown = len(self._text) - len(bare) + len(START)
             self._give(Content, self._text[:shown])
             self._text = self._text[shown:]
@@ -138,7 +139,7 @@ class HarmonyParser(SteppedParser):
         if call is not None and call["name"] in self._tools:
             self._kind, self._name = Arguments, call["name"]
         elif recipient:
-            # To a tool that was not offered.
+            # The message is for a tool that was not offered.
             self._kind = Content
             self._give(Content, self._header)
         else:
@@ -164,7 +165,7 @@ class HarmonyParser(SteppedParser):
         return True
 
     def _begin_call(self) -> bool:
-        """At the start of a call's body: begin the call if this is an object, or nothing."""
+        """Begin a call at the start of its body if the body is an object, or empty."""
         body = self._text.lstrip(WHITE)
         ends = (*ENDS, START)
         if any(one.startswith(body) and one != body for one in ends):
@@ -194,7 +195,7 @@ class HarmonyParser(SteppedParser):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarmonyFormat(ToolFormat):
-    """Calls among the messages of an answer."""
+    """The format of calls that are messages of an answer."""
 
     def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
         """See ``ToolFormat``."""

@@ -22,7 +22,7 @@ from router.dialects.tools import Tool
 _NAME_KEY = "name"
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OTHER_KEYS = frozenset({"id", "type"})
-"""Keys that some models add, and that say nothing new."""
+"""Keys that some models add, and that carry no information."""
 
 
 class _At(enum.Enum):
@@ -50,7 +50,7 @@ class _Is(enum.Enum):
     NAME = enum.auto()
     ARGUMENTS = enum.auto()
     WRAPPED_ARGUMENTS = enum.auto()
-    """Null, or JSON within a string: some models write arguments so."""
+    """Null, or JSON within a string: some models write arguments like this."""
     OTHER = enum.auto()
 
 
@@ -58,7 +58,7 @@ class ObjectReader:
     """Reads one call that is a JSON object with a name and arguments, in any order."""
 
     def __init__(self, names: Collection[str], *, needs_arguments: bool) -> None:
-        """``names``: the tools that may be called."""
+        """Create a reader; ``names``: the tools that may be called."""
         self._names = names
         self._needs_arguments = needs_arguments
         self._at = _At.OPEN
@@ -205,7 +205,7 @@ class ObjectReader:
 
 def _is_object(text: str) -> bool:
     try:
-        # Half of a surrogate pair cannot be sent as UTF-8.
+        # An unpaired surrogate cannot be sent as UTF-8.
         text.encode()
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -217,7 +217,7 @@ class ObjectCalls:
     """Calls that are objects with a name and arguments."""
 
     arguments_key: str = "arguments"
-    """As it is written; readers take ``arguments`` and ``parameters`` for the same."""
+    """Key that is written. Readers accept both ``arguments`` and ``parameters``."""
     needs_arguments: bool = False
     """Whether an object without arguments is content, not a call."""
     ends: tuple[str, ...] = ()
@@ -245,14 +245,14 @@ class NamedCalls:
     """Calls that are a name and the object of its arguments, with markers around both."""
 
     before_name: tuple[str, ...] = ()
-    """Markers. ``middle`` stands between name and arguments and may be missing; ``behind`` follows
-    the arguments."""
+    """Markers. ``middle`` is between name and arguments and may be missing; ``behind`` follows the
+    arguments."""
     middle: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
     id_marker: str = ""
-    """A marker of the call's id, which may stand before ``middle``."""
+    """Marker of the call's id, which may precede ``middle``."""
     is_numbered: bool = False
-    """Whether the name is written ``functions.look_up:0``, which is the call's id, too."""
+    """Whether the name is written ``functions.look_up:0``, which is also the call's id."""
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -319,10 +319,10 @@ class _NamedReader(HeadReader):
 
 
 def dump(value: Any) -> str:
-    """``value`` as JSON, as models write it."""
+    """Encode ``value`` as JSON in the style of models."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def arguments_rule(rule: str, tool: Tool) -> list[str]:
-    """A rule of the object of a tool's arguments."""
+    """Return a rule of the object of a tool's arguments."""
     return [f"{rule}_arguments: {json_value({'type': 'object', **tool.parameters}, tool)}"]

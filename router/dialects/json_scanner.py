@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 WHITE = " \t\n\r"
 MAX_DEPTH = 64
-"""Maximum depth of nested lists and objects; a deeper value is broken."""
+"""Maximum depth of nested lists and objects. A deeper value is malformed."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _LITERAL = re.compile(r"[-+.0-9a-zA-Z]*")
 _LITERALS = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _MAX_LITERAL = 1024
-"""Maximum characters of a number; a longer one is broken."""
+"""Maximum characters of a number. A longer one is malformed."""
 
 
 class _At(enum.Enum):
@@ -49,10 +49,10 @@ class JsonScanner:
         }
 
     def take(self, text: str, start: int = 0) -> int:
-        """Scan ``text`` from ``start``. Returns the place where the value ends.
+        """Scan ``text`` from ``start``. Return the position where the value ends.
 
         The character at which a value breaks does not belong to it. A number ends with the first
-        character behind it.
+        character after it.
         """
         place = start
         while place < len(text) and not (self.complete or self.broken):

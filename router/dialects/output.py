@@ -33,7 +33,10 @@ class ParsedOutput:
     def __init__(
         self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart = "start"
     ) -> None:
-        """``use``: the tools that may be called. ``begins_in``: where the prompt ends."""
+        """Create a parser; ``use``: the tools that may be called.
+
+        ``begins_in``: the part of the answer in which the prompt ends.
+        """
         self._new_id = dialect.tools.new_id
         self._single = use is not None and use.single
         self._parser = dialect.parser(use, begins_in)
@@ -43,9 +46,9 @@ class ParsedOutput:
         self.calls: list[OutputCall] = []
 
     def feed(self, text: str, *, last: bool) -> list[Piece]:
-        """Parse the next part of the text. Returns its pieces; ``last``: no more text comes.
+        """Parse the next part of the text. Return its pieces; ``last``: no more text follows.
 
-        If the request allows one call, later ones are dropped.
+        If the request allows only one call, later ones are dropped.
         """
         pieces = self._parser.feed(text)
         if last:

@@ -1,12 +1,12 @@
-"""An incremental parser of calls among text, for all formats.
+"""An incremental parser of calls in text, for all formats.
 
     OUTSIDE ── marker ──► ENTER ──► CALL ──► BEHIND ──► BETWEEN ──► TAIL ── closing ──► OUTSIDE
                             ▲        └► SPILL (broken arguments) ─────┘ │
                             └──────────── the next call ────────────────┘
 
-Text that looks like a call and is none becomes content again, with its marker. A call that clients
-have seen cannot be taken back: if its arguments break, the text up to the next marker belongs to
-them. So no text is lost, and no client takes the arguments for JSON.
+Text that looks like a call but is not becomes content again, with its marker. A call that clients
+have received cannot be withdrawn. If its arguments turn out to be malformed, the text up to the
+next marker is added to them. So no text is lost, and no client mistakes the arguments for JSON.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Markers:
 
     opening: str
     closing: str = ""
-    """Empty: the block ends with its last call."""
+    """Marker that closes a block; empty: the block ends with its last call."""
     also: tuple[str, ...] = ()
-    """Beginnings of a call that open a block where the model forgets ``opening``."""
+    """Beginnings of a call that open a block if the model omits ``opening``."""
     behind_call: tuple[str, ...] = ()
-    """Markers behind each call's arguments; any of them may be missing."""
+    """Markers after each call's arguments; any of them may be missing."""
     separators: str = ""
-    """Characters allowed between calls, besides white space."""
+    """Characters allowed between calls, in addition to white space."""
     bare: str = ""
     """Characters with which an answer may begin a call without a marker."""
     repeats: bool = False
@@ -69,7 +69,7 @@ class ToolParser(SteppedParser):
         other: CallForm | None,
         tools: Mapping[str, Tool],
     ) -> None:
-        """``other``: the form of calls that are no objects, if not ``form``.
+        """Create a parser; ``other``: the form of calls that are not objects, if not ``form``.
 
         ``tools``: those that may be called, by name.
         """
@@ -82,11 +82,11 @@ class ToolParser(SteppedParser):
         self._raw = ""
         """Text since the marker, or since the last call, that may turn out to be content."""
         self._space = ""
-        """White space that is content only before more content."""
+        """White space that is content only if more content follows."""
         self._in_list = False
         self._called = False
         self._calls_here = False
-        """Whether a call has come since the marker."""
+        """Whether a call followed the marker."""
         self._reader: CallReader = form.reader(tools)
         self._behind: tuple[str, ...] = ()
         """Markers that may still follow the call's arguments."""
@@ -125,7 +125,7 @@ class ToolParser(SteppedParser):
         self._space += text[len(shown) :]
 
     def _give_up(self) -> None:
-        """Make content of the text that was held back."""
+        """Turn the held text into content."""
         raw, self._raw = self._raw, ""
         self._content(raw)
         self._state = self._after_calls if self._calls_here else _State.OUTSIDE
@@ -140,7 +140,7 @@ class ToolParser(SteppedParser):
         self._text = rest
 
     def _start(self) -> bool:
-        """At the beginning of the answer, where a call needs no marker."""
+        """Parse the beginning of the answer, where a call needs no marker."""
         self._take_white()
         if not self._text:
             return False
@@ -154,20 +154,20 @@ class ToolParser(SteppedParser):
         return self._to_marker((), self._content)
 
     def _tail(self) -> bool:
-        """After the last call, up to the closing marker."""
+        """Parse the text after the last call, up to the closing marker."""
         return self._to_marker((self._markers.closing,), self._content)
 
     def _spill(self) -> bool:
-        """Within broken arguments, up to a marker."""
+        """Parse malformed arguments, up to a marker."""
         ends = (*self._form.ends, *self._other.ends)
         if self._markers.closing:
             ends = (*ends, self._markers.closing)
         return self._to_marker(ends, lambda text: self._pieces.append(Arguments(text)))
 
     def _to_marker(self, ends: tuple[str, ...], give: Callable[[str], None]) -> bool:
-        """Give the text before the first marker: one of ``ends``, or one that opens a block.
+        """Emit the text before the first marker: one of ``ends``, or one that opens a block.
 
-        Text that may be the beginning of a marker stays. Returns whether a marker was found.
+        Text that may be the beginning of a marker stays. Return whether a marker was found.
         """
         in_arguments = self._state is _State.SPILL
         openings = self._markers.also
@@ -192,14 +192,15 @@ class ToolParser(SteppedParser):
             self._raw, self._state = marker, _State.ENTER
             self._in_list = self._calls_here = False
         else:
-            # The marker is a part of the call. A reader that gives it up does not see it again.
+            # The marker is part of the call. If the reader rejects the call, it does not see the
+            # marker again.
             self._raw, self._in_list = "", False
             self._calls_here = self._state is not _State.OUTSIDE
             self._state = _State.ENTER
         return True
 
     def _enter(self) -> bool:
-        """After a marker or a separator: the next call, or the list around it."""
+        """Parse the text after a marker or a separator: the next call, or the list around it."""
         self._take_white()
         if not self._text:
             return False
@@ -217,7 +218,7 @@ class ToolParser(SteppedParser):
 
     def _end_list(self) -> None:
         if self._raw.strip(WHITE) == "[":
-            # No marker tells an empty list from text.
+            # Without a marker, an empty list cannot be distinguished from text.
             self._give_up()
             return
         self._raw, self._text = "", self._text[1:]
@@ -226,7 +227,7 @@ class ToolParser(SteppedParser):
     def _enter_object(self) -> None:
         reader = self._form.reader(self._tools)
         if not isinstance(reader, ObjectReader):
-            # Models of other formats write objects at times.
+            # Models of other formats sometimes write objects.
             reader = ObjectReader(self._tools, needs_arguments=True)
         self._enter_call(reader)
 
@@ -254,19 +255,19 @@ class ToolParser(SteppedParser):
         return reader.complete or reader.broken
 
     def _give_back(self, raw: str) -> None:
-        """Make content of a marker whose call is none, and search what follows it again."""
+        """Turn a marker without a call into content, and parse the text after it again."""
         if len(raw) > MAX_HEAD_CHARACTERS:
-            # A long text is not searched twice, or else time would be quadratic.
+            # Do not parse a long text twice: the time would be quadratic.
             self._raw += raw
         elif self._raw:
             self._text = raw + self._text
         else:
-            # Its first character at least must go.
+            # Consume at least its first character.
             self._raw, self._text = raw[:1], raw[1:] + self._text
         self._give_up()
 
     def _skip_behind(self) -> bool:
-        """After a call's arguments: the markers that end it."""
+        """Skip the markers that end a call, after its arguments."""
         self._take_white()
         for place, marker in enumerate(self._behind):
             if self._text.startswith(marker):
@@ -279,7 +280,7 @@ class ToolParser(SteppedParser):
         return True
 
     def _between(self) -> bool:
-        """After a call: another one, or the end."""
+        """Parse the text after a call: another call, or the end."""
         self._take_white()
         if not self._text:
             return False

@@ -40,27 +40,27 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of the latest call. A call that the answer's end cuts short has none."""
+    """The end of the latest call. A call that is cut off by the answer's end has none."""
 
 
 Piece = Content | Reasoning | CallStart | Arguments | CallEnd
 
 
 class AnswerParser(Protocol):
-    """Parses one answer, whose text comes in parts.
+    """Parses one answer, whose text arrives in parts.
 
-    Adjacent pieces of a kind join to the same text however the answer is cut into parts.
+    Adjacent pieces of one type join to the same text, no matter how the answer is split.
     """
 
     def feed(self, text: str) -> list[Piece]:
-        """Parse the next part. Returns the pieces that are certain now."""
+        """Parse the next part. Return the pieces that are certain now."""
 
     def finish(self) -> list[Piece]:
-        """End the text. Returns what was held back."""
+        """End the text. Return the pieces of held text."""
 
 
 class SteppedParser(abc.ABC):
-    """An ``AnswerParser`` that holds text back, and takes steps as long as they get on."""
+    """An ``AnswerParser`` that holds text back, and takes steps while they make progress."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -82,11 +82,11 @@ class SteppedParser(abc.ABC):
 
     @abc.abstractmethod
     def _step(self) -> bool:
-        """Read of the text that is held back. Returns whether another step may get on."""
+        """Read from the held text. Return whether another step may make progress."""
 
     @abc.abstractmethod
     def _end(self, rest: str) -> None:
-        """Give what was held back at the end of the text."""
+        """Emit the held text at the end of the text."""
 
     def _taken(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
@@ -94,7 +94,7 @@ class SteppedParser(abc.ABC):
 
 
 class PlainParser:
-    """For answers in which nothing is to be found: all text is content."""
+    """A parser for answers without markers: all text is content."""
 
     def feed(self, text: str) -> list[Piece]:
         """See ``AnswerParser``."""
@@ -120,9 +120,9 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str]:
-    """The place and the text of the first of ``markers`` in ``text``; -1 and "" if there is none.
+    """Return the position and text of the first of ``markers`` in ``text``; -1 and "" if none.
 
-    Of markers at one place, the longest counts.
+    If several begin at one position, the longest counts.
     """
     found = [(place, -len(one), one) for one in markers if (place := text.find(one)) >= 0]
     place, _, marker = min(found, default=(-1, 0, ""))
@@ -130,7 +130,7 @@ def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str]:
 
 
 def possible_start(text: str, markers: Iterable[str]) -> int:
-    """Length of the longest end of ``text`` that begins one of ``markers``."""
+    """Return the length of the longest end of ``text`` that begins one of ``markers``."""
     longest = 0
     for marker in markers:
         for length in range(min(len(text), len(marker) - 1), longest, -1):

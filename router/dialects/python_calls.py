@@ -1,6 +1,6 @@
-"""Calls and values as in Python: ``look_up(word="x", limit=2)``. For Llama 4 and Gemma.
+"""Calls and values in Python syntax: ``look_up(word="x", limit=2)``. For Llama 4 and Gemma.
 
-Formats that write values between tags use the values alone.
+Formats that write values between tags use only the values.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PythonCalls:
             value = _value(properties[key], tool)
             rules.append(f"{names[key]}: {json.dumps(f'{key}=')} {value}")
         parts = ' ", " '.join(names[key] for key in first)
-        # An argument that may be missing brings the comma before it, unless it is the first one.
+        # An optional argument includes the comma before it, unless it is the first one.
         tail = " ".join(f'(", " {names[key]})?' for key in more)
         if not first and more:
             parts, tail = f"{rule}_some?", ""
@@ -96,7 +96,7 @@ def _literal(value: Any) -> str:
 
 
 def _value(schema: Any, tool: Tool) -> str:
-    """The part of a rule that matches an argument."""
+    """Return the part of a rule that matches an argument."""
     types = types_of(schema, tool.parameters)
     words = ['"True"', '"False"'] if "boolean" in types else []
     words += ['"None"'] if "null" in types else []
@@ -106,14 +106,14 @@ def _value(schema: Any, tool: Tool) -> str:
 
 
 class _PythonReader:
-    """Reads a whole call before it gives any of it: only then is it certain that it is one."""
+    """Reads a whole call before it emits any of it: only then it certainly is one."""
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self._tools = tools
         self._pieces: list[Piece] = []
         self._texts: list[str] = []
         self._open: list[str] = []
-        """Brackets that are open, the call's own first."""
+        """Open brackets, the call's own first."""
         self._name = ""
         self._quote = ""
         self._escaped = False
@@ -169,7 +169,7 @@ class _PythonReader:
         return place + 1
 
     def _mark(self, character: str) -> None:
-        """A quote, a bracket or a backslash, or what follows a backslash."""
+        """Process a quote, a bracket or a backslash, or the character after a backslash."""
         if self._escaped:
             self._escaped = False
         elif self._quote:
@@ -203,11 +203,11 @@ class _PythonReader:
 
 
 class NotALiteral(ValueError):
-    """The text is no literal that JSON can hold."""
+    """The text is not a literal that JSON can represent."""
 
 
 def json_of_literal(text: str) -> str:
-    """A literal of Python or JSON as JSON. Raises NotALiteral."""
+    """Convert a literal of Python or JSON to JSON. Raises NotALiteral."""
     reader = _LiteralReader(text)
     found = reader.value()
     if reader.peek():
@@ -216,14 +216,14 @@ def json_of_literal(text: str) -> str:
 
 
 def keywords(text: str) -> list[tuple[str, str]]:
-    """The keyword arguments of a call, each a name and JSON. Raises NotALiteral."""
+    """Return the keyword arguments of a call, each a name and JSON. Raises NotALiteral."""
     return _LiteralReader(text).keywords()
 
 
 def json_of_text(text: str, types: Collection[str]) -> str:
-    """Plain text as JSON: the value that it is a literal of, if that is of one of ``types``.
+    """Convert plain text to JSON: a literal of one of ``types``, or otherwise a string.
 
-    Else it is a string. Empty ``types`` allow every value.
+    Empty ``types`` allow every value.
     """
     try:
         found = json_of_literal(text)
@@ -243,7 +243,7 @@ class _LiteralReader:
         self._depth = 0
 
     def peek(self) -> str:
-        """The next character that is no white space; "" at the end."""
+        """Return the next character that is not white space; "" at the end."""
         place = self._place
         while place < len(self._text) and self._text[place] in WHITE:
             place += 1
@@ -264,7 +264,7 @@ class _LiteralReader:
         return list(found.items())
 
     def value(self) -> str:
-        """Read a value. Returns it as JSON."""
+        """Read a value. Return it as JSON."""
         first = self.peek()
         if first in ('"', "'"):
             return json.dumps(self._string(), ensure_ascii=False)
@@ -320,7 +320,7 @@ class _LiteralReader:
                 self._place += 1
             else:
                 raise NotALiteral
-        # Escapes may write an astral character as two surrogates; half of a pair is no text.
+        # Escapes may write an astral character as two surrogates. An unpaired one is not text.
         try:
             return "".join(parts).encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:

@@ -1,10 +1,10 @@
-"""Reasoning before an answer: how a model marks it, and an incremental parser that splits it off.
+"""Reasoning before an answer: how a model marks it, and a parser that separates it incrementally.
 
     BEFORE ── start ──► INSIDE ── end ──► AFTER ── text ──► REST (content and calls)
        └─────────────── other text ────────────────────────►┘
 
-Reasoning comes once, at the answer's start: a marker further on is content. White space next to
-the markers is dropped. No other text is.
+Reasoning occurs once, at the answer's start: a later marker is content. White space next to the
+markers is dropped, but no other text.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class ReasoningFormat:
 
     name: str
     start: str
-    """The marker at the answer's start; a chat template may write it already."""
+    """The marker at the answer's start, which a chat template may already write."""
     end: str
     calls_end_it: Sequence[str] = ()
     """Markers of calls that end the reasoning without ``end``."""
     answer: str = ""
-    """What stands between ``end`` and the content. Where there is something, reasoning may come
-    several times."""
+    """Text between ``end`` and the content. If it is not empty, reasoning may occur several times.
+    """
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The markers. The parser needs their text even where they are special tokens."""
+        """The markers. The parser needs their text even if they are special tokens."""
         return (self.start, self.end)
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Whether the chat template has written ``start`` at the end of ``prompt``."""
+        """Return whether the chat template has written ``start`` at the end of ``prompt``."""
         return prompt.rstrip(WHITE).endswith(self.start)
 
     def is_open_in(self, message: str) -> bool:
-        """Whether reasoning has begun and not ended in ``message``, which the answer continues."""
+        """Return whether ``message``, which the answer continues, ends within its reasoning."""
         return message.rfind(self.start) > message.rfind(self.end)
 
 
@@ -60,12 +60,12 @@ class _State(enum.Enum):
 
 
 class ReasoningParser(SteppedParser):
-    """Splits off the reasoning, and gives the rest to another parser."""
+    """Separates the reasoning, and passes the rest to another parser."""
 
     def __init__(
         self, form: ReasoningFormat, rest: AnswerParser, begins_in: AnswerPart = "start"
     ) -> None:
-        """``begins_in``: where the prompt ends."""
+        """Create a parser; ``begins_in``: the part of the answer in which the prompt ends."""
         super().__init__()
         self._form = form
         self._rest = rest

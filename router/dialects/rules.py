@@ -1,4 +1,4 @@
-"""Parts of grammars in llguidance's Lark dialect, made from the schemas of tools."""
+"""Parts of grammars in llguidance's Lark dialect, built from the schemas of tools."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from baton.errors import InvalidRequest
 from router.dialects.tools import Tool
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write each value: a small model may otherwise write white space forever."""
+"""Fixes one way to write each value: a small model may otherwise write white space forever."""
 
 _KEPT_OF_OBJECTS = frozenset(
     {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
     | {"$defs", "definitions"}
 )
-"""Keywords of the schema of all arguments that are kept where each argument has its own rule."""
+"""Supported keywords in the schema of all arguments, if each argument has its own rule."""
 
 
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
-    """The part of a rule that matches ``text``.
+    """Return the part of a rule that matches ``text``.
 
-    ``special`` gives the ids of markers that are special tokens. Their text alone would be drawn
-    as other tokens, which the model does not know as its marker.
+    ``special`` gives the ids of markers that are special tokens. Matching only their text would
+    draw other tokens, which the model does not know as its marker.
     """
     if not special:
         return json.dumps(text) if text else ""
@@ -36,8 +36,8 @@ def literal(text: str, special: Mapping[str, int]) -> str:
 
 
 def json_value(schema: Mapping[str, Any], tool: Tool) -> str:
-    """The part of a rule that matches JSON that fits ``schema``, which is part of ``tool``'s."""
-    # With strict, a schema that llguidance cannot check in full is refused.
+    """Return the part of a rule that matches JSON of ``schema``, which is part of ``tool``'s."""
+    # With strict, a schema that llguidance cannot fully check is rejected.
     style = _JSON_STYLE if tool.strict else {**_JSON_STYLE, "lenient": True}
     shared = {
         key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
@@ -46,12 +46,12 @@ def json_value(schema: Mapping[str, Any], tool: Tool) -> str:
 
 
 def pattern(text: str) -> str:
-    """``text`` as a part of a regular expression between slashes."""
+    """Escape ``text`` for a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/")
 
 
 def type_of(value: Any) -> str:
-    """The JSON type of a value, as schemas call it."""
+    """Return the JSON type of a value, as named in schemas."""
     names: dict[type, str] = {
         **{bool: "boolean", int: "integer", float: "number", str: "string"},
         **{list: "array", dict: "object"},
@@ -60,7 +60,7 @@ def type_of(value: Any) -> str:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that ``schema``, a part of ``root``, allows; empty: all of them."""
+    """Return the JSON types that ``schema``, a part of ``root``, allows; empty: all of them."""
     schema = resolved(schema, root)
     kind = schema.get("type")
     if kind is not None:
@@ -73,26 +73,26 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     choices = schema.get("anyOf") or schema.get("oneOf")
     if not isinstance(choices, list):
         return frozenset()
-    # A choice may refer to the schema around it: only one level is read.
+    # Read only one level: a choice may refer to the schema around it.
     types = [types_of({"type": resolved(one, root).get("type")}, root) for one in choices]
     return frozenset().union(*types) if all(types) else frozenset()
 
 
 def properties_of(tool: Tool) -> Mapping[str, Any]:
-    """The schemas of a tool's arguments by name."""
+    """Return the schemas of a tool's arguments by name."""
     found = tool.parameters.get("properties")
     return found if isinstance(found, dict) else {}
 
 
 def required_of(tool: Tool) -> frozenset[str]:
-    """The names of the arguments that a tool requires."""
+    """Return the names of a tool's required arguments."""
     found = tool.parameters.get("required")
     names = found if isinstance(found, list) else []
     return frozenset(name for name in names if isinstance(name, str))
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``schema``, or what its reference to a part of ``root`` names."""
+    """Return ``schema``, or the part of ``root`` that it refers to."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema if isinstance(schema, dict) else {}
@@ -105,11 +105,11 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_kept(
     tool: Tool, schema: Mapping[str, Any], kept: frozenset[str] = _KEPT_OF_OBJECTS
 ) -> None:
-    """Raises InvalidRequest for a strict tool with a keyword that no grammar keeps."""
+    """Check that a grammar supports the schema of a strict tool. Raises InvalidRequest."""
     other = sorted(schema.keys() - kept)
     if tool.strict and other:
         raise InvalidRequest(
-            f"the function {tool.name} is strict, and the model's format of calls cannot keep"
-            f" {other[0]} in its schema",
+            f"the function {tool.name} is strict, but the model's tool call format does not"
+            f" support {other[0]} in its schema: remove it, or set strict to false",
             param="tools",
         )

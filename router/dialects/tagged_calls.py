@@ -6,8 +6,8 @@
     </parameter>
     </function>
 
-A value is written plain. The tool's schema says what it is: a string stays as it is, any other
-value is JSON. Readers give strings as they come, and other values once they are whole.
+A value is written without quotes. The tool's schema gives its type: a string stays as it is, any
+other value is JSON. Readers emit strings as they arrive, and other values once they are complete.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_KEY_CHARACTERS = 256
 _KEY = re.compile(r"[^<>\n]*")
 _ATTRIBUTES = r'(?:\s+\w+="[^"<>]*")*\s*'
 _NAMED_KEY = re.compile(rf'\s*(?:"(?P<quoted>[^"]*)"|(?P<plain>[^"]*?)){_ATTRIBUTES}')
-"""A parameter's name, with quotes or without. Some models add attributes."""
+"""A parameter's name, with or without quotes. Some models add attributes."""
 _KEPT_OF_STRINGS = frozenset(
     {"type", "enum", "const", "title", "description", "default", "examples"}
 )
@@ -47,11 +47,11 @@ _KEPT_OF_STRINGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
-    """Calls that are a name and parameters, all between tags."""
+    """Calls that consist of a name and parameters between tags."""
 
     before_name: str
     behind_name: str
-    """Empty: the name ends with the first parameter."""
+    """Tag after the name; empty: the name ends with the first parameter."""
     before_key: str
     behind_key: tuple[str, ...]
     """Tags between a parameter's name and its value."""
@@ -59,7 +59,7 @@ class TaggedCalls:
     behind: str
     """The tag that ends the call, and white space."""
     newlines: bool = False
-    """Whether a value stands on lines of its own."""
+    """Whether a value is on lines of its own."""
 
     @property
     def end(self) -> str:
@@ -118,7 +118,7 @@ class TaggedCalls:
             return [f"{rule}: {head} ({texts}) {end}"]
         if end.startswith("<["):
             return [f"{rule}: {head} {rule.upper()}? {end}", f"{rule.upper()}: /(?s:.+)/"]
-        # A lazy text ends where the first end of a value does.
+        # A lazy text ends at the first end of a value.
         return [
             f'{rule}: {head} {rule}_value "\\n"',
             f"{rule}_value[lazy]: /(?s:.*){pattern(self.behind_value)}/",
@@ -152,17 +152,17 @@ class _At(enum.Enum):
 
 
 class _TaggedReader(HeadReader):
-    """Between the parameters there is only white space. Anything else breaks the call."""
+    """Reads a tagged call. Between the parameters, anything but white space breaks the call."""
 
     def __init__(self, form: TaggedCalls, head: re.Pattern[str], tools: Mapping[str, Tool]) -> None:
         super().__init__(head, tools)
         self._form = form
         self._at = _At.BODY
         self._held = ""
-        """Text from the latest tag on that no piece has yet."""
+        """Text since the latest tag that is in no piece yet."""
         self._key = ""
         self._head_text = ""
-        """The key between its tags, as the model writes them."""
+        """The key between its tags, as the model wrote them."""
         self._tags = 0
         """Tags read between the key and its value."""
         self._parameters = 0
@@ -172,11 +172,11 @@ class _TaggedReader(HeadReader):
         self._seen: set[str] = set()
         """The keys so far."""
         self._ends: tuple[str, ...] = ()
-        """What ends the value."""
+        """Markers that end the value."""
         self._types: frozenset[str] = frozenset()
         self._is_text = False
         self._is_open = False
-        """Whether the value is a string of which a piece has begun."""
+        """Whether the value is a string that has been emitted in part."""
 
     def _begin(self, tool: Tool) -> None:
         self._schema, self._known = tool.parameters, properties_of(tool)
@@ -193,7 +193,7 @@ class _TaggedReader(HeadReader):
             pass
         if not (self.complete or self.broken):
             return len(text)
-        # What is held back and has come before ``text`` cannot go back to the parser.
+        # Held text from before ``text`` cannot go back to the parser.
         held, self._held = self._held, ""
         before = max(0, len(held) - len(text))
         if before:
@@ -209,7 +209,7 @@ class _TaggedReader(HeadReader):
             self._give(held)
 
     def _body(self) -> bool:
-        """Behind the head or a value: a parameter, or the end."""
+        """Read the text after the head or a value: a parameter, or the end."""
         self._held = self._held.lstrip(WHITE)
         before = self._form.before_key.rstrip('"')
         if self._held.startswith(self._form.end):
@@ -263,7 +263,7 @@ class _TaggedReader(HeadReader):
         return False
 
     def _next_parameters(self) -> Iterable[str]:
-        """Beginnings of other parameters, by which a value ends that lacks its last tag."""
+        """Return beginnings of other parameters, which end a value that lacks its closing tag."""
         if not self._form.newlines:
             return ()
         behind = self._form.behind_key[0]
@@ -281,7 +281,7 @@ class _TaggedReader(HeadReader):
         if self._is_text:
             keep = possible_start(self._held, self._ends)
             shown = len(self._held) - keep
-            # A last newline may belong to the tag behind it, and a first one to that before it.
+            # A last newline may belong to the tag after it, and a first one to the tag before it.
             if self._form.newlines and self._held[:shown].endswith("\n"):
                 shown -= 1
             if shown:
@@ -290,7 +290,7 @@ class _TaggedReader(HeadReader):
         return False
 
     def _text(self, text: str) -> None:
-        """Give a part of a string."""
+        """Emit a part of a string."""
         if not self._is_open:
             self._is_open = True
             self._open_value('"')

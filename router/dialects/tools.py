@@ -1,4 +1,4 @@
-"""The tools of a request: OpenAI's shapes of them, and what is left once they are checked."""
+"""The tools of a request: OpenAI's formats of them, and the checked result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from baton.errors import InvalidRequest, UnsupportedParameter
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
-"""Calls in a message."""
+"""Maximum number of calls in a message."""
 MAX_TOOL_CHARACTERS = 1 << 18
 """Maximum size of all definitions of a request together, as JSON."""
 Mode = Literal["none", "auto", "required"]
 _MODES: tuple[Mode, ...] = ("none", "auto", "required")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SHOWN_CHARACTERS = 64
-"""Of a name that a client has sent, in an error."""
+"""Characters of a client's name that an error shows."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -36,7 +36,7 @@ class Tool:
     strict: bool = False
 
     def as_template_value(self) -> dict[str, Any]:
-        """The value that chat templates take for a tool."""
+        """Return the value that chat templates expect for a tool."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -45,7 +45,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that the model is given, and how it may call them."""
+    """The tools that the model receives, and how it may call them."""
 
     tools: tuple[Tool, ...]
     """At least one; names are unique."""
@@ -69,25 +69,25 @@ class _Part(BaseModel):
 
 class FunctionDefinition(_Part):
     name: str
-    """Up to 64 of letters, digits, `_` and `-`."""
+    """1 to 64 letters, digits, `_` and `-`."""
     description: str | None = None
-    """For the model."""
+    """A description for the model."""
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object; without one the function takes no arguments."""
     strict: bool | None = None
-    """Refuse a schema that cannot be kept in full."""
+    """Whether to reject a schema that cannot be fully enforced."""
 
 
 class ToolDefinition(_Part):
     type: str
-    """`function`."""
+    """Only `function` is supported."""
     function: FunctionDefinition | None = None
 
 
 class CalledFunction(_Part):
     name: str
     arguments: str
-    """JSON."""
+    """The arguments as JSON."""
 
 
 class MessageToolCall(_Part):
@@ -110,7 +110,7 @@ class ToolChoice:
     names: frozenset[str] | None = None
     """The tools that may be called; None: all of them."""
     single: bool = False
-    """At most one call."""
+    """Whether at most one call is allowed."""
 
 
 _ANY_TOOL = ToolChoice()
@@ -121,7 +121,7 @@ def tool_use(
 ) -> ToolUse | None:
     """Check a chat completion's ``tools``, ``tool_choice`` and ``parallel_tool_calls``.
 
-    Returns None if no tool may be called: the model is then given none. Raises InvalidRequest and
+    Returns None if no tool may be called. The model then receives none. Raises InvalidRequest and
     UnsupportedParameter.
     """
     tools = [_tool(one, f"tools[{place}]") for place, one in enumerate(definitions or ())]
@@ -135,7 +135,7 @@ def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
     names = frozenset(tool.name for tool in tools)
     if not tools:
         if choice.mode == "required":
-            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+            raise InvalidRequest("tool_choice requires tools", param="tool_choice")
         return None
     if choice.names is not None and (missing := sorted(choice.names - names)):
         shown = json.dumps(missing[0][:_SHOWN_CHARACTERS])
@@ -167,7 +167,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
 
 
 def check_tool_count(tools: int) -> None:
-    """Raises InvalidRequest."""
+    """Check the number of tools. Raises InvalidRequest."""
     if tools > MAX_TOOLS:
         raise InvalidRequest(f"at most {MAX_TOOLS} tools are possible", param="tools")
 
@@ -251,7 +251,7 @@ def _name_of(value: Any) -> str:
 
 
 def bad_choice() -> InvalidRequest:
-    """The error for an unknown tool_choice."""
+    """Build the error for an unknown tool_choice."""
     return InvalidRequest(
         "tool_choice must be none, auto, required, the name of a function, or allowed_tools,"
         " in OpenAI's form",

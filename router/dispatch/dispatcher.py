@@ -1,7 +1,7 @@
-"""Answers requests: admission, then placement at workers, then deltas as they come.
+"""Dispatcher: answers requests. Admission, then placement at workers, then deltas as they come.
 
-Implements ``router.core.request.Dispatcher``, and builds what it needs of the folders below. Owned
-by the router's event loop.
+Implements ``router.core.request.Dispatcher``, and builds the parts that it needs. Owned by the
+router's event loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from router.workers.worker_discovery import WorkerDiscovery
 from router.workers.worker_links import WorkerLinks
 
 CLOSE_S = 2.0
-"""How long a router that stops waits for workers to receive its aborts."""
+"""Maximum time that a stopping router waits for workers to receive its aborts."""
 IDLE_POLL_S = 0.02
 IDLE_S = 0.2
 
@@ -62,9 +62,10 @@ class ClusterDispatcher:
         board: TrafficStore | None = None,
         pins: PinStore | None = None,
     ) -> None:
-        """``board`` reports ``traffic`` to an autoscaler; None without one.
+        """Create a dispatcher, and everything that it needs.
 
-        ``pins`` are the prefixes that clients have pinned; None: there are none.
+        ``board`` sends ``traffic`` to an autoscaler; None: there is no autoscaler. ``pins`` stores
+        the prefixes that clients have pinned; None: nothing can be pinned.
         """
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
@@ -95,10 +96,10 @@ class ClusterDispatcher:
         self._hang_detector = HangDetector(config, self._links, self._placement, self._failover)
         self._report = None if board is None else TrafficReport(board, self.router_id, traffic)
         self._running: set[RunningRequest] = set()
-        """Those that were admitted."""
+        """Requests that were admitted."""
         self._draining = False
         self._active = 0
-        """Requests under way, those that wait for admission included."""
+        """Number of requests in flight, with those that wait for admission."""
         self._tasks: list[asyncio.Task[None]] = []
 
     # A request
@@ -157,7 +158,7 @@ class ClusterDispatcher:
         )
 
     def _capacity(self) -> Capacity | None:
-        """What the workers have; None while a role has none."""
+        """Capacity of the usable workers; None while a role has none."""
         prefill, decode = self._links.usable("prefill"), self._links.usable("decode")
         if self._config.local_prefill != "never":
             prefill = prefill or decode
@@ -166,10 +167,10 @@ class ClusterDispatcher:
         cost = self._routing.table.prefill_cost(prefill[0].record.role)
         return capacity_of(self._config.block_size, prefill, decode, cost)
 
-    # Its own life
+    # Start and stop
 
     async def start(self) -> None:
-        """Begin to follow the registry, and to watch for workers that hang."""
+        """Start to follow the registry, and to watch for workers that hang."""
         self._tasks = [
             spawn(self._discovery.run(), "registry"),
             spawn(self._hang_detector.run(), "silence"),
@@ -183,19 +184,20 @@ class ClusterDispatcher:
             self._report.start()
 
     async def settled(self) -> None:
-        """Wait until the registry was read and, where it lists workers, requests can be served."""
-        # Links come up in many ways, and it is a matter of moments.
+        """Wait until the registry is read and, if it lists workers, requests can be served."""
+        # Polling is enough: links come up in many ways, and within moments.
         while not self._discovery.has_view or (self._links.all() and self.health()[0] == "down"):  # noqa: ASYNC110
             await asyncio.sleep(IDLE_POLL_S)
 
     def leave(self) -> None:
-        """Report in /health that no more requests are to come; those that do are served."""
+        """Report ``draining`` in /health. Requests that still arrive are served."""
         self._draining = True
 
     async def until_idle(self) -> None:
-        """Wait until no request has been under way for ``IDLE_S``.
+        """Wait until no request has been in flight for ``IDLE_S``.
 
-        One that was accepted is read and turned into tokens before it is known here.
+        The margin covers requests that are still being read and tokenized: they are not counted
+        yet.
         """
         idle_since = time.monotonic()
         while time.monotonic() - idle_since < IDLE_S:
@@ -204,7 +206,7 @@ class ClusterDispatcher:
                 idle_since = time.monotonic()
 
     async def close(self) -> None:
-        """End every request with an error, and every connection."""
+        """End every request with an error, and close every connection."""
         self._draining = True
         for running in list(self._running):
             running.fail(WorkerFailed("the router is stopping", retry_after=1.0))
@@ -217,7 +219,7 @@ class ClusterDispatcher:
         await self._links.close()
         self._failover.close()
 
-    # What the APIs ask
+    # What the APIs read
 
     @property
     def workers(self) -> WorkerLinks:
@@ -226,31 +228,31 @@ class ClusterDispatcher:
 
     @property
     def transfer_line(self) -> tuple[float, float]:
-        """The transfer costs of a usual pair of workers: see ``router.routing.cost_model``."""
+        """Transfer costs of an average pair of workers: see ``router.routing.cost_model``."""
         return self._routing.transfers.usual
 
     def health(self) -> tuple[str, str]:
-        """``ok``, ``degraded`` or ``down``, and the reason in words."""
+        """Return ``ok``, ``degraded`` or ``down``, and the reason in words."""
         if self._draining:
             return "down", "draining"
         return self._links.health(local_prefill=self._config.local_prefill != "never")
 
     def metrics_addresses(self) -> list[str]:
-        """host:port of every worker's /metrics page."""
+        """Return host:port of every worker's /metrics page."""
         return [link.record.metrics_address for link in self._links.all()]
 
     def block_hashes(self, request: GenerationRequest) -> Sequence[bytes]:
-        """The hashes of the prompt's full blocks; none without workers.
+        """Return the hashes of the prompt's full blocks; none without workers.
 
         Raises ContextLengthExceeded.
         """
         return self._routes.hashes(request.prompt_ids, request.cache_salt, HashChain())
 
     def worker_records(self) -> list[WorkerRecord]:
-        """What is known of every worker, whether requests may go there or not."""
+        """Return the registry record of every worker, whether it is usable or not."""
         return [link.record for link in self._links.all()]
 
     @property
     def context_length(self) -> int:
-        """The shortest context of all workers; 0 while there is none."""
+        """Shortest context of all workers; 0 while there is none."""
         return min((link.record.context_length for link in self._links.all()), default=0)

@@ -1,15 +1,17 @@
-"""Decides what becomes of requests whose workers fail, hang, drain or hand them back.
+"""Request migration: what becomes of requests whose workers fail, hang, drain or hand them back.
 
     placed ─worker lost→ (its attempt ends) ─another is found→ placed, as the next attempt
                                             ─none, no budget, poison→ failed
+
     placed ─worker silent, its engine stands still→ placed ─another is found→ moved, as above
                                   ─none, or it speaks again→ placed, where it is
+
     placed ─handed back→ (its attempt ends) → placed, as the next attempt
     placed ─worker drained→ placed ─another is found→ moved, by way of its blocks
 
-What was accepted of an answer is input to the next attempt, never drawn again. Admission is not
-asked again, and the deadline is that of the beginning. ``router.dispatch.placement`` places.
-Owned by the router's event loop.
+Accepted tokens of an answer are input to the next attempt, and are never drawn again. A migration
+needs no new admission, and the original deadline holds. ``router.dispatch.placement`` places the
+attempts. Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -49,35 +51,35 @@ PREFILL_STALLED = "prefill_stalled"
 HANDOFF_FAILED = "handoff_failed"
 PREEMPTED = "preempted"
 DRAINED = "drained"
-"""The reasons, as the metric calls them."""
+"""Values of the label ``reason`` of the metric of migrations."""
 COMMIT_GRACE_S = 0.25
-"""After a failed prefill: how long the decode worker has to show that it had committed."""
+"""Wait after a failed prefill, for the decode worker to show that the handoff was committed."""
 MAX_FAILURES = 8
-"""A request that was to be moved more often, because something failed, is given up."""
+"""Maximum number of failures under one request before the router gives it up."""
 LOOK_S = 0.1
-"""Between two looks whether a lost worker has died."""
+"""Seconds between two checks whether a lost worker has died."""
 RETRY_AFTER_S = 1.0
-"""When a client may come back whose request could not be moved."""
+"""Retry-After of a request that could not be migrated, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """Why an attempt ends before its time."""
+    """Why an attempt ends early."""
 
     reason: str
     failure: BatonError
     tries: tuple[Names, ...]
-    """Sets of workers that the next attempt avoids: the first set that leaves a worker counts."""
+    """Exclusion sets for the next attempt, tried in order until one leaves a worker."""
     culprit: str = ""
-    """The worker that has failed under it, where that is known."""
+    """The worker that failed under the attempt, if it is known."""
     is_cut_off: bool = False
-    """Whether all workers went away together: none has failed, and requests wait for them."""
+    """Whether all workers became unreachable together. Then none has failed, and requests wait."""
     proved: bool = False
-    """Whether that worker says so itself: a step with the request failed there."""
+    """Whether the worker itself reported that a step with the request failed."""
 
 
 class Failover:
-    """Moves requests, or gives them up."""
+    """Migrates requests, or gives them up."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Failover:
         quarantine: Quarantine,
         metrics: RouterMetrics,
     ) -> None:
-        """Subscribes to ``placement`` and ``links`` until ``close``."""
+        """Create a failover. It subscribes to ``placement`` and ``links`` until ``close``."""
         self._placement = placement
         self._links = links
         self._budget = budget
@@ -98,7 +100,8 @@ class Failover:
         )
         self._left_out = metrics.left_out_workers
         self._verdict_s = config.advanced.registry_ttl_s + 2 * config.advanced.heartbeat_s
-        """Seconds within which a dead worker has left the registry, and the router knows."""
+        """Time after which a dead worker has left the registry and the router has seen it, in
+        seconds."""
         self._unsubscribe = (
             links.subscribe(on_broken=self.worker_broken, on_draining=self.worker_drains),
             placement.subscribe(
@@ -109,16 +112,16 @@ class Failover:
         )
 
     def close(self) -> None:
-        """Decide nothing more."""
+        """Stop reacting to failures."""
         for unsubscribe in self._unsubscribe:
             unsubscribe()
 
-    # What becomes of attempts
+    # Events of attempts and workers
 
     def worker_broken(self, name: str, error: BatonError) -> None:
-        """Move the requests of a decode worker whose token stream has ended.
+        """Migrate the requests of a decode worker whose token stream has ended.
 
-        No worker is blamed for an ``error`` that is not WorkerFailed.
+        If ``error`` is not WorkerFailed, no worker is blamed.
         """
         failure = WorkerFailed(error.message, retry_after=RETRY_AFTER_S)
         attempts = self._placement.at(name)
@@ -134,12 +137,12 @@ class Failover:
             self._lost(attempt, loss, deadly=attempt.touches(attempt.target))
 
     def worker_silent(self, link: WorkerLink) -> None:
-        """Move what a worker that sends nothing has, where another worker is there."""
+        """Migrate the requests of a worker that sends nothing, if another worker is available."""
         link.suspect(time.monotonic())
         self._leave_all(link, "is silent", DECODE_SILENT, PREFILL_SILENT)
 
     def worker_stalled(self, link: WorkerLink) -> None:
-        """Treat a worker whose engine ends no step as one that sends nothing."""
+        """Treat a worker whose engine finishes no step like a silent one."""
         link.stall()
         self._leave_all(link, "computes nothing", DECODE_STALLED, PREFILL_STALLED)
 
@@ -158,9 +161,9 @@ class Failover:
             attempt.owner.move(self._leave(attempt, link, loss))
 
     def worker_drains(self, link: WorkerLink) -> None:
-        """Move what decodes at a draining worker, where another is there; else it ends where it is.
+        """Migrate the requests that decode at a draining worker, if another worker is available.
 
-        What is still on its way there is moved by a later call, once it has come.
+        Requests still on their way there are migrated by a later call, once they have arrived.
         """
         if not self._is_replaceable(link):
             return
@@ -169,19 +172,19 @@ class Failover:
                 attempt.owner.move(self._hand_over(attempt, link))
 
     def _is_replaceable(self, link: WorkerLink) -> bool:
-        """Whether other workers can do what it does.
+        """Return whether other workers can do the work of this one.
 
-        If not, each running request would ask the index and the policy in vain, at a high cost.
+        The check avoids an expensive search by every running request when the search must fail.
         """
         prefill = any(other is not link for other in self._links.up("prefill"))
         decode = any(other is not link for other in self._links.up("decode"))
         if link.record.role == "prefill":
-            # Its handoffs go to decode workers that are there already.
+            # Its handoffs go to decode workers that already exist.
             return prefill or (self._computes_locally and decode)
         return decode and (prefill or self._computes_locally)
 
     async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
-        """Judge a prefill that has ended without a handoff. ``broke``: its stream broke."""
+        """Handle a prefill that ended without a handoff. ``broke``: its stream broke."""
         if isinstance(failure, Unavailable):
             with contextlib.suppress(TimeoutError):
                 async with listening(COMMIT_GRACE_S):
@@ -204,7 +207,7 @@ class Failover:
             self._blame(attempt.source)
             loss = _Loss(PREFILL_FAILED, failure, (frozenset({source}),), source, proved=True)
         else:
-            # It lives and says so: either of the two may be at fault.
+            # The source answered, so it is alive. Either worker may be at fault.
             down = {
                 link.record.incarnation
                 for link in (attempt.source, attempt.target)
@@ -212,14 +215,14 @@ class Failover:
             }
             if isinstance(failure, WorkerFailed | HandoffError):
                 self._doubt(attempt)
-            # Both are up, as far as is known: where no other worker is there they try once more.
+            # If both seem to be up and no other worker exists, the pair tries once more.
             each = ({source, target}, {target}, {source}, set[str]())
             tries = (frozenset(down), frozenset[str]()) if down else tuple(map(frozenset, each))
             loss = _Loss(HANDOFF_FAILED, failure, tries)
         self._lost(attempt, loss, deadly=attempt.touches(attempt.source))
 
     def decode_failed(self, attempt: Attempt, failure: BatonError) -> None:
-        """Judge an attempt that its decode worker has ended with an error."""
+        """Handle an attempt that its decode worker ended with an error."""
         if not isinstance(failure, Unavailable):
             attempt.owner.fail(failure)
             return
@@ -231,7 +234,7 @@ class Failover:
         self._lost(attempt, loss, deadly=proved)
 
     def handed_back(self, attempt: Attempt, choice: int) -> None:
-        """Place a choice that has lost its blocks again at once: it was admitted."""
+        """Place a choice that has lost its blocks again at once: it was already admitted."""
         owner = attempt.owner
         attempt.choices.discard(choice)
         owner.choices[choice].preemptions += 1
@@ -242,49 +245,61 @@ class Failover:
             loss = _Loss(PREEMPTED, no_room, ANY)
             owner.move(self._place_all(owner, {choice}, loss))
 
-    # Which workers to trust
+    # Circuit breakers
 
     def _blame(self, link: WorkerLink, streams: int = 1, *, doubtful: bool = False) -> None:
-        """Note streams of this router that have broken at a worker."""
+        """Count streams of this router that broke at a worker."""
         breaker = link.breaker
         before = breaker.openings
         breaker.broke(time.monotonic(), streams, doubtful=doubtful)
         if breaker.openings != before:
-            log.warning("streams of worker %s break: it is left out", link.record.incarnation)
+            log.warning(
+                "streams of worker %s fail repeatedly: new requests avoid it",
+                link.record.incarnation,
+            )
             self._left_out.labels(worker=link.record.slot).inc()
 
     def _doubt(self, attempt: Attempt) -> None:
-        """Note a failed handoff: the fault of one of two, or of the only worker that took part."""
+        """Count a failed handoff against both workers, as doubtful, or against the only one."""
         links = {attempt.source, attempt.target}
         for link in links:
             self._blame(link, doubtful=len(links) > 1)
 
-    # Moving
+    # Migration
 
     def _lost(self, attempt: Attempt, loss: _Loss, *, deadly: bool = True) -> None:
         owner, left = attempt.owner, attempt.unfinished
         self._placement.end(attempt, loss.reason)
         if not left:
-            # All is there, but for what was to be found of the prompt.
+            # All tokens are here. Only the prompt's log probabilities or embedding may be missing.
             if owner.awaits_prompt:
                 owner.fail(_with_retry(loss.failure))
         elif not loss.is_cut_off and self._is_poison(owner, loss, deadly=deadly):
             owner.fail(poison_error())
         elif self._is_given_up(owner, loss):
-            log.warning("request %s is not moved any more", owner.request.request_id)
+            log.warning(
+                "request %s is not migrated again: too many failures, or the retry budget is empty",
+                owner.request.request_id,
+            )
             owner.fail(_with_retry(loss.failure))
         else:
             owner.move(self._place_all(owner, left, loss))
 
     def _is_given_up(self, owner: RunningRequest, loss: _Loss) -> bool:
-        """Whether it has been moved too often. What all workers lost at once costs no budget."""
+        """Return whether the request gets no other attempt, and charge the retry budget.
+
+        A loss of all workers at once costs no budget.
+        """
         owner.failures += loss.is_cut_off
         if owner.failures > MAX_FAILURES:
             return True
         return not loss.is_cut_off and not self._budget.take(time.monotonic())
 
     def _is_poison(self, owner: RunningRequest, loss: _Loss, *, deadly: bool) -> bool:
-        """Count a failure; ``deadly``: the worker ran the request. Returns whether it is poison."""
+        """Count a failure and return whether the request is poison.
+
+        ``deadly``: the worker was running the request.
+        """
         owner.failures += 1
         if not loss.culprit:
             return False
@@ -300,10 +315,10 @@ class Failover:
         return True
 
     async def _has_proved_poison(self, owner: RunningRequest) -> bool:
-        """Wait until it is known of lost workers whether they have died, where that decides."""
+        """Return whether the request is poison; wait for news of lost workers if that decides."""
         looks = int(self._verdict_s / LOOK_S)
         while owner.failed_workers.may_be_proof and looks:
-            # Wait first: the connection to a worker that has just died may still seem to be there.
+            # Wait first: the connection to a worker that has just died may still look alive.
             await asyncio.sleep(LOOK_S)
             looks -= 1
             owner.failed_workers.learn(self._links.is_dead)
@@ -312,7 +327,7 @@ class Failover:
         return False
 
     async def _place_all(self, owner: RunningRequest, choices: set[int], loss: _Loss) -> None:
-        """Place choices again; where no worker is there, the request fails with its loss."""
+        """Place choices again; if no worker is available, fail the request with its loss."""
         if await self._has_proved_poison(owner):
             owner.fail(poison_error())
             return
@@ -320,11 +335,13 @@ class Failover:
             avoid = _avoided(owner, loss.tries)
             await self._placement.place(owner, choices, avoid, moved=loss.reason)
         except (Unavailable, ContextLengthExceeded):
-            # Those with so long a context may come back: the request itself is in order.
+            # Retryable: workers with a long enough context may come back.
             owner.fail(_with_retry(loss.failure))
 
     async def _leave(self, attempt: Attempt, link: WorkerLink, loss: _Loss) -> None:
-        """Move from a worker that hangs, unless no other can take it or it goes on in time."""
+        """Migrate from a worker that hangs, if another can take the request and it still hangs
+        then.
+        """
         owner = attempt.owner
         found = await self._elsewhere(attempt, _avoided(owner, loss.tries))
         if not found or not link.hangs(time.monotonic()):
@@ -340,7 +357,7 @@ class Failover:
             self._placement.begin(owner, route, loss.reason)
 
     async def _hand_over(self, attempt: Attempt, link: WorkerLink) -> None:
-        """Move from a worker that is drained, by way of the blocks that it holds."""
+        """Migrate from a draining worker. The next worker fetches the blocks that it holds."""
         found = await self._elsewhere(attempt, ANY, link.record.incarnation)
         if found:
             self._placement.end(attempt, DRAINED)
@@ -350,26 +367,27 @@ class Failover:
     async def _elsewhere(
         self, attempt: Attempt, avoid: Sequence[Names], source_worker: str = ""
     ) -> list[Route]:
-        """Find where what runs of an attempt could go; nothing where it cannot, or has gone.
+        """Find routes for the unfinished choices of an attempt; none if it cannot move or has
+        moved.
 
-        ``source_worker`` has all of its blocks, whatever the index knows.
+        ``source_worker`` has all of its blocks, whatever the index lists.
         """
         owner = attempt.owner
         groups = owner.groups(attempt.unfinished)
         try:
             found = await self._placement.find(owner, attempt.unfinished, avoid, source_worker)
         except (Unavailable, ContextLengthExceeded):
-            # No other worker takes it, or none with so long a context: it may end where it is.
+            # No other worker can take it, so it may end at its current one.
             return []
         has_gone = attempt not in owner.attempts or groups != owner.groups(attempt.unfinished)
         return [] if has_gone else found
 
 
 def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:
-    """The loss by a worker's stream that has ended.
+    """Return the loss of an attempt whose worker's stream has ended.
 
-    A worker that was cut off with all others is not to blame, and gets the request again where no
-    other worker comes back.
+    A worker that was cut off together with all others is not blamed. It gets the request again if
+    no other worker comes back.
     """
     if is_cut_off:
         return _Loss(reason, failure, (frozenset({name}), frozenset()), is_cut_off=True)
@@ -384,7 +402,7 @@ def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> Sequence[Names]
 
 
 def _with_retry(failure: BatonError) -> BatonError:
-    """A failure as a client sees it, with the time to come back."""
+    """Return the failure as the client sees it, with a Retry-After."""
     if isinstance(failure, StepFailed):
         failure = WorkerFailed(failure.message, retry_after=failure.retry_after)
     if failure.retry_after is None:

@@ -1,7 +1,7 @@
 """Finds workers that hang while they have requests of this router.
 
-A worker with something to do sends messages, and its engine ends steps. One that is silent for
-``hang_s``, or whose engine ends no step for ``engine_hang_s``, is left by its requests
+A busy worker sends messages, and its engine finishes steps. Requests leave a worker that is silent
+for ``hang_s``, or whose engine finishes no step for ``engine_hang_s``
 (``router.dispatch.failover``). Owned by the router's event loop.
 """
 
@@ -22,7 +22,7 @@ from router.workers.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
-"""How often messages and steps are counted."""
+"""Interval at which messages and steps are counted, in seconds."""
 
 
 class HangDetector:
@@ -38,16 +38,16 @@ class HangDetector:
         self._steps = SilenceWatch[str](config.advanced.engine_hang_s)
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
-        # A router that watches its workers no longer would be worse than any error.
-        errors = ErrorRow(log, "the workers could not be watched")
+        """Check the workers periodically, until cancelled."""
+        # A failed check must not stop the watch: hung workers would stay undetected.
+        errors = ErrorRow(log, "the check for hung workers failed")
         while True:
             await asyncio.sleep(WATCH_S)
             with errors.caught():
                 self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Report the workers that have been silent, or have stood still, for too long."""
+        """Report the workers that have been silent or stalled for too long."""
         self._links.listen(now)
         for name in self._messages.tick(self.expected_messages(), now):
             if (link := self._links.get(name)) is not None:
@@ -55,22 +55,22 @@ class HangDetector:
                 self._failover.worker_silent(link)
         for name in self._steps.tick(self.expected_steps(), now):
             if (link := self._links.get(name)) is not None:
-                log.warning("the engine of worker %s stands still", name)
+                log.warning("the engine of worker %s finishes no step", name)
                 self._failover.worker_stalled(link)
 
     def expected_messages(self) -> dict[str, int]:
-        """The messages that have come of each worker with something to do, by incarnation."""
+        """Return the number of messages received from each busy worker, by incarnation."""
         return {link.record.incarnation: link.messages for link in self._busy()}
 
     def expected_steps(self) -> dict[str, int]:
-        """The ended steps of each of these whose engine computes one, by incarnation."""
+        """Return the finished steps of each busy worker whose engine runs one, by incarnation."""
         loads = {link.record.incarnation: link.engine_load for link in self._busy()}
         return {name: load.engine_steps for name, load in loads.items() if load.steps_in_flight}
 
     def _busy(self) -> set[WorkerLink]:
         links = set()
         for attempt in self._placement.attempts:
-            # Once the first token has come, the decode worker has a ticket for it.
+            # After the first token, the decode worker holds a ticket for the request.
             if attempt.promise.is_computed or attempt.decode_began.is_set():
                 links.add(attempt.target)
             if attempt.computes:

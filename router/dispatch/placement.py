@@ -1,4 +1,4 @@
-"""Places requests at workers, the first time and again, and follows them there.
+"""Places requests at workers, for every attempt, and follows them there.
 
     found ─begin→ begun ─first token of the prefill worker, tokens of the decode worker→ ended
     begun ─prefill failed, decode failed, a choice handed back→ subscribers decide
@@ -39,28 +39,28 @@ from router.workers.worker_links import Unsubscribe, WorkerLinks
 log = logging.getLogger(__name__)
 
 NO_ROOM_RETRY_S = 0.1
-"""When a decode worker without room is asked again, if it does not say."""
+"""Wait before a full decode worker is tried again, if it gives no time itself."""
 
 Names = frozenset[str]
 """Incarnations of workers."""
 ANY: tuple[Names, ...] = (frozenset(),)
-"""No worker is avoided."""
+"""Exclusion sets that exclude no worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where some choices of a request go."""
+    """The decision where some choices of a request go."""
 
     choices: tuple[int, ...]
     scored: bool
-    """Whether the prompt's log probabilities are still to be found: no cached block has them."""
+    """Whether this attempt must compute the prompt's log probabilities: cached blocks have none."""
     request: RouteRequest
     hashes: Sequence[bytes]
     decision: Decision
 
 
 class _Listener(NamedTuple):
-    """What decides where an attempt has failed."""
+    """Callbacks that decide what happens after an attempt has failed."""
 
     on_prefill_failed: Callable[[Attempt, BatonError, bool], Coroutine[Any, Any, None]]
     on_decode_failed: Callable[[Attempt, BatonError], None]
@@ -68,7 +68,7 @@ class _Listener(NamedTuple):
 
 
 class Placement:
-    """The attempts of all running requests."""
+    """Holds the attempts of all running requests."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Placement:
         pins: PinnedPrefixes,
         metrics: RouterMetrics,
     ) -> None:
-        """``pins`` are kept where a prompt that begins with them is computed."""
+        """Create a placement; workers keep ``pins`` whose prefix a computed prompt begins with."""
         self._router_id = router_id
         self._class_of = config.class_of
         self._links = links
@@ -91,7 +91,7 @@ class Placement:
         self._moved = metrics.moved_requests
         self._listeners: list[_Listener] = []
         self._attempts: dict[Attempt, Unsubscribe] = {}
-        """Those at workers, and how to stop reading their outputs."""
+        """Attempts at workers, and how to stop reading their outputs."""
         self._by_target: defaultdict[str, set[Attempt]] = defaultdict(set)
         self._background: set[asyncio.Task[None]] = set()
 
@@ -102,7 +102,7 @@ class Placement:
         on_decode_failed: Callable[[Attempt, BatonError], None],
         on_handed_back: Callable[[Attempt, int], None],
     ) -> Unsubscribe:
-        """Call back where attempts fail, or lose a choice.
+        """Register callbacks for attempts that fail or lose a choice.
 
         ``on_prefill_failed`` is awaited with the error, and whether the stream to the source broke;
         ``on_handed_back`` gets the number of the choice.
@@ -121,10 +121,10 @@ class Placement:
         *,
         moved: str = "",
     ) -> None:
-        """Find workers for choices of a request, and begin. ``moved``: why they go on elsewhere.
+        """Find workers for choices of a request, and begin. ``moved``: the reason of a migration.
 
-        Workers of the first set of ``avoid`` are left out; where no other is there, those of the
-        second, and so on. Waits for workers that are cut off. Raises BatonError.
+        Workers of the first set of ``avoid`` are excluded. If that leaves none, the second set
+        counts, and so on. Waits for workers that are cut off. Raises BatonError.
         """
         for position, group in enumerate(running.groups(choices)):
             await self._links.returned(running.deadline)
@@ -137,7 +137,7 @@ class Placement:
         avoid: Sequence[Names],
         source_worker: str = "",
     ) -> list[Route]:
-        """Find workers for choices of a request as ``place`` does, and begin nothing.
+        """Find workers for choices of a request as ``place`` does, but begin nothing.
 
         ``source_worker`` has all of their blocks. Raises BatonError.
         """
@@ -155,7 +155,7 @@ class Placement:
         source_worker: str = "",
     ) -> Route:
         asked = running.request
-        # The first group tells of the prompt for all.
+        # Only the first group reports the prompt's log probabilities.
         scored = running.awaits_prompt and position == 0
         left_s = running.left_s(time.monotonic())
         token_ids = running.token_ids(group[0])
@@ -164,7 +164,7 @@ class Placement:
             len(token_ids),
             self._class_of(len(asked.prompt_ids)),
             asked.session or asked.cache_key,
-            # The operator's bound is no reason to refuse: what is predicted may be wrong.
+            # Never reject by the operator's default deadline: predictions may be wrong.
             left_s * 1e3 if asked.own_deadline else math.inf,
             len(group),
             cache_key=f"{asked.principal.tenant}:{asked.cache_key}" if asked.cache_key else "",
@@ -173,7 +173,7 @@ class Placement:
             request,
             hashes,
             avoid,
-            # An embedding is the last token's, which is computed in any case.
+            # An embedding is that of the last token, which is always computed.
             reads_cache=not (scored and asked.scores_prompt),
             source_worker=source_worker,
             is_moved=running.next_attempt > 0,
@@ -181,7 +181,7 @@ class Placement:
         return Route(group, scored, request, hashes, decision)
 
     def begin(self, running: RunningRequest, route: Route, moved: str = "") -> None:
-        """Send choices to their workers. Raises DeadlineExceeded, WorkerFailed."""
+        """Start an attempt at its workers. Raises DeadlineExceeded, WorkerFailed."""
         decision, now = route.decision, time.monotonic()
         left_s = running.left_s(now)
         source, target = self._links.get(decision.prefill), self._links.get(decision.decode)
@@ -243,7 +243,7 @@ class Placement:
             self._moved.labels(reason=moved).inc()
 
     def _prefix_source(self, decision: Decision) -> prefill_pb2.PrefixSource | None:
-        """The worker from which the prefill worker may fetch blocks."""
+        """Return the worker from which the prefill worker may fetch blocks."""
         holder = self._links.get(decision.holder)
         if holder is None or not holder.lends(time.monotonic()):
             return None
@@ -257,7 +257,7 @@ class Placement:
     # Following
 
     async def _prefill(self, attempt: Attempt, message: prefill_pb2.PrefillRequest) -> None:
-        """Follow a prefill to its end, and report where that is a failure."""
+        """Follow a prefill to its end, and report a failure to subscribers."""
         stream = attempt.source.prefills
         breaks = stream.breaks
         try:
@@ -270,14 +270,14 @@ class Placement:
                 for listener in list(self._listeners):
                     await listener.on_prefill_failed(attempt, failure, stream.breaks != breaks)
             except Exception:
-                log.exception("request %s could not be moved", attempt.spec.request_id)
+                log.exception("request %s could not be migrated", attempt.spec.request_id)
                 attempt.owner.fail(failure)
 
     async def _follow(self, attempt: Attempt, message: prefill_pb2.PrefillRequest) -> None:
-        """Raises BatonError where there is no first token, or no handoff after it.
+        """Follow a prefill. Raises BatonError if it yields no first token, or no handoff after it.
 
-        A prefill worker waits for room itself. A decode worker that would compute the prompt says
-        when to ask again, as it says to prefill workers.
+        A prefill worker waits for room itself. A full decode worker that would compute the prompt
+        returns NoRoom with the time to retry, as it does to prefill workers.
         """
         deadline = time.monotonic() + message.sequence.deadline_ms / 1e3
         while True:
@@ -295,7 +295,7 @@ class Placement:
             message.sequence.deadline_ms = max(1, int((deadline - time.monotonic()) * 1e3))
 
     def _on_prefill(self, attempt: Attempt, response: prefill_pb2.PrefillResponse) -> None:
-        """Take in what a worker reports of a prefill."""
+        """Process a worker's message about a prefill."""
         running, promise = attempt.owner, attempt.promise
         if response.HasField("first_token"):
             attempt.span.add_event("first token")
@@ -304,7 +304,7 @@ class Placement:
                 computed_tokens=response.computed_tokens,
                 compute_ms=response.compute_ms,
             )
-            # What was found when an answer went on elsewhere does not concern the client.
+            # Cache hits of later attempts are not the client's.
             has_moved = len(attempt.spec.token_ids) > attempt.spec.prompt_length
             is_counted = running.is_cache_counted or has_moved
             running.is_cache_counted = True
@@ -322,9 +322,9 @@ class Placement:
             )
 
     def _on_output(self, attempt: Attempt, output: TokenOutput) -> None:
-        """Take in an output of the decode worker."""
+        """Process an output of the decode worker."""
         running = attempt.owner
-        if _is_told_by_prefill(attempt, output):
+        if _is_left_to_prefill(attempt, output):
             return
         attempt.decode_began.set()
         if output.error:
@@ -341,26 +341,26 @@ class Placement:
                 self._end_stopped(attempt)
 
     def _on_lost(self, attempt: Attempt, error: Exception) -> None:
-        """Fail the request of an attempt of which an output is lost."""
+        """Fail the request of an attempt whose output could not be processed."""
         attempt.owner.fail(BatonError(f"internal error: {type(error).__name__}"))
 
     def _end_stopped(self, attempt: Attempt) -> None:
         """End the choices that a stop string has ended, while others go on.
 
-        The decode worker has sent a token of each: it cannot end what it does not know yet.
+        The decode worker has sent a token of each, so it knows the sequences to end.
         """
         for choice in attempt.owner.take_stopped():
             for placed in attempt.owner.attempts:
                 if choice in placed.choices:
                     self._abort(placed, stop=True, choice=choice)
         if not attempt.unfinished and len(attempt.owner.attempts) > 1:
-            # The others are still to be followed.
+            # Other attempts of the request go on.
             self.end(attempt)
 
     # Ending
 
     def end(self, attempt: Attempt, moved: str = "") -> None:
-        """Take it off its workers; idempotent. ``moved``: why what is left goes on elsewhere."""
+        """End an attempt at its workers; idempotent. ``moved``: the reason of a migration."""
         stop_reading = self._attempts.pop(attempt, None)
         if stop_reading is None:
             return
@@ -383,7 +383,7 @@ class Placement:
             self._abort(attempt, stop=attempt.owner.stopped)
 
     def release(self, running: RunningRequest) -> None:
-        """Take a request off all workers; idempotent."""
+        """End all attempts of a request; idempotent."""
         for move in list(running.moves):
             move.cancel()
         for attempt in list(running.attempts):
@@ -401,28 +401,28 @@ class Placement:
         if self._background:
             await asyncio.wait(self._background, timeout=timeout_s)
 
-    # What is placed
+    # Current attempts
 
     @property
     def attempts(self) -> Collection[Attempt]:
-        """All that are at workers."""
+        """All attempts at workers."""
         return self._attempts.keys()
 
     def at(self, decode: str) -> list[Attempt]:
-        """Those that decode at a worker, or will."""
+        """Return the attempts that decode at a worker, or are going to."""
         return list(self._by_target.get(decode, ()))
 
     def computing_at(self, source: str) -> list[Attempt]:
-        """Those whose prompts a worker computes, or hands over."""
+        """Return the attempts whose prompts a worker computes or hands off."""
         every = self._attempts
         return [a for a in every if a.computes and a.source.record.incarnation == source]
 
 
-def _is_told_by_prefill(attempt: Attempt, output: TokenOutput) -> bool:
-    """Whether an answer ends with its first token where its prompt was computed.
+def _is_left_to_prefill(attempt: Attempt, output: TokenOutput) -> bool:
+    """Return whether a one-token answer must wait for its prefill stream.
 
-    The stream of prefills brings that token, too, with what of the prompt was found and is kept:
-    the answer must not end before that is known.
+    The prefill stream brings that token too, with the cache hits of the prompt. The answer must not
+    end before these are known.
     """
     running = attempt.owner
     is_all = output.finish_reason is not None and output.index + len(output.token_ids) == 1

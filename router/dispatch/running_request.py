@@ -1,12 +1,13 @@
-"""A request and its attempts, from its admission to its end: between workers and client.
+"""A request and its attempts, from admission to its end: the state between workers and client.
 
     placed ─first token→ streaming ─finish reason, stop string→ finished
     placed, streaming ─moved→ placed, with the tokens that it has
     placed, streaming ─failure→ failed
 
-Tokens of other attempts are dropped, duplicates skipped, early ones kept until their turn comes.
-Each choice has its own attempt: they are placed together, and move one by one.
-What the client has not read yet gathers in one delta: at most a whole answer.
+Tokens of older attempts are dropped, duplicates are skipped, and early tokens are kept until their
+turn. Choices start in one attempt, and migrate one by one. Output that the client has not read is
+merged into one delta, of a whole answer at most.
+
 Shared by the dispatcher, placement and failover; owned by the router's event loop.
 """
 
@@ -42,7 +43,7 @@ _PART = 64
 
 
 class RunningRequest:
-    """A request, its choices, and what its attempts left behind."""
+    """A request, its choices, and the state that outlives its attempts."""
 
     def __init__(
         self,
@@ -50,28 +51,28 @@ class RunningRequest:
         processors: Sequence[OutputProcessor],
         deadline: float,
     ) -> None:
-        """A processor for each choice. ``deadline`` is on the monotonic clock."""
+        """Create a request with a processor per choice. ``deadline`` is on the monotonic clock."""
         self.request = request
         self.deadline = deadline
         self.choices: Sequence[RunningChoice] = tuple(
             RunningChoice(number, processor) for number, processor in enumerate(processors)
         )
         self.awaits_prompt = request.awaits_prompt
-        """Whether nothing is given yet, since the prompt's log probabilities or its embedding are
-        still to come."""
+        """Whether deltas are held back until the prompt's log probabilities or its embedding
+        arrive."""
         self.attempts: set[Attempt] = set()
-        """Those that are placed."""
+        """The current attempts."""
         self.next_attempt = 0
         self.excluded: set[str] = set()
-        """Workers that have failed under it."""
+        """Workers that have failed under the request."""
         self.failures = 0
-        """How often it was to be moved because something failed."""
+        """Number of migrations that failures made necessary."""
         self.chains: defaultdict[int, HashChain] = defaultdict(HashChain)
-        """The hashes of each choice that was placed."""
+        """Block hashes of each placed choice."""
         self.is_cache_counted = False
-        """Whether it is known how much of the prompt was found in a cache."""
+        """Whether the cache hits of the prompt are known."""
         self.moves: set[asyncio.Task[None]] = set()
-        """Choices that are being placed again."""
+        """Tasks that place choices again."""
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._embedding: tuple[float, ...] = ()
         self._written_tokens = 0
@@ -80,16 +81,16 @@ class RunningRequest:
 
     @cached_property
     def failed_workers(self) -> FailedWorkers:
-        """Made when a worker fails under it for the first time."""
+        """Failed workers of this request, created at the first failure."""
         return FailedWorkers()
 
-    # What is to be placed
+    # Input of placement
 
     def groups(self, choices: Iterable[int]) -> list[tuple[int, ...]]:
-        """The given choices in groups that are placed together.
+        """Split choices into groups that are placed together.
 
-        Those that lie side by side and have no token yet are one group, so that their prompt is
-        computed once; else each is a sequence of its own.
+        Adjacent choices without tokens form one group, so that their prompt is computed once.
+        Otherwise each choice is a sequence of its own.
         """
         numbers = sorted(choices)
         together = numbers == list(range(numbers[0], numbers[-1] + 1)) if numbers else False
@@ -98,11 +99,11 @@ class RunningRequest:
         return [(number,) for number in numbers]
 
     def token_ids(self, choice: int) -> tuple[int, ...]:
-        """The prompt, and every token of a choice that was accepted from a worker."""
+        """Return the prompt and all accepted tokens of a choice."""
         return self.request.prompt_ids + tuple(self.choices[choice].token_ids)
 
     def left_s(self, now: float) -> float:
-        """Seconds until it must have ended. Raises DeadlineExceeded."""
+        """Return the seconds until the deadline. Raises DeadlineExceeded."""
         left_s = self.deadline - now
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed while it waited")
@@ -120,10 +121,10 @@ class RunningRequest:
         retentions: tuple[Retention, ...] = (),
         cache_ttl_s: float = 0.0,
     ) -> SequenceSpec:
-        """The sequence of some choices that are placed together, as the next attempt.
+        """Build the sequence of choices that are placed together, for the next attempt.
 
-        ``scored``: its worker finds the prompt's log probabilities, where they are wanted. Its
-        worker keeps what ``retentions`` ask besides those of the request.
+        ``scored``: the worker computes the prompt's log probabilities, if they are requested.
+        ``retentions`` are added to those of the request.
         """
         request, sampling = self.request, self.request.sampling
         return SequenceSpec(
@@ -151,7 +152,7 @@ class RunningRequest:
         )
 
     def move(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do ``work``, which places choices again; whatever goes wrong with it ends the request."""
+        """Run ``work``, which places choices again. If it raises, the request fails."""
         task = asyncio.create_task(self._move(work), name="move")
         self.moves.add(task)
         task.add_done_callback(self.moves.discard)
@@ -162,7 +163,7 @@ class RunningRequest:
         except BatonError as error:
             self.fail(error)
         except Exception as error:
-            log.exception("request %s could not be moved", self.request.request_id)
+            log.exception("request %s could not be migrated", self.request.request_id)
             self.fail(BatonError(f"internal error: {type(error).__name__}"))
 
     # What workers report
@@ -174,12 +175,12 @@ class RunningRequest:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found: the worker's sequence is to be ended."""
+        """Whether a stop string was found: the worker must end the sequence."""
         return any(choice.processor.stopped for choice in self.choices)
 
     @property
     def finished(self) -> bool:
-        """Whether every choice's last delta was given."""
+        """Whether the client has read the last delta of every choice."""
         return all(choice.is_over for choice in self.choices)
 
     def accept(
@@ -190,7 +191,7 @@ class RunningRequest:
         written_prompt_tokens: int = 0,
         batch_size: float = 0.0,
     ) -> None:
-        """Take in a worker's output; ``batch_size`` is that of its latest decode steps."""
+        """Process a worker's output; ``batch_size`` is that of its latest decode steps."""
         if output.choice >= len(self.choices):
             return
         choice = self.choices[output.choice]
@@ -210,11 +211,11 @@ class RunningRequest:
             self._changed.set()
 
     def take_stopped(self) -> list[int]:
-        """Choices that a stop string has ended while the worker runs them: each is given once."""
+        """Return, once each, the choices that a stop string ended and the worker still runs."""
         return [choice.number for choice in self.choices if choice.take_stopped()]
 
     def fail(self, error: BatonError) -> None:
-        """End the request with an error, unless all of its answer is there."""
+        """End the request with an error, unless its whole answer has arrived."""
         is_there = all(choice.processor.finished for choice in self.choices)
         if self._error is None and (self.awaits_prompt or not is_there):
             self._error = error
@@ -223,10 +224,7 @@ class RunningRequest:
     # What the client reads
 
     async def next_delta(self) -> OutputDelta:
-        """What has gathered of a choice since the last call; waits for something.
-
-        Raises BatonError.
-        """
+        """Wait for output and return all unread output of one choice, merged. Raises BatonError."""
         await self._changed.wait()
         choice = None if self.awaits_prompt else self._waiting()
         if choice is None:
@@ -248,7 +246,7 @@ class RunningRequest:
         return without_answer(delta) if no_answer else delta
 
     def _waiting(self) -> RunningChoice | None:
-        """The first choice with something to read."""
+        """Return the first choice with unread output."""
         for choice in self.choices:
             if choice.unread:
                 return choice
@@ -257,69 +255,69 @@ class RunningRequest:
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """Some choices of a request, at the workers where one placement has put them."""
+    """Some choices of a request, placed at a prefill and a decode worker."""
 
     owner: RunningRequest
     spec: SequenceSpec
     source: WorkerLink
-    """To the worker that computes the prompt."""
+    """Link to the worker that computes the prompt."""
     target: WorkerLink
-    """To the worker that decodes; ``source`` itself where it does both."""
+    """Link to the decode worker; the same object as ``source`` if one worker does both."""
     promise: Promise
     span: Span
-    """From its placing to its end."""
+    """Trace span from placement to the attempt's end."""
     begun_at: float
-    """On the monotonic clock."""
+    """Start of the attempt, on the monotonic clock."""
     choices: set[int]
-    """Numbers of those that have not been handed back."""
-    heard_before: int
-    """Messages on the source's stream of prefills before it was begun."""
+    """Numbers of the choices that have not been handed back."""
+    messages_before: int
+    """Messages on the source's prefill stream before the attempt began."""
     decode_began: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the decode worker has sent a token: the handoff was committed."""
+    """Set once the decode worker has sent a token, which proves that the handoff was committed."""
     prefill: asyncio.Task[None] | None = None
-    """Follows the prefill, until its end."""
+    """Task that follows the prefill; None after its end."""
     failed: bool = False
-    """Whether its decode worker has reported that it failed: nothing is left to abort."""
+    """Whether the decode worker has reported a failure. Then there is nothing to abort."""
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which follows its prefill."""
+        """Run ``work``, which follows the prefill, in a task."""
         self.prefill = spawn(work, f"prefill {self.spec.request_id}")
         self.prefill.add_done_callback(self._forget_prefill)
 
     def _forget_prefill(self, _: asyncio.Task[None]) -> None:
-        # A cancelled task keeps its frames, which keep this attempt: only the garbage collector
-        # would free the request.
+        # A cancelled task keeps its frames, which refer to this attempt. Without this, only the
+        # garbage collector would free the request.
         self.prefill = None
 
     @property
     def computes(self) -> bool:
-        """Whether something is still to come of its source."""
+        """Whether messages of the source are still expected."""
         wanted = not self.decode_began.is_set() or self.owner.awaits_prompt
         return wanted and self.prefill is not None and not self.prefill.done()
 
     def touches(self, link: WorkerLink) -> bool:
-        """Whether a worker has had the sequence.
+        """Return whether a worker has started on the sequence.
 
-        One that waits to be handed over was not at its target, nor was one at a source that has
-        died before it could send anything.
+        A target has not while the sequence waits for its handoff. A source has not if it died
+        before it sent anything.
         """
-        has_begun = self.source.prefills.messages > self.heard_before
+        has_begun = self.source.prefills.messages > self.messages_before
         return (link is self.source and has_begun) or self.decode_began.is_set()
 
     @property
     def unfinished(self) -> set[int]:
-        """Choices of which more tokens are wanted."""
+        """Choices that need more tokens."""
         return {n for n in self.choices if not self.owner.choices[n].ended}
 
     @property
     def is_whole(self) -> bool:
-        """Whether its decode worker has sent all that was wanted of it."""
+        """Whether the decode worker has sent everything that was requested."""
         whole = not self.failed and bool(self.choices) and not self.unfinished
         return whole and self.touches(self.target)
 
     @property
     def runs_at_worker(self) -> bool:
-        """Whether its decode worker may have something of it to end."""
+        """Whether the decode worker may still run one of the choices."""
         choices = self.owner.choices
         return not self.failed and any(not choices[n].worker_finished for n in self.choices)
 
@@ -332,17 +330,17 @@ class RunningChoice:
         self.processor = processor
         self.attempt = attempt
         self.prefill_worker = self.decode_worker = ""
-        """The names of the workers that it was placed at last."""
+        """Slots of the workers of its latest attempt."""
         self.batch_size = 0.0
-        """Of the latest decode steps of its worker."""
+        """Batch size of its worker's latest decode steps."""
         self.preemptions = 0
-        """How often a worker has handed it back."""
+        """Number of times that a worker has handed it back."""
         self.token_ids: list[int] = []
         self.unread: list[OutputDelta] = []
-        """What the client has not read. It is joined when it is read, and before that in parts of
-        ``_PART`` pieces, which take less memory."""
+        """Output that the client has not read. Reading merges it. Before that, each ``_PART``
+        pieces are merged, which saves memory."""
         self._loose = 0
-        """How many pieces are not in such a part."""
+        """Number of pieces that are not merged yet."""
         self.worker_finished = False
         self.is_over = False
         self._early: dict[int, TokenOutput] = {}
@@ -350,17 +348,17 @@ class RunningChoice:
 
     @property
     def ended(self) -> bool:
-        """Whether no more tokens are wanted of it."""
+        """Whether it needs no more tokens."""
         return self.worker_finished or self.processor.finished
 
     def place(self, attempt: int, prefill_worker: str, decode_worker: str) -> None:
-        """It begins, or goes on elsewhere behind the tokens that were accepted."""
+        """Start the choice, or continue it at other workers after its accepted tokens."""
         self.attempt = attempt
         self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
         self._early.clear()
 
     def accept(self, output: TokenOutput, cached_prompt_tokens: int) -> None:
-        """Take in what a worker says of it."""
+        """Process a worker's output of the choice."""
         if output.index > len(self.token_ids):
             self._keep(output)
             return
@@ -383,7 +381,7 @@ class RunningChoice:
             )
             if delta is not None:
                 if len(new) > 1:
-                    # An output is of one step, which draws one token and checks drafts of more.
+                    # An output is of one step: one drawn token after the accepted drafts.
                     delta = replace(delta, accepted_drafts=len(new) - 1)
                 if delta.finish_reason is not None:
                     delta = replace(
@@ -404,7 +402,7 @@ class RunningChoice:
             self._loose = 0
 
     def take(self) -> OutputDelta:
-        """What has gathered."""
+        """Return all unread output, merged."""
         pieces, self.unread, self._loose = self.unread, [], 0
         assert pieces, "there is nothing"
         delta = pieces[0] if len(pieces) == 1 else _joined(pieces)
@@ -412,7 +410,7 @@ class RunningChoice:
         return replace(delta, choice=self.number) if self.number else delta
 
     def take_stopped(self) -> bool:
-        """Whether its sequence is to be ended at the worker; once."""
+        """Return, only once, whether the worker must end the sequence."""
         wanted = self.processor.stopped and not (self.worker_finished or self._stop_taken)
         self._stop_taken = self._stop_taken or wanted
         return wanted

@@ -1,6 +1,6 @@
-"""Tells the autoscaler what has come to this router process. Owned by the router's event loop.
+"""Reports the traffic of this router process to the autoscaler. Owned by the router's event loop.
 
-new ─start()→ telling ─close()→ struck off
+new ─start()→ reporting ─close()→ removed
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class TrafficReport:
-    """While Redis is away nothing is told, and nothing is lost: counts only grow."""
+    """Writes traffic counts to Redis. Counts only grow, so an outage of Redis loses nothing."""
 
     def __init__(self, board: TrafficStore, router_id: str, counts: TrafficCounts) -> None:
-        """``router_id`` is of this process's life; ``counts`` goes on being counted in."""
+        """Create a report; ``router_id`` is unique to this process, ``counts`` change while it
+        runs.
+        """
         self._board = board
         self._router_id = router_id
         self._counts = counts
@@ -30,21 +32,21 @@ class TrafficReport:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to tell."""
-        self._tasks = [spawn(self._tell(), "traffic")]
+        """Start to report."""
+        self._tasks = [spawn(self._report(), "traffic")]
 
     async def close(self) -> None:
-        """This router serves no more; does nothing where it never told."""
+        """Stop, and remove this router's counts; does nothing if it was never started."""
         if self._tasks:
             await end_tasks(self._tasks)
             with contextlib.suppress(redis.RedisError, OSError):
                 await self._board.remove([self._router_id])
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         while True:
             self._beat += 1
             try:
                 await self._board.write(self._router_id, RouterTraffic(self._beat, self._counts))
             except (redis.RedisError, OSError) as error:
-                log.info("the traffic cannot be told: %s", error)
+                log.info("the traffic report cannot be written: %s", error)
             await asyncio.sleep(TELL_S)

@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``, as OpenAI has it."""
+"""``POST /v1/embeddings``, as at OpenAI."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from router.inference.service import InferenceService
 from router.openai.api import prompts_of
 
 AT_ONCE = 32
-"""Inputs of one request that are on their way to workers at a time: more would keep others out of
-the line, and be refused where it is full."""
+"""Maximum number of inputs of one request at the workers at a time. More could fill the admission
+queue, which would delay other requests and reject some."""
 
 Vector = npt.NDArray[np.float32]
-"""[dimensions], of length 1."""
+"""Shape [dimensions], of length 1."""
 
 
 class EmbeddingsApi:
@@ -49,7 +49,7 @@ class EmbeddingsApi:
         return EmbeddingsAnswer(requests, body, dimensions)
 
     def _dimensions(self, body: EmbeddingsRequest) -> int:
-        """How many numbers each vector has. Raises InvalidRequest."""
+        """Return the length of each vector. Raises InvalidRequest."""
         most = self._service.model.embedding_size
         if body.dimensions is None:
             return most
@@ -59,7 +59,7 @@ class EmbeddingsApi:
 
 
 class EmbeddingsAnswer(ApiAnswer):
-    """See ``ApiAnswer``: one vector for each prompt. Never streamed."""
+    """An answer with one vector per prompt, never streamed: see ``ApiAnswer``."""
 
     def __init__(
         self, requests: Sequence[GenerationRequest], body: EmbeddingsRequest, dimensions: int
@@ -100,7 +100,7 @@ class EmbeddingsAnswer(ApiAnswer):
 
 
 def shortened(embedding: Sequence[float], dimensions: int) -> Vector:
-    """The leading numbers, fp32 [dimensions], scaled to length 1 where some are left out."""
+    """Return the leading numbers, fp32 [dimensions], scaled to length 1 if some are cut off."""
     found = np.asarray(embedding[:dimensions], dtype=np.float64)
     if len(found) < len(embedding) and (length := float(np.linalg.norm(found))) > 0:
         found = found / length

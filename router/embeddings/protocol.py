@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``: its request and its response."""
+"""The request and the response of ``POST /v1/embeddings``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class EmbeddingsRequest(RequestBody):
     input: str | Strings | Ints | IntLists
     """Text, a list of texts, a list of token ids, or a list of lists of token ids; up to 2048."""
     encoding_format: Literal["float", "base64"] | None = None
-    """`float` (the default): a list of numbers; `base64`: of the bytes of little-endian fp32."""
+    """`float` (the default): a list of numbers; `base64`: the bytes of little-endian fp32 in
+    base64."""
     dimensions: Int | None = None
-    """Number of leading numbers to return, scaled to length 1 again. Default: all."""
+    """Number of leading values to keep, scaled to length 1 again. Default: all."""
     user: str | None = None
     """Ignored."""
 
@@ -27,7 +28,7 @@ class EmbeddingsRequest(RequestBody):
 class EmbeddingObject(BaseModel):
     object: Literal["embedding"] = "embedding"
     index: int
-    """Which of the inputs, from 0."""
+    """Index of the input, from 0."""
     embedding: list[float] | str
 
 
@@ -39,6 +40,6 @@ class EmbeddingsUsage(BaseModel):
 class EmbeddingsResponse(BaseModel):
     object: Literal["list"] = "list"
     data: list[EmbeddingObject]
-    """One for each input, in their order."""
+    """One for each input, in the same order."""
     model: str
     usage: EmbeddingsUsage

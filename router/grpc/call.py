@@ -1,4 +1,4 @@
-"""What every call of the gRPC listener begins with."""
+"""The first steps of every call of the gRPC listener: metadata, message, bounds."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from router.access.api_keys import Caller
 from router.inference.builder import Arrival
 
 SMALL_BYTES = 256 << 10
-"""A message of this size is parsed in a few milliseconds, whatever is in it."""
+"""A message of this size is parsed in a few milliseconds, whatever it contains."""
 MAX_FIELDS = 12_288
-"""Fields in a larger message: a conversation of 2048 messages has some 6,000."""
+"""Maximum fields in a larger message: a conversation of 2048 messages has some 6,000."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Service(Protocol):
-    """One gRPC service of the front."""
+    """One gRPC service of the listener."""
 
     def add_to(self, server: grpc.aio.Server) -> str:
-        """Mount it on a server that is not started yet; gives its full name."""
+        """Add it to a server that is not started yet; return its full name."""
 
 
 def metadata_of(context: Context) -> dict[str, str]:
-    """Text metadata of a call, by name; gRPC has the names in lower case."""
+    """Return the text metadata of a call, by name; gRPC uses lower-case names."""
     pairs = context.invocation_metadata() or ()
     return {name: value for name, value in pairs if isinstance(value, str)}
 
@@ -44,9 +44,9 @@ def arrival_of(
     at: float,
     config: Config,
 ) -> Arrival:
-    """When a call came, and how long it may take: its own deadline bounds it too.
+    """Build the arrival of a call, whose own deadline also bounds it.
 
-    ``name`` is the router's for the request. Raises InvalidRequest.
+    ``name`` is the router's id of the request. Raises InvalidRequest.
     """
     left, max_s = context.time_remaining(), config.request_deadline_s
     if left is None or left >= max_s:
@@ -55,7 +55,7 @@ def arrival_of(
 
 
 async def message_of(context: Context, parse: Callable[[bytes], Message]) -> Any:
-    """The message of a call, which is read now. Raises InvalidRequest.
+    """Read and parse the message of a call. Raises InvalidRequest.
 
     ``parse`` is the ``FromString`` of its class; the call's handler reads bytes.
     """
@@ -72,9 +72,9 @@ async def message_of(context: Context, parse: Callable[[bytes], Message]) -> Any
 
 
 def check_fields(raw: bytes, descriptor: Descriptor) -> None:
-    """Check the number of fields in a message, and in those within it, before it is parsed.
+    """Check the number of fields in a message, including nested ones, before it is parsed.
 
-    Raises InvalidRequest, naming the bound; DecodeError for what is no such message.
+    Raises InvalidRequest, naming the bound, and DecodeError if the bytes are no such message.
     """
     left = MAX_FIELDS
     parts = [(0, len(raw), _within(descriptor))]
@@ -104,13 +104,13 @@ def check_fields(raw: bytes, descriptor: Descriptor) -> None:
 
 @functools.cache
 def _within(descriptor: Descriptor) -> Mapping[int, Descriptor]:
-    """The kinds of messages within a message, by the numbers of their fields."""
+    """Return the descriptors of nested messages, by field number."""
     kinds = ((field.number, field.message_type) for field in descriptor.fields)
     return {number: kind for number, kind in kinds if kind is not None}
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """A number, and the place behind it."""
+    """Return a number, and the position after it."""
     if at < len(raw) and raw[at] < 128:
         return raw[at], at + 1
     value = shift = 0
@@ -123,14 +123,14 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def message_is_late() -> DeadlineExceeded:
-    """The error of a call whose message does not come."""
+    """Build the error of a call whose message does not arrive."""
     return DeadlineExceeded("the call's message did not arrive in time")
 
 
 async def write_to(context: Context, message: Message, config: Config) -> None:
-    """Write a message; returns when the client's connection has room again.
+    """Write a message; return once the client's connection has room again.
 
-    Raises DeadlineExceeded where it has none for ``slow_client_s``.
+    Raises DeadlineExceeded if it has none for ``slow_client_s``.
     """
     try:
         async with listening(config.advanced.slow_client_s) as timeout:
@@ -142,6 +142,6 @@ async def write_to(context: Context, message: Message, config: Config) -> None:
 
 
 def check_size(request: Message, config: Config) -> None:
-    """Raises RequestTooLarge where HTTP would, too."""
+    """Check the size of a message like that of an HTTP body. Raises RequestTooLarge."""
     if request.ByteSize() > config.max_body_bytes:
         raise RequestTooLarge(f"the message is larger than {config.max_body_bytes} bytes")

@@ -1,7 +1,7 @@
 """The public gRPC server: its bounds, and the gate that every call passes before its service.
 
 A call that its key does not allow ends before any of its message is read. gRPC's core bounds
-connections, streams and messages; the gate sees calls alone.
+connections, streams and messages; the gate sees only calls.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from router.access.audit import Refusals
 from router.grpc.call import Context, message_is_late, message_of
 
 MAX_STREAMS = 1024
-"""Maximum number of calls on one connection at a time; a client's others wait at the client."""
+"""Maximum number of calls on one connection at a time; further calls wait in the client."""
 _SLACK_BYTES = 64 << 10
-"""A message that is larger than a body by less is refused by its service, which says the bound."""
+"""The service itself rejects a message that exceeds the bound by less than this, and names the
+bound."""
 _UNREAD_BYTES = 16 << 10
-"""What gRPC takes in of a call whose message is not asked for."""
+"""Bytes that gRPC buffers of a call whose message is not read."""
 _IDLE_S = 300.0
 _AGE_S = 3600.0
-"""A connection without calls ends after the one, and any takes no new calls after the other. A
-client connects again without a word to its caller."""
+"""A connection without calls ends after ``_IDLE_S`` seconds. After ``_AGE_S`` seconds any
+connection takes no new calls. Clients reconnect by themselves."""
 _GRACE_S = 60.0
-"""What calls may take beyond a request's deadline before an old connection is cut."""
+"""Time in addition to a request's deadline before an old connection is closed, in seconds."""
 
 
 def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
-    """The server of the router's gRPC listener, without services and ports."""
+    """Create the server of the router's gRPC listener, without services and ports."""
     head_s = config.advanced.head_deadline_s
     seconds = {
         "grpc.server_handshake_timeout_ms": head_s,
@@ -53,7 +54,7 @@ def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
         "grpc.max_concurrent_streams": MAX_STREAMS,
         "grpc.max_receive_message_length": config.max_body_bytes + _SLACK_BYTES,
         "grpc.http2.lookahead_bytes": _UNREAD_BYTES,
-        # It would raise the bytes that are taken in unread to megabytes.
+        # The probe would raise the buffered unread bytes to megabytes.
         "grpc.http2.bdp_probe": 0,
     }
     gate = GrpcGate(access, config.request_deadline_s)
@@ -61,10 +62,10 @@ def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):
-    """Refuses calls that their key does not allow, those of unknown methods included."""
+    """Rejects calls that their key does not allow, also those of unknown methods."""
 
     def __init__(self, access: Access, message_s: float) -> None:
-        """``message_s``: how long a client has to send a call's message."""
+        """Create a gate; ``message_s``: the time that a client has to send a call's message."""
         self._access = access
         self._refusals = Refusals(access)
         self._message_s = message_s
@@ -96,10 +97,10 @@ class GrpcGate(grpc.aio.ServerInterceptor):
     def _refusing(
         self, error: BatonError, method: str, metadata: Mapping[str, str]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """A handler that ends a call with the error.
+        """Return a handler that ends a call with the error.
 
-        It takes a stream, whatever the method's kind: a client cannot tell, and of a stream nothing
-        is read that its handler does not ask for.
+        It is a streaming handler for any type of method. Clients cannot tell the difference, and a
+        stream is read only on the handler's request.
         """
 
         async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
@@ -113,7 +114,7 @@ class GrpcGate(grpc.aio.ServerInterceptor):
 def _bounded(
     handler: grpc.RpcMethodHandler[Any, Any], message_s: float
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """The handler of one message, with a deadline for it and an error for one that is none."""
+    """Wrap the handler of one message with a deadline, and an error for an invalid message."""
     streams = handler.response_streaming
     method: Any = handler.unary_stream if streams else handler.unary_unary
     parse: Any = handler.request_deserializer

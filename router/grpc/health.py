@@ -1,10 +1,10 @@
-"""grpc.health.v1 of a router: the same answer as /health.
+"""The health service of a router, grpc.health.v1: the same answer as /health.
 
-A call takes no key. So it has a place before its message is read, and a watcher keeps it for as
-long as nobody else needs it.
+A call needs no key. So it takes a place before its message is read. A watcher keeps its place until
+another call needs it.
 
     called ─a place→ asked within ``ASK_S`` ─Check→ answered
-    asked ─Watch→ watching: each change is told
+    asked ─Watch→ watching: each change is sent
     called, watching ─all places are taken, and this one has waited longest→ RESOURCE_EXHAUSTED
 """
 
@@ -32,14 +32,14 @@ NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 MAX_CALLS = 1024
 MAX_CALLS_OF_A_CONNECTION = 16
 ASK_S = 5.0
-"""How long a client has to send its message of some bytes."""
+"""Time for a client to send its small message, in seconds."""
 RETRY_S = 1.0
 POLL_S = 0.5
-"""How late a watcher learns of a change, at most."""
+"""Maximum delay of a change for watchers, in seconds."""
 
 
 class HealthServicer:
-    """Serves the whole server ("") and each of ``services``."""
+    """Reports the health of the whole server ("") and of each of ``services``."""
 
     def __init__(self, dispatcher: Dispatcher, services: tuple[str, ...], config: Config) -> None:
         self._dispatcher = dispatcher
@@ -51,7 +51,10 @@ class HealthServicer:
         self._changed = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> str:
-        """Mount it; gives its name. Its methods take streams, of which nothing is read unasked."""
+        """Add it to a server; return its name.
+
+        Its methods take streams, which are read only on request.
+        """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             name: grpc.stream_stream_rpc_method_handler(
                 method,
@@ -63,16 +66,16 @@ class HealthServicer:
         return str(NAME)
 
     async def _check(self, _: AsyncIterator[Any], context: Context) -> None:
-        """NOT_FOUND for a service that is not here."""
+        """Answer the status once. NOT_FOUND for an unknown service."""
         async with grpc_boundary(context), self._place(context) as place:
             service = await self._asked(context)
             place.work()
             if service not in self._services:
                 raise NotFound("there is no such service")
-            await self._tell(context, self._status(service))
+            await self._send(context, self._status(service))
 
     async def _watch(self, _: AsyncIterator[Any], context: Context) -> None:
-        """The status now, then each change."""
+        """Send the current status, then each change."""
         async with grpc_boundary(context), self._place(context) as place:
             service = await self._asked(context)
             place.wait(math.inf, place.cut)
@@ -83,7 +86,7 @@ class HealthServicer:
                     status = self._status(service)
                     if status != last:
                         last = status
-                        await self._tell(context, status)
+                        await self._send(context, status)
                     await changed.wait()
 
     async def _asked(self, context: Context) -> str:
@@ -92,7 +95,7 @@ class HealthServicer:
 
     @asynccontextmanager
     async def _place(self, context: Context) -> AsyncIterator[Place]:
-        """Raises Overloaded where there is no place, or another call takes it, DeadlineExceeded."""
+        """Hold a place for a call. Raises Overloaded without a place, and DeadlineExceeded."""
         loop = asyncio.get_running_loop()
         error: BatonError = Overloaded("too many health calls are open", retry_after=RETRY_S)
         try:
@@ -124,7 +127,9 @@ class HealthServicer:
 
     @asynccontextmanager
     async def _polled(self) -> AsyncIterator[None]:
-        """Inside, changes are told by ``_changed``. One task looks for all watchers."""
+        """Poll for changes inside the block. One task, which sets ``_changed``, serves all
+        watchers.
+        """
         self._watchers += 1
         if self._poller is None:
             self._poller = spawn(self._poll(), "health")
@@ -155,5 +160,5 @@ class HealthServicer:
             return health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse.SERVING
 
-    async def _tell(self, context: Context, status: Any) -> None:
+    async def _send(self, context: Context, status: Any) -> None:
         await write_to(context, health_pb2.HealthCheckResponse(status=status), self._config)

@@ -50,11 +50,11 @@ _EFFORTS: Mapping[int, Effort | None] = {
     inference_pb2.REASONING_EFFORT_HIGH: "high",
 }
 _SCORES_AT_ONCE = 64
-"""Tokens of a prompt, with up to 20 others each, that are written without a pause."""
+"""Number of prompt tokens, each with up to 20 alternatives, that are written without a pause."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """See inference.proto."""
+    """Implements the service of inference.proto."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
@@ -64,8 +64,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._model = service.model
         self._config = service.config
 
-    # A coroutine that writes is as legal as a generator, and is cancelled where it stands when
-    # the client leaves; the generated signature knows generators alone.
+    # gRPC also accepts a coroutine that writes, and cancels it where it stands if the client
+    # leaves. The generated signature only knows generators.
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
@@ -99,16 +99,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     add_parsed_output(response, output, delta, shows_reasoning=shows)
                 await write_to(context, response, self._config)
 
-            async def tell_limits(headers: Mapping[str, str]) -> None:
+            async def send_limits(headers: Mapping[str, str]) -> None:
                 if headers:
                     await context.send_initial_metadata(tuple(headers.items()))
 
-            await self._service.run(arrival, [built], choices, write, on_admitted=tell_limits)
+            await self._service.run(arrival, [built], choices, write, on_admitted=send_limits)
 
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """The one model that is served."""
+        """List the one served model."""
         async with grpc_boundary(context):
             self._access.caller(metadata_of(context))
         model = inference_pb2.Model(
@@ -149,9 +149,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
         for name in ("tools", "template_options", "reasoning"):
             if request.HasField(name):
-                raise InvalidRequest(f"{name} can be given with messages alone", param=name)
+                raise InvalidRequest(f"{name} requires messages as input", param=name)
         if kind is None:
-            raise InvalidRequest("one of prompt, token_ids and messages is required")
+            raise InvalidRequest("set one of prompt, token_ids and messages")
         if kind == "token_ids":
             self._builder.encoder.check_count(len(request.token_ids.ids), "token_ids")
         prompt = request.prompt if kind == "prompt" else tuple(request.token_ids.ids)
@@ -163,7 +163,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _outputs(
         self, request: inference_pb2.GenerateRequest, built: GenerationRequest
     ) -> list[ParsedOutput]:
-        """One for each choice; none where there are neither tools nor reasoning."""
+        """Return a parser per choice; none if there are neither tools nor reasoning."""
         tools = grpc_tool_use(request.tools)
         dialect, begins_in = self._builder.dialect, built.begins_in
         if tools is None and not (built.chat and dialect.answer_texts):
@@ -263,9 +263,9 @@ def add_grpc_services(
     *,
     more: Sequence[Service] = (),
 ) -> None:
-    """Mount the services, health and reflection on a server that is not started yet.
+    """Add the services, health and reflection to a server that is not started yet.
 
-    ``more`` services are added: the operators'.
+    ``more``: the operators' services.
     """
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)

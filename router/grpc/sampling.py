@@ -1,4 +1,4 @@
-"""How tokens are to be drawn, as the gRPC API's messages say it."""
+"""Reads sampling parameters from the messages of the gRPC API."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _MAX_COUNTS = {
     "bad_words": MAX_BAD_RUNS,
 }
 _MAX_TEXTS = 32_768
-"""Of a choice. Their characters are bounded, too."""
+"""Maximum number of texts in a choice. Their characters are bounded, too."""
 
 
 def grpc_sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
-    """Raises InvalidRequest."""
+    """Read sampling parameters. Raises InvalidRequest."""
     for name, limit in _MAX_COUNTS.items():
-        # Before they become tuples: a message may have millions.
+        # Check before they become tuples: a message may have millions.
         if len(getattr(message, name)) > limit:
             raise InvalidRequest(f"{name} has at most {limit} entries", param=name)
     names: tuple[Any, ...] = (*SCALAR_FIELDS, *OPTIONAL_FIELDS)

@@ -1,4 +1,4 @@
-"""baton.v1.TokenService."""
+"""The gRPC service baton.v1.TokenService."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.inference.tokens import TokenService
 
 
 class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
-    """See tokens.proto."""
+    """Implements the service of tokens.proto."""
 
     def __init__(self, tokens: TokenService, config: Config, access: Access) -> None:
         self._tokens = tokens
@@ -32,7 +32,7 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
     async def Tokenize(  # noqa: N802 - gRPC's name
         self, request: tokens_pb2.TokenizeRequest, context: Context
     ) -> tokens_pb2.TokenizeResponse:
-        """Text or messages to token ids."""
+        """Convert text or messages to token ids."""
         caller = self._access.caller(metadata_of(context))
         tenant = caller.principal.tenant
         async with self._access.visiting(caller):
@@ -54,7 +54,7 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
     async def Detokenize(  # noqa: N802 - gRPC's name
         self, request: tokens_pb2.DetokenizeRequest, context: Context
     ) -> tokens_pb2.DetokenizeResponse:
-        """Token ids to text."""
+        """Convert token ids to text."""
         caller = self._access.caller(metadata_of(context))
         async with self._access.visiting(caller):
             check_size(request, self._config)

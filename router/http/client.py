@@ -1,4 +1,4 @@
-"""What handlers learn from an HTTP client: its JSON body, bounded, and its disconnect."""
+"""Reads from HTTP clients: a bounded JSON body, and whether the client has disconnected."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from router.core.turns import FairTurns
 from router.http.errors import from_validation
 
 SMALL_BYTES = 64 << 10
-"""A body of this size holds the event loop for a few milliseconds, whatever is in it."""
+"""A body of this size blocks the event loop for a few milliseconds, whatever it contains."""
 LARGE_BYTES = 256 << 10
-"""Larger bodies take turns, fair among tenants."""
+"""Larger bodies take turns, fairly among tenants."""
 LARGE_AT_ONCE = 8
-"""Large bodies at a time, from their arrival to their token ids."""
+"""Number of large bodies in process at a time, from their arrival to their token ids."""
 LARGE_BODY_S = 30.0
-"""The longest that the rest of a large body, which holds a turn, may take to arrive, seconds."""
+"""Timeout for the rest of a large body that holds a turn, in seconds."""
 MAX_CONTAINERS = 32_768
-"""Objects and lists in one body."""
+"""Maximum number of objects and lists in one body."""
 MAX_STRINGS = 65_536
-"""Strings in one body, keys of objects included."""
+"""Maximum number of strings in one body, with the keys of objects."""
 MAX_VALUES = 327_680
-"""Values in one body; more where the model's context is longer. OpenAI embeds 300,000 tokens."""
+"""Maximum number of values in one body, unless the model's context is longer. OpenAI embeds 300,000
+tokens."""
 MAX_LISTS = 2048
-"""Lists of token ids in one body; each API bounds its prompts further."""
+"""Maximum number of lists of token ids in one body; each API bounds its prompts further."""
 COUNTED_BYTES = 64 << 10
-"""Bytes that are counted at a time."""
+"""Number of bytes that are counted at a time."""
 MAX_SHOWN_CHARACTERS = 64
-"""Of a field's name that is not known."""
+"""Characters of an unknown field's name that an error shows."""
 _COUNTED = ("objects and lists", "strings", "values")
 _QUOTE, _COMMA, _BRACKET, _BACKSLASH, _BRACE = b'",[\\{'
 T = TypeVar("T")
@@ -49,24 +50,25 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class ClientGone(Exception):
-    """The client has disconnected; there is no one to answer."""
+    """The client has disconnected, so no answer can be sent."""
 
 
 def caller_of(request: Request) -> Caller:
-    """The caller of a request that the gate has let in, and counted if its key has limits."""
+    """Return the caller of a request that passed the gate."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
 
 
 class RequestBody(BaseModel):
-    """A body whose fields are known: others are refused by name, see ``validate``."""
+    """A body whose fields are known: others are rejected by name, see ``validate``."""
 
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """Fields that clients send and that change no answer, or that have a check of their own."""
+    """Fields that do not change the answer, or that are checked elsewhere."""
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Known fields that are not served, and values of them that ask for nothing, as null does."""
+    """Known but unsupported fields, with their values that request nothing. Null requests nothing,
+    too."""
 
 
 async def read_object(request: Request, limit: int, deadline_s: float) -> dict[str, Any]:
@@ -88,12 +90,14 @@ class BodyReader:
     arriving ─``SMALL_BYTES``→ its values are counted, part by part, before any of it is parsed
     arriving ─``LARGE_BYTES``→ waiting for a turn ─its tenant has one→ arriving, in ``LARGE_BODY_S``
 
-    So neither a body of millions of values nor many large ones hold the event loop, and large
+    So neither a body of millions of values nor many large bodies block the event loop, and large
     bodies use at most ``LARGE_AT_ONCE`` times ``max_bytes`` of memory.
     """
 
     def __init__(self, max_bytes: int, deadline_s: float, context_length: int) -> None:
-        """``deadline_s`` bounds a body's arrival; a prompt has up to ``context_length`` ids."""
+        """Create a reader; ``deadline_s`` bounds a body's arrival, ``context_length`` its token
+        ids.
+        """
         self._max_bytes = max_bytes
         self._deadline_s = deadline_s
         self._context_length = context_length
@@ -101,7 +105,7 @@ class BodyReader:
 
     @asynccontextmanager
     async def object(self, request: Request, tenant: str) -> AsyncIterator[dict[str, Any]]:
-        """A body. A large one holds its turn until the block, which makes its prompt, ends.
+        """Read a body. A large one holds its turn until the block, which makes its prompt, ends.
 
         Raises RequestTooLarge as early as possible, InvalidRequest, Overloaded, and
         ``starlette.requests.ClientDisconnect``.
@@ -120,13 +124,13 @@ class BodyReader:
                 left_s = min(LARGE_BODY_S, self._deadline_s)
                 await arriving.beyond(self._max_bytes, left_s, counts)
             value = parse_object(arriving.take())
-            # Parsing, and what the caller does with the value, are separate holds of the loop.
+            # Yield to the event loop between the parsing and the caller's work.
             await asyncio.sleep(0)
             yield value
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a body whose size or values are bounded already. Raises InvalidRequest."""
+    """Parse a body whose size or number of values is already bounded. Raises InvalidRequest."""
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -137,23 +141,23 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 class ValueCount:
-    """Counts what a JSON text holds as it arrives, without parsing it.
+    """Counts the values of a JSON text as it arrives, without parsing it.
 
-    In a text that is not JSON the counts mean nothing, and parsing fails.
+    If the text is not JSON, the counts mean nothing, and parsing fails later.
     """
 
     def __init__(self, context_length: int) -> None:
         self._counted = 0
-        """Parts that were added."""
+        """Number of parts that were counted."""
         self._max = (MAX_CONTAINERS, MAX_STRINGS, max(MAX_VALUES, context_length + MAX_CONTAINERS))
         self._found = np.zeros(3, np.int64)
-        """Objects and lists, strings, commas."""
+        """Numbers of objects and lists, strings, commas."""
         self._in_string = False
         self._backslashes = 0
-        """At the end of what was added."""
+        """Number of backslashes at the end of the counted text."""
 
     async def add(self, parts: Sequence[bytes]) -> None:
-        """Count the parts that are new in ``parts``. Raises InvalidRequest, naming the bound."""
+        """Count the new parts of ``parts``. Raises InvalidRequest, naming the bound."""
         for part in parts[self._counted :]:
             for begin in range(0, len(part), COUNTED_BYTES):
                 self.feed(part[begin : begin + COUNTED_BYTES])
@@ -161,7 +165,7 @@ class ValueCount:
         self._counted = len(parts)
 
     def feed(self, text: bytes) -> None:
-        """Count some bytes. Raises InvalidRequest, naming the bound."""
+        """Count the values in some bytes. Raises InvalidRequest, naming the bound."""
         characters = np.frombuffer(text, np.uint8)
         quotes = characters == _QUOTE
         if self._backslashes or b"\\" in text:
@@ -169,7 +173,7 @@ class ValueCount:
         inside = np.logical_xor.accumulate(quotes) ^ self._in_string
         outside = characters[~inside]
         containers = np.count_nonzero((outside == _BRACKET) | (outside == _BRACE))
-        # A string's last quote is outside by this count.
+        # A string's last quote counts as outside here.
         strings = np.count_nonzero(outside == _QUOTE)
         self._found += (containers, strings, np.count_nonzero(outside == _COMMA))
         self._in_string = bool(inside[-1])
@@ -178,7 +182,7 @@ class ValueCount:
                 raise InvalidRequest(f"the body has more than {limit} {what}")
 
     def _escaped(self, characters: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Whether an odd number of backslashes stands before each character."""
+        """Return whether an odd number of backslashes stands before each character."""
         places = np.arange(len(characters), dtype=np.int32)
         before = np.int32(-1 - self._backslashes)
         others = np.where(characters == _BACKSLASH, before, places)
@@ -192,8 +196,8 @@ class ValueCount:
 def validate(model: type[Body], value: dict[str, Any]) -> Body:
     """Validate an object. Raises InvalidRequest with the name of the first bad field.
 
-    Of a ``RequestBody``, also for a field that it does not know; UnsupportedParameter for one that
-    is not served. What is null asks for nothing.
+    For a ``RequestBody``, raises UnsupportedParameter for unknown and unsupported fields. A field
+    that is null counts as absent.
     """
     known = _known_fields(model)
     if known is not None and not value.keys() <= known:
@@ -247,7 +251,7 @@ def _check_headers(request: Request, limit: int) -> None:
 
 
 class _Arriving:
-    """A body on its way."""
+    """A body whose parts are arriving."""
 
     def __init__(self, request: Request, limit: int) -> None:
         """``limit`` is in bytes."""
@@ -282,7 +286,7 @@ class _Arriving:
         self._parts.append(part)
 
     def take(self) -> bytes:
-        """What has arrived."""
+        """Return what has arrived."""
         parts, self._parts = self._parts, []
         return b"".join(parts)
 
@@ -321,19 +325,19 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 def _integral(value: Any) -> Any:
-    """JSON knows one kind of number: 16.0 is an integer."""
+    """Convert a whole float to an integer: JSON has one type of number, so 16.0 is an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _integrals(values: Any) -> Any:
-    """``_integral`` of each, without a call for each of many ids."""
+    """Apply ``_integral`` to a list, without a call per item if all are integers."""
     if isinstance(values, list) and float in set(map(type, values)):
         return [_integral(value) for value in values]
     return values
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
-# Some clients of completions send false where they want none.
+# Some clients of completions send false for none.
 Count = Annotated[
     int | None,
     BeforeValidator(
@@ -341,7 +345,8 @@ Count = Annotated[
         json_schema_input_type=int | Literal[False] | None,
     ),
 ]
-# Lists stop at the first bad item: a body of a million bad ones would be a million error objects.
+# Validation stops at the first bad item. A body of a million bad items would otherwise make a
+# million error objects.
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Ints = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_integrals)]
 IntLists = Annotated[list[Ints], Field(fail_fast=True, max_length=MAX_LISTS)]

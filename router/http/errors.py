@@ -35,33 +35,33 @@ _ANTHROPIC_TYPES = {
 
 
 def error_object(error: BatonError) -> dict[str, Any]:
-    """The error object of OpenAI's API."""
+    """Return an error as OpenAI's error object."""
     return _object(error.message, error.error_type, error.param, error.code)
 
 
 def anthropic_error(error: BatonError) -> dict[str, Any]:
-    """The error object of Anthropic's API."""
+    """Return an error as Anthropic's error object."""
     kind = _ANTHROPIC_TYPES.get(error.http_status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether clients of ``path`` expect Anthropic's shapes."""
+    """Return whether clients of ``path`` expect Anthropic's format."""
     return path.startswith("/v1/messages")
 
 
 def internal_error(error: Exception) -> BatonError:
-    """What clients see of an unexpected error."""
+    """Return the error that clients receive for an unexpected exception."""
     return BatonError(f"internal error: {type(error).__name__}")
 
 
 def error_response(error: BatonError, path: str) -> Response:
-    """The response to a request for ``path`` that failed before its response began."""
+    """Build the response to a request for ``path`` that failed before its response began."""
     headers = {}
     if error.retry_after is not None or error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 0)))
     if error.retry_after is not None:
-        # OpenAI's clients prefer it to whole seconds.
+        # OpenAI's clients prefer this header to whole seconds.
         headers["retry-after-ms"] = str(math.ceil(error.retry_after * 1000))
     if isinstance(error, RateLimitExceeded):
         headers |= error.facts
@@ -72,7 +72,7 @@ def error_response(error: BatonError, path: str) -> Response:
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """The first error of a body. The message does not repeat what the client sent."""
+    """Convert the first error of a body. The message does not repeat what the client sent."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location = first["loc"]
     for place, part in enumerate(location):
@@ -117,7 +117,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods of a path (RFC 9110, 15.5.6); Starlette only knows those of one route."""
+    """Return the methods of a path (RFC 9110, 15.5.6); Starlette only knows those of one route."""
     routes: list[BaseRoute] = request.app.routes
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({name for one in matching for name in getattr(one, "methods", ())}))

@@ -1,11 +1,11 @@
 """The gate of an HTTP listener: every request passes it once on its way to a handler.
 
-The gate gives the request an id, checks its head, the browser that sent it, and its key, and runs
-the handler. It calls the handlers of busy paths directly: FastAPI's own way to them costs a fifth
-of the time that HTTP and JSON take for a request, and wraps every event. FastAPI serves all others.
+The gate gives the request an id, checks its head, its browser's headers and its key, and runs the
+handler. It calls the handlers of busy paths directly: FastAPI's own routing costs a fifth of the
+time that HTTP and JSON take for a request, and wraps every event. FastAPI serves all others.
 
-A page open in a browser may send requests to a server on the same machine without asking, and may
-reach it under a name of its own (DNS rebinding). The page cannot choose the Host, Origin and
+A page open in a browser may send requests to a server on the same machine without permission, and
+may reach it under a name of its own (DNS rebinding). The page cannot set the Host, Origin and
 Sec-Fetch-Site headers, which its browser sends.
 """
 
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 """Answers a request, or raises BatonError."""
 Part = Literal["all", "clients", "operators"]
-"""The endpoints of a listener."""
+"""The group of endpoints that a listener serves."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})
 _PROMPT = 'Basic realm="Baton: any name, and an API key as the password", charset="UTF-8"'
@@ -68,7 +68,7 @@ _NO_HANDLERS: Mapping[str, Handler] = MappingProxyType({})
 
 
 class HttpGate:
-    """An ASGI app around ``app``. It holds no state of requests; ``access`` knows the keys."""
+    """An ASGI app around ``app``. It holds no state of requests; ``access`` has the keys."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class HttpGate:
         part: Part = "all",
         direct: Mapping[str, Handler] = _NO_HANDLERS,
     ) -> None:
-        """``direct``: handlers of POST, by path. Refusals there are counted as requests."""
+        """Create a gate; ``direct``: POST handlers, by path. Their refusals count as requests."""
         self._app = app
         self._access = access
         self._refusals = Refusals(access)
@@ -93,7 +93,7 @@ class HttpGate:
         self._origins = frozenset(config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. Raises errors of a response that has begun: its connection is cut."""
+        """Answer a request. An error after the response began is raised: it ends the connection."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return
@@ -141,7 +141,7 @@ class HttpGate:
         except (ClientGone, ClientDisconnect):
             return
         except BatonError as error:
-            # Responses raise none once they have begun.
+            # Responses raise no BatonError once they have begun.
             await error_response(error, path)(scope, receive, send_with_id)
         except Exception as error:
             log.exception("unexpected error in request %s", request_id)
@@ -154,11 +154,12 @@ class HttpGate:
                 self._access.leave(caller)
 
     def _check(self, method: str, path: str, headers: Headers) -> Caller | None:
-        """The caller, as far as its key is asked for. Raises BatonError."""
+        """Return the caller, or None if the path needs no key. Raises BatonError."""
         if len(headers.raw) > MAX_HEADERS:
             raise HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
         if self._loopback or path not in OPEN:
-            # Elsewhere, a liveness probe may know no name, only an address such as a pod's.
+            # On other interfaces, a liveness probe may use an address, such as a pod's, instead of
+            # a name.
             self._check_host(headers.get("host", ""))
         if method not in _READING:
             self._check_site(headers)
@@ -211,7 +212,7 @@ def gated(
     part: Part = "all",
     direct: Mapping[str, Handler] = _NO_HANDLERS,
 ) -> ASGIApp:
-    """``app`` behind its gate and, for pages of ``allowed_origins``, behind CORS."""
+    """Return ``app`` behind its gate and, for pages of ``allowed_origins``, behind CORS."""
     gate = HttpGate(app, access, config, metrics, part=part, direct=direct)
     if not config.allowed_origins:
         return gate
@@ -225,7 +226,7 @@ def gated(
 
 
 def _host_name(given: str) -> str:
-    """The host without its port, brackets, and the dot of the root zone."""
+    """Return the host without its port, brackets, and the dot of the root zone."""
     given = given.strip().lower()
     if given.startswith("["):
         return given[1:].partition("]")[0]
@@ -240,7 +241,7 @@ def _host_of(origin: str) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Whether ``name`` is no name of the public DNS, under which a stranger could have a page."""
+    """Return whether ``name`` cannot be a public DNS name, where a stranger could have a page."""
     if "." not in name or name.endswith(".localhost"):
         return True
     try:
@@ -253,6 +254,6 @@ def _is_local(name: str) -> bool:
 def _refusal(error: BatonError, path: str, headers: Headers) -> Response:
     response = error_response(error, path)
     if isinstance(error, Unauthenticated) and "text/html" in headers.get("accept", ""):
-        # A browser asks its user, and sends the password with all requests to this site.
+        # A browser prompts its user, and sends the password with all requests to this site.
         response.headers["www-authenticate"] = _PROMPT
     return response

@@ -1,4 +1,4 @@
-"""Answers of bounded memory: long lists are made and encoded while the client reads them."""
+"""JSON answers of bounded memory: long lists are made and encoded while the client reads them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from starlette.types import Receive, Scope, Send
 from router.http.client import unless_disconnected
 
 _ITEMS_AT_ONCE = 32
-"""Each may be a token with its 20 likeliest ones: about 2 ms of the event loop."""
+"""Number of items per step. An item may be a token with 20 alternatives: about 2 ms of the event
+loop."""
 PART_CHARACTERS = 32 << 10
-"""Text of one write."""
+"""Minimum size of one write, in characters."""
 
 
 class Items:
-    """A list in an answer, whose items are made when they are sent: it is read once."""
+    """A list in an answer whose items are made as they are sent. It can be read only once."""
 
     def __init__(self, items: Iterable[Any], at_once: int = _ITEMS_AT_ONCE) -> None:
-        """``items`` are values that JSON has; ``at_once`` of them are made without a pause."""
+        """Create a list of JSON values; ``at_once`` of them are made without a pause."""
         self._items = items
         self.at_once = at_once
 
@@ -32,7 +33,7 @@ class Items:
 
 
 class JsonStream(Response):
-    """A JSON answer that may hold ``Items``. A client that disconnects ends it."""
+    """A JSON answer that may contain ``Items``. It ends if the client disconnects."""
 
     media_type = "application/json"
 
@@ -62,7 +63,7 @@ class JsonStream(Response):
 
 
 def json_parts(value: Any) -> Iterator[str]:
-    """The JSON of a value, in parts."""
+    """Encode a value as JSON, in parts."""
     match value:
         case Items():
             yield "["
@@ -88,7 +89,7 @@ def json_parts(value: Any) -> Iterator[str]:
 
 
 def without_items(value: Any) -> Any:
-    """The value with lists in place of ``Items``."""
+    """Return the value with lists in place of ``Items``."""
     match value:
         case Items():
             return list(value)
@@ -107,7 +108,7 @@ def _has_items(value: Any) -> bool:
         case Mapping():
             return any(map(_has_items, value.values()))
         case list():
-            # Lists of plain values, such as numbers, are of one kind.
+            # Lists have items of one type, so the first one of a list of numbers decides.
             return (
                 bool(value) and isinstance(value[0], dict | Items) and any(map(_has_items, value))
             )

@@ -41,37 +41,39 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     401: _refused("A known API key is required."),
     404: _refused("No such model."),
     413: _refused("The body is too large."),
-    429: _refused("No room, no time or no allowance; see Retry-After."),
-    503: _refused("Nothing can serve the request at present."),
+    429: _refused("Overloaded, too late, or over a limit of the key; see Retry-After."),
+    503: _refused("No worker can serve the request at present."),
 }
 
 
 @functools.cache
 def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The schema of ``model``. It takes milliseconds to make: callers share one, and copy it."""
+    """Return the schema of ``model``. It takes milliseconds to make, so callers share it and copy
+    it.
+    """
     return model.model_json_schema(ref_template=_SCHEMA)
 
 
 def json_body(model: type[BaseModel], example: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``openapi_extra`` of an operation with a body of ``model``."""
+    """Return ``openapi_extra`` of an operation with a body of ``model``."""
     shape = {"schema": _schema_of(model)}
     return body({JSON: shape | ({"example": example} if example else {})})
 
 
 def body(content: Mapping[str, Any]) -> dict[str, Any]:
-    """``openapi_extra`` of an operation with a body of these media types."""
+    """Return ``openapi_extra`` of an operation with a body of these media types."""
     return {"requestBody": {"required": True, "content": content}}
 
 
 def streamed(answer: type[BaseModel] | None = None) -> dict[str, Any]:
-    """The response of an operation that streams on request."""
+    """Return the response of an operation that streams on request."""
     text = "The answer; with `stream: true` server-sent events."
     response = {"description": text, "content": {JSON: {}, "text/event-stream": {}}}
     return response | ({"model": answer} if answer else {})
 
 
 def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, Any]:
-    """Links of a response with an id: methods and paths that take it as ``parameter``."""
+    """Return the links of a response with an id: operations that take it as ``parameter``."""
     links = {}
     for method, path in operations:
         pointer = path.replace("~", "~0").replace("/", "~1")
@@ -85,7 +87,7 @@ def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, An
 def describe(app: FastAPI) -> None:
     """Serve the description of ``app`` with bodies, keys and error responses added.
 
-    It is built when it is first asked for, in a thread: that takes a tenth of a second.
+    It is built at the first request, in a thread, since that takes a tenth of a second.
     """
     lock = asyncio.Lock()
     built = b""
@@ -123,7 +125,7 @@ def _description(app: FastAPI) -> bytes:
 def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     """Move the schema of ``json_body`` and its definitions to the named schemas."""
     content = operation.get("requestBody", {}).get("content", {}).get(JSON)
-    # FastAPI's own schemas refer to a model, or are one of several.
+    # FastAPI's own schemas are references or unions.
     if content is None or content["schema"].get("type") != "object":
         return
     name = _add_model(content["schema"], schemas)
@@ -131,7 +133,7 @@ def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
 
 
 def _add_model(schema: Mapping[str, Any], schemas: dict[str, Any]) -> str:
-    """Add a model's schema and its definitions to the named schemas; returns its name."""
+    """Add a model's schema and its definitions to the named schemas; return its name."""
     shape = dict(schema)
     schemas.update(shape.pop("$defs", {}))
     name = str(shape["title"])
@@ -144,7 +146,7 @@ def _describe_refusals(path: str, operation: dict[str, Any]) -> None:
     shape = {} if is_anthropic(path) else _ERROR
     refusal = {"content": {JSON: {"schema": shape}}}
     responses = operation["responses"]
-    # FastAPI's own response; here an invalid request gets 400.
+    # FastAPI's own response. Here an invalid request gets 400.
     responses.pop("422", None)
     responses.setdefault("4XX", {"description": "The request is refused.", **refusal})
     if path in OPEN:

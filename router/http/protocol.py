@@ -4,6 +4,7 @@
     waiting for a head ─``head_s`` later→ closed (408)
     answering ─answered, the request is read→ waiting for the next head, ``keep_alive_s`` at most
     answering ─answered, the request is not read→ lingering
+
     any ─the request is not HTTP, or its head is too large→ lingering (400, 431)
     lingering ─the client closes, ``linger_s`` passes, ``LINGER_BYTES`` come→ closed
 
@@ -11,9 +12,9 @@
     paused ─fewer than ``SLOW_BYTES`` read in ``slow_client_s``→ aborted
     closed ─what was written is not read in ``slow_client_s``→ aborted
 
-A lingering connection drops what comes: a socket that is closed with unread bytes is reset, and the
-client would lose the answer. A paused connection uses its buffer, which is ``HIGH_WATER_LIMIT`` and
-one message, and the kernel's buffer. Owned by the router's event loop.
+A lingering connection drops incoming bytes. A socket that is closed with unread bytes is reset, and
+the client would lose the answer. A paused connection uses its buffer, which is ``HIGH_WATER_LIMIT``
+and one message, and the kernel's buffer. Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ log = logging.getLogger(__name__)
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 SLOW_BYTES = 4096
-"""A client that reads fewer bytes in ``slow_client_s`` is cut off. An event has about 200."""
+"""A client that reads fewer bytes than this in ``slow_client_s`` is disconnected. An event has
+about 200 bytes."""
 MAX_HEAD_BYTES = 16 << 10
-"""Maximum size of a request's head, and of what is parsed at once."""
+"""Maximum size of a request's head, and of one step of parsing."""
 MAX_HEADERS = 128
 MAX_PIPELINED = 4
-"""Maximum number of requests that wait on a connection for the answers before theirs."""
+"""Maximum number of requests on a connection that wait for earlier answers."""
 LINGER_BYTES = 8 << 20
 
 
 def plain_answer(status: int, text: str, *headers: str) -> bytes:
-    """A whole response of one line of text, which closes the connection."""
+    """Build a whole response of one line of text, which closes the connection."""
     body = f"{text}\r\n"
     lines = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
@@ -71,15 +73,15 @@ class Bounds:
 
     max_connections: int = 4096
     max_per_client: int = 0
-    """0 is unlimited."""
+    """Maximum connections of one client; 0: unlimited."""
     head_s: float = 10.0
-    """For a TLS handshake, and for a request's head."""
+    """Timeout of a TLS handshake, and of a request's head."""
     keep_alive_s: float = 5.0
-    """Between two requests."""
+    """Maximum time between two requests."""
     slow_client_s: float = 30.0
-    """For a client to read what was written."""
+    """Time in which a client must read some of what was written."""
     linger_s: float = 1.0
-    """For a client to read the answer to a request whose body is not read."""
+    """Time for a client to read the answer to a request whose body is not read."""
 
     @property
     def shortest_s(self) -> float:
@@ -88,13 +90,13 @@ class Bounds:
 
 
 class _TooManyRequests(Exception):
-    """A client has sent more requests than may wait on a connection."""
+    """A client has pipelined more requests than may wait on a connection."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """A connection. ``Place`` keeps its deadlines.
 
-    The parser collects a header of any length, in time quadratic in its length: without a bound one
+    The parser collects headers of any length, in time quadratic in the length. Without a bound, one
     client could fill the router's memory and block its event loop. Readers bound bodies.
     """
 
@@ -112,21 +114,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._socket: asyncio.Transport | None = None
         """The connection's own transport; uvicorn's ``transport`` is an ``_Outlet``."""
         self._running: RequestResponseCycle | None = None
-        """The request that is being answered, or was last."""
+        """The request that is being answered, or the last one."""
         self._in_message = False
-        """Whether a request has begun and is not complete."""
+        """Whether a request has begun to arrive and is not complete."""
         self._in_head = False
         self._keeps_alive = False
-        """Whether another request may follow the last one that has begun."""
+        """Whether another request may follow the latest one."""
         self._stopping = False
         self._lingered = -1
-        """Bytes that came since the last answer; -1 while the connection does not linger."""
+        """Bytes received since the last answer; -1 while the connection does not linger."""
         self._progress_timer: SilenceTimer | None = None
-        """The next check of a paused client."""
+        """Timer of the next check of a paused client."""
         self._unfinished = 0
         """Bytes since the parser last completed a head, a part of a body or a message."""
         self._parts: list[bytes] = []
-        """Parts of a body that the parser found in what came last."""
+        """Parts of a body in the latest data."""
 
     # A connection's phases
 
@@ -141,12 +143,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._end_checks()
         self._place.release()
         if self._running is not None and not self._running.response_complete:
-            # uvicorn tells the last request alone, which may wait behind this one.
+            # uvicorn notifies only the last request, which may wait behind this one.
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
-        # Strangers come and go by the thousand: each is freed at once. The garbage collector would
-        # hold the event loop for a tenth of a second.
+        # Unknown clients may connect by the thousand. Break the reference cycles, so that each
+        # connection is freed at once: a run of the garbage collector would block the event loop for
+        # a tenth of a second.
         self._socket = self._running = None
         self.cycle = None  # type: ignore[assignment]
         self.pipeline.clear()
@@ -174,7 +177,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._running = self.pipeline[-1][0]
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:
-            # Any byte would end uvicorn's own timer, without a deadline in its place.
+            # Any byte would end uvicorn's own timer, and leave no deadline in its place.
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
         if self.transport.is_closing() or self._is_answering():
@@ -184,7 +187,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._place.wait(self._bounds.keep_alive_s, self.transport.close)
 
-    # What comes
+    # Incoming data
 
     def data_received(self, data: bytes) -> None:
         if self._lingered >= 0:
@@ -227,7 +230,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._place.work()
         if not self.pipeline:
             self._running = self.cycle
-        # A connection is not used again unless the request was read when its answer began.
+        # A connection is reused only if the request was fully read when its answer began.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False
 
@@ -236,7 +239,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parts.append(body)
 
     def _pass_body(self) -> None:
-        """Pass on what came of a body at once: it may have come in chunks of a byte."""
+        """Pass on the parts of a body in one piece: it may arrive in chunks of one byte."""
         if self._parts:
             body = b"".join(self._parts)
             self._parts.clear()
@@ -253,7 +256,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # A connection's end
 
     def end(self) -> None:
-        """Close once the client can have read the last answer. uvicorn calls it by ``_Outlet``."""
+        """Close once the client can have read the last answer. uvicorn calls it through
+        ``_Outlet``.
+        """
         if self._lingered >= 0:
             return
         self._lingered = 0
@@ -266,7 +271,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_ending(self) -> bool:
-        """Whether no answer may be written any more."""
+        """Whether no more of an answer may be written."""
         return self._lingered >= 0
 
     def _close(self) -> None:
@@ -296,10 +301,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._progress_timer = None
 
     def _unread(self) -> int:
-        """Bytes that wait for the client, in the kernel's buffer too.
+        """Return the number of bytes that wait for the client, in the kernel's buffer too.
 
-        That buffer may hold megabytes and frees them in large steps, so this process' buffer alone
-        does not show that a client reads.
+        That buffer may hold megabytes and frees them in large steps, so this process's buffer alone
+        does not show whether a client reads.
         """
         connection = self.transport.get_extra_info("socket")
         queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
@@ -309,15 +314,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if before - self._unread() >= SLOW_BYTES:
             self._check_later()
             return
-        log.info("a client that does not read is cut off")
-        # Drop both buffers: neither the transport nor the kernel keeps unread bytes.
+        log.info("disconnected a client that does not read its answer")
+        # Drop both buffers, so that neither the transport nor the kernel keeps unread bytes.
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
 
 
 class _Outlet(asyncio.Transport):
-    """A connection's transport as uvicorn sees it: closing it lets the client read the answer."""
+    """A connection's transport as uvicorn sees it. Closing it lets the client read the answer."""
 
     def __init__(self, transport: asyncio.Transport, protocol: BoundedHttpProtocol) -> None:
         super().__init__()
@@ -325,7 +330,7 @@ class _Outlet(asyncio.Transport):
         self._protocol: BoundedHttpProtocol | None = protocol
 
     def detach(self) -> None:
-        """The connection is lost."""
+        """Record that the connection is lost."""
         self._protocol = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

@@ -1,11 +1,11 @@
-"""Serves one app on one listening socket: accepts connections within their bounds.
+"""Serves one app on one listening socket, and bounds the number of connections.
 
     accepting ─too many connections→ the new one is refused, with 503 where there is no TLS
     accepting ─there are no descriptors left→ resting ─``_REST_S`` later→ accepting
     accepting, resting ─shutdown→ ending (open requests go on) → ended
 
-It accepts connections itself, since uvicorn's listener neither counts those that have not finished
-their TLS handshake, nor bounds how long a handshake or the end of a TLS connection takes.
+It accepts connections itself. uvicorn's listener does not count those in their TLS handshake, and
+bounds neither the time of a handshake nor that of closing a TLS connection.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _REST_S = 1.0
 _CLIENT_BITS = 64
-"""Bits of an IPv6 address that name a client: it has all addresses of its network."""
+"""Bits of an IPv6 address that identify a client, which has all addresses of its network."""
 _TLS_END_S = 1.0
-"""How long the end of a TLS connection waits for the client's part of it."""
+"""Time that closing a TLS connection waits for the client's reply, in seconds."""
 _TOO_MANY = plain_answer(503, "There are too many connections.", "retry-after: 1")
 
 
 class HttpServer(QuietServer):
-    """Owned by the router's event loop."""
+    """An HTTP server with bounded connections. Owned by the router's event loop."""
 
     def __init__(
         self,
@@ -48,13 +48,16 @@ class HttpServer(QuietServer):
         context: ssl.SSLContext | None = None,
         grace_s: int | None = None,
     ) -> None:
-        """With TLS if there is a ``context``. ``grace_s``: how long requests have to end."""
+        """Create a server, with TLS if there is a ``context``.
+
+        ``grace_s``: how long requests may run on during shutdown.
+        """
         config = uvicorn.Config(
             app,
             ws="none",
             log_config=None,
             access_log=False,
-            # Nothing asks for a client's address.
+            # The client's address behind a proxy is not used.
             proxy_headers=False,
             lifespan="off",
             timeout_graceful_shutdown=grace_s,
@@ -68,7 +71,7 @@ class HttpServer(QuietServer):
         self._opening: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on ``sockets``. Called by uvicorn, as is ``shutdown``."""
+        """Listen on ``sockets``. uvicorn calls this, and ``shutdown``."""
         self._listening = list(sockets or ())
         for listening in self._listening:
             listening.setblocking(False)
@@ -78,7 +81,7 @@ class HttpServer(QuietServer):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more connections, and let those that are open end within the grace."""
+        """Accept no more connections, and let open ones end within the grace period."""
         self._rest()
         await end_tasks(self._opening)
         await super().shutdown(sockets)
@@ -98,8 +101,8 @@ class HttpServer(QuietServer):
             loop.remove_reader(listening)
 
     def _on_ready(self, listening: socket.socket) -> None:
-        # One in each turn of the event loop: a request needs a dozen turns, and a crowd of
-        # strangers would lengthen each of them.
+        # Accept one per turn of the event loop. A request needs a dozen turns, and a crowd of new
+        # clients would lengthen each of them.
         try:
             client, address = listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -137,7 +140,7 @@ class HttpServer(QuietServer):
             self._bounds,
         )
         try:
-            # An answer's second packet would wait 40 ms for the client's acknowledgement.
+            # Without this, an answer's second packet waits 40 ms for the client's acknowledgement.
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._context is None:
                 await loop.connect_accepted_socket(protocol, client)
@@ -150,7 +153,7 @@ class HttpServer(QuietServer):
                     ssl_shutdown_timeout=_TLS_END_S,
                 )
         except OSError as error:
-            # A client that speaks no TLS, leaves, or takes too long.
+            # The client does not speak TLS, has left, or took too long.
             log.debug("a connection was not made: %s", error)
             place.release()
             client.close()
@@ -161,13 +164,13 @@ class HttpServer(QuietServer):
 
 
 def _cut(client: socket.socket) -> None:
-    """End a connection that no protocol owns yet: whatever reads it finds its end."""
+    """End a connection that no protocol owns yet. The pending read then sees its end."""
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_RDWR)
 
 
 def client_of(peer: tuple[str, int] | tuple[str, int, int, int]) -> str:
-    """The client of a socket's peer name, by which connections are counted."""
+    """Return the client of a socket's peer name, by which connections are counted."""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
     if address.version == 4:
         return str(address)

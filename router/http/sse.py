@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 DONE = "[DONE]"
 _LAST_WORDS_S = 1.0
-"""Maximum wait for a client to take the error event, seconds."""
+"""Maximum wait for a client to receive the error event, in seconds."""
 # A proxy that buffers would delay events until the end of the stream.
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def to_json(value: Any) -> str:
-    """Compact JSON in ASCII: no character of it can be a line separator."""
+    """Encode compact JSON in ASCII, which contains no line separators."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
@@ -37,7 +37,7 @@ def encode_events(payloads: Iterable[str]) -> bytes:
 
 
 def encode_named(events: Iterable[Mapping[str, Any]]) -> bytes:
-    """Encode events that are named by their ``type``."""
+    """Encode events named by their ``type``."""
     return "".join(f"event: {one['type']}\ndata: {to_json(one)}\n\n" for one in events).encode()
 
 
@@ -47,11 +47,11 @@ def error_event(error: BatonError) -> bytes:
 
 
 class EventStream(Response):
-    """Streams the events that ``work`` writes. A client that disconnects cancels it.
+    """Streams the events that ``work`` writes. It cancels ``work`` if the client disconnects.
 
-    Headers go out with the first event. The response raises a BatonError of ``work`` before that,
-    so that it is answered with its status. A later one becomes ``last_words``, an error event that
-    ends the stream.
+    Headers go out with the first event. A BatonError of ``work`` before that is raised, so that it
+    is answered with its status. A later one becomes ``last_words``, an error event that ends the
+    stream.
     """
 
     media_type = "text/event-stream"
@@ -62,7 +62,7 @@ class EventStream(Response):
         last_words: Callable[[BatonError], bytes] = error_event,
     ) -> None:
         super().__init__(headers=_HEADERS)
-        # Starlette sets the length of the body that it was given, which is none.
+        # Starlette has set the length of the empty body.
         del self.headers["content-length"]
         self._work = work
         self._last_words = last_words
@@ -85,7 +85,7 @@ class EventStream(Response):
     async def write(self, body: bytes, *, more: bool) -> None:
         """Send encoded events; without ``more`` they end the response.
 
-        Returns when the client's socket has room again.
+        Returns once the client's socket has room again.
         """
         assert self._send is not None, "the response has not been called"
         async with self._turn:

@@ -1,9 +1,9 @@
 """The undocumented parts of uvicorn that the router uses; no other module may import them.
 
-uvicorn may change these names in any release. So pyproject.toml admits only minor versions that
-pass tests/unit/router/http/test_uvicorn_internals.py, which lists all of them and, after an
-upgrade, names those that are gone. ``BoundedHttpProtocol`` (``router/http/protocol.py``) derives
-from ``HttpToolsProtocol``, extends its callbacks and reads its attributes; ``HttpServer``
+uvicorn may change these names in any release. So pyproject.toml allows only minor versions that
+pass tests/unit/router/http/test_uvicorn_internals.py. That test lists all of the names, and reports
+those that an upgrade removed. ``BoundedHttpProtocol`` (``router/http/protocol.py``) derives from
+``HttpToolsProtocol``, extends its callbacks and reads its attributes. ``HttpServer``
 (``router/http/server.py``) accepts connections in place of uvicorn's listener.
 """
 

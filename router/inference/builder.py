@@ -1,4 +1,4 @@
-"""From an API's input to a GenerationRequest: tokenized, checked, its sampling made final."""
+"""Builds a GenerationRequest from an API's input: tokenizes, checks, and fills in the sampling."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ from router.text.tokenizer import Tokenizer
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 MAX_PROMPTS = 128
-"""Prompts in one request."""
+"""Maximum number of prompts in one request."""
 MAX_EMBEDDED = 2048
-"""Inputs of one request for embeddings, as at OpenAI."""
+"""Maximum number of inputs in one embeddings request, as at OpenAI."""
 _BUILT_AT_ONCE = 64
-"""Requests that are built without yielding to the event loop."""
+"""Number of requests that are built without yielding to the event loop."""
 _SHOWN_ID_CHARACTERS = 128
 _LAST_TOKENS = 16
-"""Tokens at a prompt's end that hold the marker of reasoning and the white space behind it."""
+"""Number of tokens at a prompt's end that hold the reasoning marker and the white space after it.
+"""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _EMBEDDED = SamplingInput(temperature=0.0)
@@ -64,23 +65,23 @@ _EMBEDDED = SamplingInput(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What is known of a request before its prompt is: for ids, deadline and accounts."""
+    """The facts of a request before its prompt is known: its id, deadline and caller."""
 
     request_id: str
-    """Unique; the prompts of a batch add their place to it."""
+    """Unique; for the prompts of one body, their position is appended to it."""
     at: float
-    """When it came, in seconds of the monotonic clock."""
+    """Arrival time, in seconds of the monotonic clock."""
     deadline_s: float
-    """Seconds from ``at``."""
+    """Deadline, in seconds after ``at``."""
     caller: Caller
     own_deadline: bool = False
-    """``deadline_s`` is what the client asked for."""
+    """Whether the client set ``deadline_s``."""
     session: str = ""
-    """What the client calls its conversation; empty: nothing was said."""
+    """The client's name for its conversation; empty if it gave none."""
     trace: TraceContext = NO_TRACE
-    """What the client says of its trace."""
+    """The trace context that the client sent."""
     background: bool = False
-    """A line of a batch: it waits for slack."""
+    """Whether it is a line of a batch, which waits for spare capacity."""
     labels: Labels = NO_LABELS
 
     @property
@@ -98,11 +99,10 @@ class Arrival:
         *,
         own_deadline: bool = False,
     ) -> Arrival:
-        """By the names of ``headers`` in lower case; ``max_s`` bounds ``DEADLINE_HEADER``.
+        """Build an arrival from ``headers``, whose names are in lower case.
 
-        ``own_deadline``: the client has set ``max_s``.
-
-        Raises InvalidRequest.
+        ``max_s`` bounds ``DEADLINE_HEADER``. ``own_deadline``: the client has set ``max_s``. Raises
+        InvalidRequest.
         """
         given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
         parent, trace = headers.get("traceparent", ""), NO_TRACE
@@ -121,7 +121,7 @@ class Arrival:
 
 
 class RequestBuilder:
-    """Tokenises and checks. Raises InvalidRequest and its kin, ModelNotFound."""
+    """Tokenizes and checks requests. Raises InvalidRequest, its subclasses, and ModelNotFound."""
 
     def __init__(
         self,
@@ -145,21 +145,21 @@ class RequestBuilder:
         self.encoder = PromptEncoder(
             tokenizer, self.dialect.tools, config, lambda: self.context_length
         )
-        """For APIs that count a prompt's tokens without running it."""
+        """Encodes prompts; also for APIs that count a prompt's tokens without running it."""
         self._clock = clock
         self._grammars = grammars
         self._cluster_secret = config.cluster_secret
         self._background_s = config.request_deadline_s
-        """Counts from the moment that a background request gets its turn."""
+        """Deadline of a background request, in seconds after it is admitted."""
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and answer: the least of what model and workers have room for."""
-        # Without workers, the dispatcher knows no bound; it will say itself that it has none.
+        """Maximum tokens of prompt and answer: the minimum over the model and the workers."""
+        # Without workers the dispatcher has no bound. It rejects the request itself.
         return min(self._model.context_length, self._dispatcher.context_length or 1 << 62)
 
     def check_model(self, model_id: str) -> None:
-        """Raises ModelNotFound."""
+        """Check that ``model_id`` is the served model. Raises ModelNotFound."""
         if model_id != self._model.id:
             shown = model_id[:_SHOWN_ID_CHARACTERS]
             raise ModelNotFound(f"the model '{shown}' does not exist", param="model")
@@ -177,10 +177,10 @@ class RequestBuilder:
         variables: Mapping[str, Any] = _NO_VARIABLES,
         reasoning: ReasoningInput = NOTHING_ASKED,
     ) -> GenerationRequest:
-        """A conversation; max_tokens defaults to the rest of the context.
+        """Build the request of a conversation; max_tokens defaults to the rest of the context.
 
-        ``ending`` and ``variables`` are those of ``PromptEncoder.chat_ids``.
-        Raises also InvalidRequest where a grammar and tools that must be called meet.
+        ``ending`` and ``variables`` are those of ``PromptEncoder.chat_ids``. Raises InvalidRequest,
+        also if a grammar is combined with required tool calls.
         """
         if tools is not None:
             sampling = self._bound_to(tools, sampling)
@@ -204,7 +204,7 @@ class RequestBuilder:
             chat=True,
         )
         _check_scores(arrival, [request])
-        # Calls may follow the reasoning in place of content.
+        # Tool calls may follow the reasoning instead of content.
         to_content = sampling.grammar_param != "tools" if sampling.grammar else tools is None
         last = self._tokenizer.decode(ids[-_LAST_TOKENS:], skip_special_tokens=False)
         begins_in = answer_part(self.dialect.reasoning, ending, turns[-1]["content"], last)
@@ -213,7 +213,7 @@ class RequestBuilder:
     def variables(
         self, reasoning: ReasoningInput, given: Mapping[str, Any] = _NO_VARIABLES
     ) -> Mapping[str, Any]:
-        """Of the chat template: those that are given, and what is asked of the reasoning.
+        """Return the chat template's variables: the given ones and those that control reasoning.
 
         Raises InvalidRequest.
         """
@@ -227,7 +227,7 @@ class RequestBuilder:
         *,
         to_content: bool,
     ) -> GenerationRequest:
-        """The request with what is to be known of its answer's reasoning."""
+        """Return the request with the markers, start and budget of its answer's reasoning."""
         form = self.dialect.reasoning
         if form is None:
             return request
@@ -249,13 +249,13 @@ class RequestBuilder:
         )
 
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
-        """Calls that must be are bound by a grammar, and those of strict functions."""
+        """Constrain the answer by a grammar if calls are required or a function is strict."""
         special = self._tokenizer.special_ids(self.dialect.tools.texts)
         if sampling.grammar is not None and not tools.required:
             return sampling
         if sampling.grammar is not None:
             raise InvalidRequest(
-                "an answer of a given form is not possible where tools must be called",
+                "a structured answer cannot be combined with required tool calls",
                 param="tool_choice",
             )
         grammar = None
@@ -278,10 +278,10 @@ class RequestBuilder:
         choices: int = 1,
         embeds: bool = False,
     ) -> list[GenerationRequest]:
-        """Plain prompts.
+        """Build the requests of plain prompts.
 
-        ``default_max_tokens`` None takes the rest of the context; ``param`` is what the client
-        calls its prompts.
+        ``default_max_tokens`` None takes the rest of the context; ``param`` is the client's name
+        for the prompts.
         """
         if not prompts:
             raise InvalidRequest(f"{param} must not be empty", param=param)
@@ -312,7 +312,7 @@ class RequestBuilder:
     async def embeddings(
         self, arrival: Arrival, inputs: Sequence[Prompt]
     ) -> list[GenerationRequest]:
-        """What is to be embedded, each text and each list of ids on its own."""
+        """Build one request for each text or list of token ids to embed."""
         if not all(inputs):
             raise InvalidRequest("input must not be empty", param="input")
         return await self.prompts(
@@ -320,7 +320,9 @@ class RequestBuilder:
         )
 
     async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:
-        """Raises InvalidGrammar, in the client's words, for one that no worker could follow."""
+        """Check that workers can follow the grammar. Raises InvalidGrammar, naming the client's
+        field.
+        """
         if sampling.grammar is None:
             return
         left = arrival.deadline_s - (self._clock() - arrival.at)
@@ -355,7 +357,7 @@ class RequestBuilder:
         if scored is not None and (default_max_tokens is None or scored < default_max_tokens):
             default_max_tokens = scored
         if left <= 0:
-            raise DeadlineExceeded("the request's time was up before it began")
+            raise DeadlineExceeded("the request's deadline passed before it started")
         return GenerationRequest(
             request_id=request_id,
             prompt_ids=ids,
@@ -398,6 +400,6 @@ def _check_scores(arrival: Arrival, requests: Sequence[GenerationRequest]) -> No
 
 
 def check_priority(priority: int | None) -> None:
-    """Raises InvalidRequest."""
+    """Check that a priority fits 32 bits. Raises InvalidRequest."""
     if priority is not None and not -(1 << 31) <= priority < 1 << 31:
         raise InvalidRequest("priority must be a 32-bit integer", param="priority")

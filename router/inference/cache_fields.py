@@ -1,4 +1,4 @@
-"""What clients ask of the prefix cache: OpenAI's fields, and times to live."""
+"""Request fields that control the prefix cache: OpenAI's fields, and times to live."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from baton.request import Retention
 from router.core.request import GenerationRequest
 
 MAX_KEY_CHARACTERS = 256
-"""Of a ``prompt_cache_key``."""
+"""Maximum length of a ``prompt_cache_key``."""
 MAX_TTL_S = 86_400
-"""Longest time to live of cached blocks, in seconds: a day, as OpenAI's ``24h``."""
+"""Maximum time to live of cached blocks, in seconds: a day, as OpenAI's ``24h``."""
 _RETENTIONS = {"in_memory": 0, "in-memory": 0, "24h": MAX_TTL_S}
-"""Seconds that OpenAI's values of ``prompt_cache_retention`` ask for."""
+"""Time to live in seconds for OpenAI's values of ``prompt_cache_retention``."""
 
 
 class CacheFields(Protocol):
-    """The fields of a body that are about the prefix cache."""
+    """The prefix cache fields of a request body."""
 
     @property
     def prompt_cache_key(self) -> str | None: ...
@@ -30,7 +30,7 @@ class CacheFields(Protocol):
 def with_cache_fields(
     requests: Sequence[GenerationRequest], body: CacheFields
 ) -> list[GenerationRequest]:
-    """The requests of a body, with what it asks of the prefix cache. Raises InvalidRequest."""
+    """Return the requests of a body with its prefix cache fields applied. Raises InvalidRequest."""
     key, retention = body.prompt_cache_key or "", body.prompt_cache_retention or "in_memory"
     if len(key) > MAX_KEY_CHARACTERS:
         raise InvalidRequest(

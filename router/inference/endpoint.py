@@ -1,4 +1,4 @@
-"""Endpoint: one path of an HTTP API, from a body to its answer, over HTTP or as a line of a batch.
+"""Endpoint: one path of an HTTP API. It answers a body over HTTP or as a line of a batch.
 
 body ─parse→ ApiAnswer (its requests are built) ─InferenceService.run→ deltas
      ─the ApiAnswer's shapes→ server-sent events, or one body
@@ -29,28 +29,28 @@ from router.inference.service import BACKGROUND_WAIT_S, InferenceService
 
 
 class ApiAnswer(abc.ABC):
-    """What one request is answered with, in the shapes of its API. Either streamed or whole."""
+    """The answer to one request, in the format of its API, either streamed or whole."""
 
     def __init__(
         self, requests: Sequence[GenerationRequest], *, stream: bool, at_once: int | None = None
     ) -> None:
-        """``at_once`` bounds how many of the prompts run at a time."""
+        """Create the answer; ``at_once`` bounds how many of its prompts run at a time."""
         self.requests = requests
         self.choices: list[Choice] = choices_for(requests)
-        """Those of the first prompt, of the second, and so on."""
+        """The choices of the first prompt, then of the second, and so on."""
         self.stream = stream
         self.at_once = at_once
 
     @abc.abstractmethod
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """Count a prompt's delta; its server-sent events, empty while there is nothing to show."""
+        """Count a prompt's delta. Return its server-sent events, empty if it shows nothing."""
 
     @abc.abstractmethod
     def last_events(self) -> bytes:
-        """The end of a stream that has not failed."""
+        """Return the last events of a stream that has not failed."""
 
     def failure(self, error: BatonError) -> bytes:
-        """The end of a stream that has failed on its way."""
+        """Return the last event of a stream that has failed."""
         return error_event(error)
 
     @abc.abstractmethod
@@ -59,24 +59,24 @@ class ApiAnswer(abc.ABC):
 
     @abc.abstractmethod
     def whole(self) -> Mapping[str, Any]:
-        """The body of an answer that is not streamed; long lists are ``Items``."""
+        """Return the body of an answer that is not streamed; long lists are ``Items``."""
 
 
 Parse = Callable[[dict[str, Any], Arrival], Awaitable[ApiAnswer]]
-"""Makes the answer of a body: checks it and builds its requests. Raises BatonError."""
+"""Checks a body and builds its answer and requests. Raises BatonError."""
 
 
 class Endpoint:
-    """Answers bodies of one path. Owned by the router's event loop."""
+    """Answers the bodies of one path. Owned by the router's event loop."""
 
     def __init__(self, service: InferenceService, prefix: str, parse: Parse) -> None:
-        """``prefix``: of answers' ids."""
+        """Create an endpoint; ``prefix`` starts the ids of its answers."""
         self._service = service
         self._prefix = prefix
         self._parse = parse
 
     async def answer(self, request: Request) -> Response:
-        """Answer an HTTP request, in one piece or as it comes. Raises BatonError."""
+        """Answer an HTTP request, streamed or in one piece. Raises BatonError."""
         service, received_at = self._service, time.monotonic()
         max_s = service.config.request_deadline_s
         try:
@@ -95,7 +95,7 @@ class Endpoint:
         return await unless_disconnected(request.receive, self._whole(arrival, answer))
 
     async def run_line(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """The whole answer of a batch's line, in the background. Raises BatonError."""
+        """Run a line of a batch in the background; return its whole answer. Raises BatonError."""
         service = self._service
         arrival = Arrival(
             self._name(), time.monotonic(), BACKGROUND_WAIT_S, caller, background=True
@@ -114,7 +114,7 @@ class Endpoint:
             if shown := answer.events(prompt, delta):
                 await events.write(shown, more=True)
 
-        async def tell_limits(headers: Mapping[str, str]) -> None:
+        async def set_limits(headers: Mapping[str, str]) -> None:
             events.headers.update(headers)
 
         await self._service.run(
@@ -122,7 +122,7 @@ class Endpoint:
             answer.requests,
             answer.choices,
             show,
-            on_admitted=tell_limits,
+            on_admitted=set_limits,
             at_once=answer.at_once,
         )
         await events.write(answer.last_events(), more=False)
@@ -138,7 +138,7 @@ class Endpoint:
         async def keep(prompt: int, delta: OutputDelta) -> None:
             answer.keep(prompt, delta)
 
-        async def tell_limits(found: Mapping[str, str]) -> None:
+        async def set_limits(found: Mapping[str, str]) -> None:
             if headers is not None:
                 headers.update(found)
 
@@ -147,6 +147,6 @@ class Endpoint:
             answer.requests,
             answer.choices,
             keep,
-            on_admitted=tell_limits,
+            on_admitted=set_limits,
             at_once=answer.at_once,
         )

@@ -1,7 +1,8 @@
-"""What a client calls the agent and the run that a request is of: for bills and the log.
+"""Labels: the agent and the run that a client names for a request, for bills and the log.
 
 HTTP clients name them in ``metadata``, ``{"agent": "researcher", "run_id": "r-17"}``, or in
-headers; gRPC clients in metadata of the headers' names. Other entries of ``metadata`` are ignored.
+headers. gRPC clients use metadata with the headers' names. Other entries of ``metadata`` are
+ignored.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ MAX_RUN_CHARACTERS = 128
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Names that a client gave; empty where it gave none."""
+    """Agent and run of a request; empty if the client named none."""
 
     agent: str = ""
     run_id: str = ""
 
     @classmethod
     def of_headers(cls, headers: Mapping[str, str]) -> Labels:
-        """By headers with names in lower case. Raises InvalidRequest."""
+        """Read the labels from headers with names in lower case. Raises InvalidRequest."""
         return cls(
             _checked(headers.get(AGENT_HEADER, ""), AGENT_HEADER, MAX_AGENT_CHARACTERS),
             _checked(headers.get(RUN_HEADER, ""), RUN_HEADER, MAX_RUN_CHARACTERS),
         )
 
     def or_of_body(self, body: Mapping[str, Any]) -> Labels:
-        """Those of a body's ``metadata`` where it has them. Raises InvalidRequest."""
+        """Return the labels of a body's ``metadata``, or these if it has none. Raises
+        InvalidRequest.
+        """
         given = body.get("metadata")
         if given is None:
             return self
@@ -52,7 +55,7 @@ NO_LABELS = Labels()
 
 
 def _checked(value: Any, param: str, most: int) -> str:
-    # What is printable has no control characters, which would forge lines of a log.
+    # Printable text has no control characters, which could forge lines of a log.
     if not isinstance(value, str) or len(value) > most or not value.isprintable():
         raise InvalidRequest(
             f"{param} must be a string of at most {most} printable characters", param=param

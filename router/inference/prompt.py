@@ -1,7 +1,7 @@
-"""Prompts: from a conversation, a text or token ids to the token ids that workers compute.
+"""Prompts: converts a conversation, a text or token ids to the token ids that workers compute.
 
-A conversation is a list of turns, as chat templates take them. What the model's template does not
-know of tools is written into the text of the turns.
+A conversation is a list of turns, as chat templates take them. If the model's template does not
+support tools, they are written into the text of the turns.
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ from router.text.chat_template import MAX_WAIT_S, ChatTemplate
 from router.text.tokenizer import Tokenizer
 
 Turn = Mapping[str, Any]
-"""A message: ``role``, ``content``, an assistant's ``tool_calls`` and ``reasoning_content``, a
-result's ``tool_call_id``."""
+"""A message: ``role``, ``content``, an assistant's ``tool_calls`` and ``reasoning_content``, and a
+tool result's ``tool_call_id``."""
 Prompt = str | tuple[int, ...]
 Ending = Literal["answer", "closed", "open"]
-"""How a conversation's prompt ends: the template begins the assistant's turn (``answer``), or ends
-behind the last message (``closed``), or the last message stays open, and the answer goes on there.
-"""
+"""How a conversation's prompt ends. ``answer``: the template begins the assistant's turn.
+``closed``: the prompt ends after the last message. ``open``: the last message stays open, and the
+answer continues it."""
 TEXTS_AT_ONCE = 4
-"""Long texts that are rendered and tokenized at a time."""
+"""Number of long texts that are rendered and tokenized at a time."""
 _PROMPT_CHARACTERS = 64
-"""Cost of a prompt or message beside its text, as characters."""
+"""Overhead of one prompt or message, in characters of text."""
 MAX_MESSAGES = 2048
-"""Messages of a conversation, as at OpenAI."""
-MAX_TOLD_TOKENS = 131_072
-"""Tokens to count, spell or detokenize in one request; more where the model's context is longer."""
+"""Maximum number of messages in a conversation, as at OpenAI."""
+MAX_TEXT_TOKENS = 131_072
+"""Maximum tokens to count, spell or detokenize in one request, unless the model's context is
+longer."""
 MAX_ARGUMENT_VALUES = 131_072
-"""JSON values in the arguments of one call, by its commas and brackets."""
+"""Maximum number of JSON values in the arguments of one call, counted by commas and brackets."""
 MAX_PARSED_CHARACTERS = 64 << 10
-"""Arguments that are parsed without yielding to the event loop."""
+"""Size of arguments that are parsed without yielding to the event loop."""
 MAX_VARIABLES_CHARACTERS = 64 << 10
-"""Maximum size of variables for the template, as JSON."""
+"""Maximum size of the template's variables, as JSON."""
 _OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Variables of the template that come from fields of their own."""
+"""Template variables that are set by request fields of their own."""
 _OPEN_END = "<end of the message that stays open> "
-"""Stands behind a message that the answer goes on with while the template is rendered. Its space
-shows whether the template keeps white space at a message's end."""
+"""Marks the end of the open message while the template is rendered. Its space shows whether the
+template keeps white space at a message's end."""
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _NOTHING_ASKED = SamplingInput()
 
@@ -66,8 +67,8 @@ _NOTHING_ASKED = SamplingInput()
 class PromptEncoder:
     """Makes the token ids of prompts. Owned by the event loop.
 
-    Texts are rendered by the template's process and tokenized on threads; those of more than
-    ``INLINE`` characters take turns, fair among tenants.
+    The template's process renders texts, and threads tokenize them. Texts of more than ``INLINE``
+    characters take turns, fairly among tenants.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PromptEncoder:
         config: Config,
         context_length: Callable[[], int],
     ) -> None:
-        """``context_length``: the maximum number of tokens of prompt and answer together."""
+        """Create an encoder; ``context_length`` returns the maximum tokens of prompt and answer."""
         self._tokenizer = tokenizer
         self._tool_format = tool_format
         self._max_characters = config.max_body_bytes
@@ -95,15 +96,16 @@ class PromptEncoder:
         variables: Mapping[str, Any] = _NO_VARIABLES,
         special: bool = False,
     ) -> tuple[int, ...]:
-        """The token ids of a conversation.
+        """Return the token ids of a conversation.
 
-        ``variables``: more variables of the template, which runs in a sandbox. ``special``: with
-        the special tokens that the tokenizer adds, beside those of the template. Raises
-        InvalidRequest, ContextLengthExceeded, DeadlineExceeded, Overloaded.
+        ``variables``: more variables of the template, which runs in a sandbox. ``special``: add the
+        tokenizer's special tokens to those of the template. Raises InvalidRequest,
+        ContextLengthExceeded, DeadlineExceeded, Overloaded.
         """
         check_message_count(len(turns))
         size = sum(map(_characters, turns)) + (0 if tools is None else tools.characters)
-        # Templates add some text to each message; a runaway one must not fill the memory.
+        # Templates add some text to each message. The limit stops a runaway template from filling
+        # memory.
         limit = 4 * self._max_characters if tools else self._max_characters
         limit += 4096 + 256 * len(turns)
         async with self._turn(tenant, size + _PROMPT_CHARACTERS * len(turns)):
@@ -118,7 +120,7 @@ class PromptEncoder:
     async def prompt_ids(
         self, tenant: str, prompts: Sequence[Prompt], sampling: SamplingInput, param: str
     ) -> list[tuple[int, ...]]:
-        """The token ids of each of some prompts; ``param`` is what the client calls them.
+        """Return the token ids of each prompt; ``param`` is the client's name for the prompts.
 
         Raises InvalidRequest, ContextLengthExceeded, Overloaded.
         """
@@ -129,9 +131,9 @@ class PromptEncoder:
             )
 
     async def text_ids(self, tenant: str, text: str, *, special: bool) -> tuple[int, ...]:
-        """The token ids of a text that is no prompt; ``special``: with the tokenizer's own.
+        """Return the token ids of a text that is not a prompt.
 
-        Raises InvalidRequest, Overloaded.
+        ``special``: add the tokenizer's special tokens. Raises InvalidRequest, Overloaded.
         """
         encode = partial(
             self._tokenizer.encode,
@@ -143,7 +145,7 @@ class PromptEncoder:
             return await off_loop(len(text), encode)
 
     async def text_of(self, tenant: str, token_ids: Sequence[int], param: str) -> str:
-        """The text of token ids, special tokens included. Raises InvalidRequest, Overloaded."""
+        """Return the text of token ids, with special tokens. Raises InvalidRequest, Overloaded."""
         self.check_count(len(token_ids), param)
         check_token_ids(token_ids, self._tokenizer.vocab_size, param)
         decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
@@ -153,7 +155,9 @@ class PromptEncoder:
     async def banned_runs(
         self, tenant: str, words: Sequence[str] | None
     ) -> tuple[tuple[int, ...], ...]:
-        """The tokens of words that must not be generated. Raises InvalidRequest, Overloaded."""
+        """Return the token runs of words that must not be generated. Raises InvalidRequest,
+        Overloaded.
+        """
         if not words:
             return ()
         size = sum(map(len, words))
@@ -163,8 +167,8 @@ class PromptEncoder:
             )
 
     def check_count(self, tokens: int, param: str) -> None:
-        """Check how many tokens are told as they are, in no prompt. Raises InvalidRequest."""
-        limit = max(MAX_TOLD_TOKENS, self._context_length())
+        """Check the number of tokens of a text that is not a prompt. Raises InvalidRequest."""
+        limit = max(MAX_TEXT_TOKENS, self._context_length())
         if tokens > limit:
             raise InvalidRequest(
                 f"{param} has {tokens} tokens; at most {limit} are possible", param=param
@@ -229,7 +233,7 @@ class PromptEncoder:
         )
 
     def _check_size(self, text: str, param: str) -> None:
-        """Refuse what cannot fit before spending seconds on tokenising it."""
+        """Reject a text that cannot fit before spending seconds on tokenizing it."""
         least = self._tokenizer.fewest_tokens(text)
         context = self._context_length()
         if least >= context:
@@ -240,23 +244,24 @@ class PromptEncoder:
 
 
 def _cut_open(text: str, final: str) -> str:
-    """A rendered conversation up to the end of ``final``, its last message. Raises InvalidRequest.
+    """Cut a rendered conversation at the end of ``final``, its last message. Raises InvalidRequest.
 
-    As Hugging Face transformers does it: white space at the message's end stays where the template
-    keeps it.
+    As in Hugging Face transformers, white space at the message's end stays if the template keeps
+    it.
     """
     mark = _OPEN_END.strip()
     at = text.rfind(mark)
     if at < 0 or final.strip() not in text:
         raise InvalidRequest(
-            "the last message has no text of its own in the model's chat template",
+            "the model's chat template does not render the last message's text as it is: the"
+            " message cannot be continued",
             param="continue_final_message",
         )
     return text[:at] if text.startswith(_OPEN_END, at) else text[:at].rstrip()
 
 
 def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, Any]:
-    """Raises InvalidRequest for one that comes from elsewhere."""
+    """Check that the template's variables set no reserved name. Raises InvalidRequest."""
     if taken := sorted(_OWN_FIELDS & variables.keys()):
         raise InvalidRequest(
             f"{param} must not set {taken[0]}: it has a field of its own", param=param
@@ -269,17 +274,17 @@ def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, 
 
 
 def is_about_tools(turn: Turn) -> bool:
-    """Whether ``turn`` has calls, or is a call's result."""
+    """Return whether ``turn`` has tool calls, or is the result of one."""
     return turn["role"] == "tool" or "tool_calls" in turn
 
 
 def fitted(
     turns: Sequence[Turn], use: ToolUse | None, template: ChatTemplate, form: ToolFormat
 ) -> list[Turn]:
-    """Write what ``template`` does not know into the text of the messages.
+    """Write what ``template`` does not support into the text of the messages.
 
-    Tools go into the system message, calls into the assistant's. Results go into messages of the
-    user, as the templates of Hermes and Qwen do it.
+    Tools go into the system message, calls into the assistant's messages. Results become messages
+    of the user, as in the templates of Hermes and Qwen.
     """
     fit: list[Turn] = list(turns)
     if not template.knows_calls:
@@ -302,7 +307,9 @@ def _with_written_calls(turn: Turn, form: ToolFormat) -> Turn:
 
 
 def _with_thinking(turn: Turn) -> Turn:
-    """Reasoning by the name in gpt-oss's template, which takes no content beside it."""
+    """Copy reasoning to ``thinking``, gpt-oss's name for it; its template allows no content with
+    it.
+    """
     reasoning = turn.get("reasoning_content")
     return turn if not reasoning or turn["content"] else {**turn, "thinking": reasoning}
 
@@ -321,30 +328,30 @@ def _with_instructions(turns: list[Turn], instructions: str) -> list[Turn]:
 
 
 def calls_turn(content: str, calls: Sequence[tuple[str, str, Any]]) -> Turn:
-    """An assistant's message with calls: their ids, names and arguments.
+    """Build an assistant's message from calls, each with id, name and arguments.
 
-    Arguments are JSON, until ``parsed``.
+    Arguments stay JSON text until ``parsed``.
     """
     values = [
         {"id": name, "type": "function", "function": {"name": tool, "arguments": given}}
         for name, tool, given in calls
     ]
-    # Some templates fail on a content that is null.
+    # Some templates fail if content is null.
     return {"role": "assistant", "content": content, "tool_calls": values}
 
 
 def with_reasoning(turn: Turn, reasoning: str | None) -> Turn:
-    """An assistant's message with the reasoning that came before it, if there was some."""
+    """Add the preceding reasoning, if any, to an assistant's message."""
     return {**turn, "reasoning_content": reasoning} if reasoning else turn
 
 
 def result_turn(call_id: str, content: str) -> Turn:
-    """What a call has given."""
+    """Build the message that holds a tool call's result."""
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 
 def check_message_count(messages: int) -> None:
-    """Raises InvalidRequest."""
+    """Check the number of messages. Raises InvalidRequest."""
     if messages > MAX_MESSAGES:
         raise InvalidRequest(f"at most {MAX_MESSAGES} messages are possible", param="messages")
 
@@ -356,7 +363,7 @@ def _characters(turn: Turn) -> int:
 
 
 async def parsed(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns with the arguments of their calls as values. Raises InvalidRequest."""
+    """Return the turns with the arguments of their calls parsed. Raises InvalidRequest."""
     found, size = list[Turn](), 0
     for place, turn in enumerate(turns):
         if "tool_calls" not in turn:
@@ -376,7 +383,7 @@ async def parsed(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _value(arguments: str, param: str) -> Any:
-    """Templates write arguments as JSON themselves; what is none is passed on as text."""
+    """Parse a call's arguments. Text that is not a JSON object is returned as it is."""
     if len(arguments) > MAX_PARSED_CHARACTERS:
         values = sum(arguments.count(mark) for mark in ",[{")
         if values > MAX_ARGUMENT_VALUES:

@@ -1,7 +1,7 @@
-"""What a client asks of a model's reasoning, and what becomes of it.
+"""A client's settings for a model's reasoning, and how they are applied.
 
-A chat template that knows of reasoning gets it as variables. What the template does not know
-becomes a budget, which the engine keeps by forcing the end of the reasoning.
+A chat template that supports reasoning gets them as variables. Otherwise they become a budget,
+which the engine enforces by forcing the end of the reasoning.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from router.text.chat_template import ChatTemplate
 Effort = Literal["none", "minimal", "low", "medium", "high"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 EFFORT_BUDGETS: Mapping[Effort, int] = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
-"""Maximum tokens of reasoning where the chat template knows no effort; ``high`` has no maximum."""
+"""Maximum reasoning tokens if the chat template has no effort variable; ``high`` has no maximum."""
 MAX_BUDGET = (1 << 31) - 1
 SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which chat templates turn reasoning on and off: that of Qwen 3, GLM 4.5 and SmolLM3,
-and that of DeepSeek V3.1 and Granite."""
+"""Variables by which chat templates turn reasoning on and off: ``enable_thinking`` for Qwen 3, GLM
+4.5 and SmolLM3, ``thinking`` for DeepSeek V3.1 and Granite."""
 _EFFORT, _BUDGET = "reasoning_effort", "thinking_budget"
-"""Variables of gpt-oss, and of Seed-OSS."""
+"""Template variables of gpt-oss and of Seed-OSS."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningInput:
-    """What a client asks of the reasoning; None: it said nothing."""
+    """A client's settings for the reasoning; None: the client set nothing."""
 
     effort: Effort | None = None
     enabled: bool | None = None
-    """Whether the model reasons."""
+    """Whether the model should reason."""
     budget: int | None = None
-    """Maximum tokens of the reasoning."""
+    """Maximum number of reasoning tokens."""
     budget_param: str = "thinking_token_budget"
-    """What the client calls it."""
+    """The client's name for the budget."""
 
     @property
     def wanted(self) -> bool | None:
-        """Whether the model is to reason. Raises InvalidRequest for a contradiction."""
+        """Whether the model should reason. Raises InvalidRequest for a contradiction."""
         by_effort = None if self.effort is None else self.effort != "none"
         if None not in (by_effort, self.enabled) and by_effort != self.enabled:
             raise InvalidRequest(
-                f"the effort '{self.effort}' contradicts what turns reasoning"
+                f"the effort '{self.effort}' contradicts another field, which turns reasoning"
                 f" {'on' if self.enabled else 'off'}; leave one of them out",
                 param="reasoning_effort",
             )
@@ -59,7 +59,7 @@ NOTHING_ASKED = ReasoningInput()
 
 
 def checked_effort(given: Any, param: str) -> Effort | None:
-    """Raises InvalidRequest."""
+    """Check an effort that a client gave. Raises InvalidRequest."""
     if given is None:
         return None
     if given not in EFFORTS:
@@ -69,7 +69,7 @@ def checked_effort(given: Any, param: str) -> Effort | None:
 
 
 def checked_budget(given: Any, param: str) -> int | None:
-    """-1 asks for no maximum. Raises InvalidRequest."""
+    """Check a budget that a client gave; -1 means no maximum. Raises InvalidRequest."""
     if given is None or given == -1:
         return None
     if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= MAX_BUDGET:
@@ -78,7 +78,7 @@ def checked_budget(given: Any, param: str) -> int | None:
 
 
 def checked_thinking(given: Any, param: str = "thinking") -> ReasoningInput:
-    """Anthropic's object of ``type`` and ``budget_tokens``. Raises InvalidRequest."""
+    """Read Anthropic's object of ``type`` and ``budget_tokens``. Raises InvalidRequest."""
     if given is None:
         return NOTHING_ASKED
     if not isinstance(given, Mapping):
@@ -101,9 +101,9 @@ def checked_thinking(given: Any, param: str = "thinking") -> ReasoningInput:
 def template_variables(
     asked: ReasoningInput, template: ChatTemplate, given: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The variables of a chat template: those that a client gives, and what it asks for.
+    """Return a chat template's variables: the given ones and those for the reasoning settings.
 
-    Raises InvalidRequest where they contradict each other.
+    Raises InvalidRequest if they contradict each other.
     """
     if asked == NOTHING_ASKED:
         return given
@@ -125,7 +125,7 @@ def template_variables(
 
 
 def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | None:
-    """The effort by the words that templates know: not all know the least ones."""
+    """Return the effort in a word of the template; not all know ``none`` and ``minimal``."""
     if asked.effort is None or not template.reads(_EFFORT):
         return None
     if asked.effort in ("none", "minimal") and not template.mentions(asked.effort):
@@ -134,7 +134,7 @@ def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | Non
 
 
 def budget_of(asked: ReasoningInput, template: ChatTemplate) -> int | None:
-    """The maximum tokens of the reasoning; None: any number. Raises InvalidRequest."""
+    """Return the maximum number of reasoning tokens; None: no maximum. Raises InvalidRequest."""
     if asked.wanted is False:
         knows = any(template.reads(name) for name in SWITCHES)
         return None if knows or _template_effort(asked, template) is not None else 0
@@ -146,7 +146,11 @@ def budget_of(asked: ReasoningInput, template: ChatTemplate) -> int | None:
 def answer_part(
     form: ReasoningFormat | None, ending: Ending, message: str, prompt_end: str
 ) -> AnswerPart:
-    """Where a conversation's prompt ends: ``message`` is its last one, ``prompt_end`` its end."""
+    """Return the part that an answer begins in: ``reasoning``, ``content``, or undecided
+    (``start``).
+
+    ``message`` is the conversation's last message, ``prompt_end`` the end of its prompt.
+    """
     if ending == "open":
         return "reasoning" if form is not None and form.is_open_in(message) else "content"
     if form is not None and form.is_opened_by(prompt_end):
@@ -166,12 +170,12 @@ def reasoning_span(
     *,
     to_content: bool = True,
 ) -> ReasoningSpan | None:
-    """Where an answer's reasoning lies, for a grammar behind it, or for its ``budget``.
+    """Return the tokens around an answer's reasoning, for a grammar after it or for its ``budget``.
 
-    None where the answer has no reasoning, or nothing depends on where it ends. ``marker_ids``:
-    the tokens of a marker, None where it has none of its own. ``param`` is what the client calls
-    the budget. ``to_content``: content follows the reasoning, and no call. Raises
-    InvalidRequest where markers without tokens make it impossible.
+    None if the answer has no reasoning, or nothing depends on where it ends. ``marker_ids``: the
+    tokens of a marker, None if it has none of its own. ``param`` is the client's name for the
+    budget. ``to_content``: content follows the reasoning, and no tool call. Raises InvalidRequest
+    if a marker that is needed has no token.
     """
     if begins_in == "content" or (budget is None and sampling.grammar is None):
         return None
@@ -184,11 +188,12 @@ def reasoning_span(
             # The grammar leaves no room for reasoning.
             return None
         raise InvalidRequest(
-            f"the model's vocabulary has no token for '{form.end}': its reasoning can neither be"
-            " bounded nor come before an answer of a given form",
+            f"the model's vocabulary has no token for '{form.end}': its reasoning cannot have a"
+            " budget or precede a structured answer",
             param=param if sampling.grammar is None else None,
         )
-    # A call that ends the reasoning is part of a grammar's text. Its first line is a token.
+    # A call that ends the reasoning is part of the grammar's text. The call's first line is a
+    # token.
     calls = [call.partition("\n")[0] for call in form.calls_end_it]
     calls = [] if sampling.grammar is not None else calls
     return ReasoningSpan(

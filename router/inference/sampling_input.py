@@ -15,32 +15,32 @@ from baton.sampling_params import SamplingParams
 from router.text.tokenizer import Tokenizer
 
 MAX_WORDS = 128
-"""Words that must not be generated, in one request."""
+"""Maximum number of words in ``bad_words``."""
 MAX_WORD_CHARACTERS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 128
 MAX_BIASES = 300
 MAX_ALLOWED = 16_384
-"""Token ids that alone may be drawn."""
+"""Maximum number of ``allowed_token_ids``."""
 MAX_SCORES = 768 << 10
-"""Log probabilities of one request: the sum over its tokens of one and of the likeliest that are
-asked for. A router holds them in 8 to 20 bytes each."""
+"""Maximum log probabilities of one request. Each token counts once, plus its requested top
+alternatives. A router holds each in 8 to 20 bytes."""
 MAX_LINE_SCORES = MAX_SCORES // 8
-"""The same of a batch's line, whose answer is kept as text."""
+"""The same maximum for a line of a batch, whose answer is kept as text."""
 MAX_BAD_RUNS = 256
 MAX_BAD_RUN_TOKENS = 64
 _SHOWN_CHARACTERS = 64
-"""Of a client's value, in an error."""
+"""Characters of a client's value that an error shows."""
 _MIN_TEMPERATURE = 1e-3
-"""Smaller ones would make infinities of logits in 32 bits; draws are as good as greedy here."""
+"""Lower values would overflow logits in 32 bits. Draws at this value already equal greedy ones."""
 _MIN_TOP_P = 1e-6
-"""No vocabulary has a most likely token below this; smaller values would become 0 on the wire."""
+"""Every vocabulary's most likely token exceeds this. Smaller values would become 0 on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """None, or empty, means that the client gave nothing."""
+    """Sampling parameters as the client gave them; None or empty: not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -58,20 +58,20 @@ class SamplingInput:
     logit_bias: Mapping[Any, Any] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of token ids that the answer is not to have."""
+    """Runs of token ids that the answer must not contain."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     no_answer: bool = False
-    """``max_tokens`` may be 0: the prompt alone is wanted, and one token is drawn for nothing."""
+    """``max_tokens`` may be 0: only the prompt matters. One token is still drawn, and dropped."""
     shows_stop_string: bool = False
-    """The text includes the stop string that ended it."""
+    """Whether the text includes the stop string that ended it."""
     shows_special_tokens: bool = False
-    """The text includes special tokens, except for the one that ended it."""
+    """Whether the text includes special tokens, except for the one that ended it."""
     truncate: int | None = None
-    """Take so many tokens of the prompt's end; -1: as many as there is room for."""
+    """Keep only this number of tokens at the prompt's end; -1: the maximum that fits."""
     grammar: Grammar | None = None
     grammar_param: str = "grammar"
-    """What the client calls it."""
+    """The client's name for the grammar."""
 
 
 def final_sampling(
@@ -84,10 +84,10 @@ def final_sampling(
     prompt_param: str = "prompt",
     eos_ids: Collection[int] = (),
 ) -> SamplingParams:
-    """Check ranges and fill in what is absent; the seed is drawn when none was given.
+    """Check ranges and fill in what is absent; the seed is drawn if none was given.
 
-    ``default_max_tokens`` None takes the rest of the context; ``prompt_param`` is what the client
-    calls its prompt. Raises InvalidRequest, naming the parameter, and ContextLengthExceeded.
+    ``default_max_tokens`` None takes the rest of the context; ``prompt_param`` is the client's name
+    for its prompt. Raises InvalidRequest, naming the parameter, and ContextLengthExceeded.
     """
     check_prompt_length(prompt_tokens, context_length, prompt_param)
     asked = 1 if given.no_answer and given.max_tokens == 0 else given.max_tokens
@@ -124,7 +124,7 @@ def final_sampling(
 
 
 def _check_some_token_comes(sampling: SamplingParams, eos_ids: Collection[int]) -> None:
-    """Raises InvalidRequest where all allowed tokens are forbidden from the first one on."""
+    """Check that some allowed token may be drawn first. Raises InvalidRequest."""
     forbidden = {run[0] for run in sampling.bad_words if len(run) == 1}
     if sampling.min_tokens:
         forbidden.update(sampling.stop_token_ids, eos_ids if sampling.ends_at_eos else ())
@@ -151,7 +151,7 @@ def _allowed(given: SamplingInput, vocab_size: int) -> tuple[int, ...]:
     if len(ids) > MAX_ALLOWED:
         raise InvalidRequest(f"{name} has at most {MAX_ALLOWED} ids", param=name)
     if given.grammar is not None:
-        raise InvalidRequest(f"{name} is not possible with a form of the answer", param=name)
+        raise InvalidRequest(f"{name} cannot be combined with a structured answer", param=name)
     check_token_ids(ids, vocab_size, name)
     return tuple(sorted(set(ids)))
 
@@ -169,7 +169,7 @@ def _bad_words(given: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tup
 
 
 def kept_tokens(given: SamplingInput, context_length: int) -> int | None:
-    """How many tokens of a prompt's end are taken; None: all of them. Raises InvalidRequest."""
+    """Return the number of tokens kept at a prompt's end; None: all. Raises InvalidRequest."""
     most = given.truncate
     if most == -1:
         most = context_length - max(1, given.max_tokens or 1)
@@ -181,9 +181,9 @@ def kept_tokens(given: SamplingInput, context_length: int) -> int | None:
 
 
 def check_prompt_length(tokens: int, context_length: int, param: str) -> None:
-    """Raises ContextLengthExceeded where nothing is left for an answer.
+    """Check that the prompt leaves room for an answer. Raises ContextLengthExceeded.
 
-    ``param`` is what the client calls its prompt.
+    ``param`` is the client's name for its prompt.
     """
     if tokens >= context_length:
         raise ContextLengthExceeded(
@@ -233,7 +233,7 @@ def _top_k(given: int | None, vocab_size: int) -> int:
         return 0
     if given < 0:
         raise InvalidRequest("top_k must be -1, 0 or more", param="top_k")
-    # As many as there are is all of them.
+    # A top_k of the whole vocabulary filters nothing.
     return 0 if given >= vocab_size else given
 
 
@@ -265,12 +265,14 @@ def _stop_token_ids(given: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 
 
 def scored_tokens(given: SamplingInput, choices: int, limit: int) -> int | None:
-    """The most tokens of each answer whose log probabilities are within ``limit``; None: any."""
+    """Maximum tokens of each answer with at most ``limit`` log probabilities in all; None: no
+    maximum.
+    """
     return None if given.logprobs is None else max(1, limit // (choices * (1 + given.logprobs)))
 
 
 def check_scores(requests: Sequence[tuple[int, SamplingParams, int]], limit: int) -> None:
-    """Check that all log probabilities of a request are at most ``limit``.
+    """Check that a request asks for at most ``limit`` log probabilities in all.
 
     ``requests``: for each prompt its tokens, its sampling and its choices. Raises InvalidRequest.
     """
@@ -282,15 +284,15 @@ def check_scores(requests: Sequence[tuple[int, SamplingParams, int]], limit: int
             prompts += choices * tokens * (1 + sampling.prompt_logprobs)
     if answers + prompts > limit:
         raise InvalidRequest(
-            f"this request asks for up to {answers + prompts} log probabilities, its prompts and"
-            f" answers, their tokens, and the likeliest at each place multiplied; at most {limit}"
-            " are possible: ask for fewer prompts, answers, tokens or likeliest ones",
+            f"this request asks for up to {answers + prompts} log probabilities (prompts and"
+            f" answers times their tokens times the top tokens at each position); at most {limit}"
+            " are possible: ask for fewer prompts, answers, tokens or top tokens",
             param="logprobs" if answers > prompts else "prompt_logprobs",
         )
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequest when an id is not in the vocabulary."""
+    """Check that all ids are in the vocabulary. Raises InvalidRequest."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         bad = next(one for one in token_ids if not 0 <= one < vocab_size)
         raise InvalidRequest(
@@ -333,7 +335,7 @@ def _bias(key: str | int, value: Any) -> float:
 
 
 def _shown(value: str | int) -> str:
-    """What a client has sent, short enough for an error, as JSON has it."""
+    """Format a client's value for an error: JSON, cut to a few characters."""
     if isinstance(value, int) and value.bit_length() > 64:
         return "a number of more than 64 bits"
     text = json.dumps(value)
@@ -341,9 +343,9 @@ def _shown(value: str | int) -> str:
 
 
 def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tuple[int, ...], ...]:
-    """The tokens of these words, as they are at a text's start and behind a space.
+    """Return the token runs of words, at a text's start and after a space.
 
-    A word that the model spells with other tokens is not among them. Raises InvalidRequest.
+    Spellings of a word with other tokens are not covered. Raises InvalidRequest.
     """
     words = list(words or ())
     if len(words) > MAX_WORDS:

@@ -1,9 +1,9 @@
-"""InferenceService: what every API calls to run a request.
+"""InferenceService: the entry point by which every API runs a request.
 
     input ─builder→ GenerationRequest ─limits of its API key→ dispatcher (admission, placement)
           ─deltas→ the API's sink, as fast as its client reads
 
-APIs parse input and format answers, and do nothing else. One service per router process.
+APIs parse input and format answers, and do nothing else. A router process has one service.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from router.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 BACKGROUND_WAIT_S = 31 * 86400.0
-"""A background request waits for its turn until its batch ends; no window is longer."""
+"""Maximum time a background request waits for admission: no batch window is longer."""
 
 Sink = Callable[[int, OutputDelta], Awaitable[None]]
-"""Takes a prompt's place in the request and its next delta; as slow as the client is."""
+"""Receives the index of a prompt and its next delta; blocks while the client reads slowly."""
 Admitted = Callable[[Mapping[str, str]], Awaitable[None]]
-"""Takes the headers that tell what is left of the API key's limits."""
+"""Receives headers with the remaining limits of the API key."""
 
 
 class InferenceService:
-    """Owned by the router's event loop. Its methods raise BatonError."""
+    """Runs requests for every API. Owned by the router's event loop; methods raise BatonError."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class InferenceService:
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Count what fails before it has become a request."""
+        """Count errors that occur before a request is built."""
         try:
             yield
         except BatonError as error:
@@ -106,11 +106,11 @@ class InferenceService:
             raise
 
     def worker_records(self) -> Sequence[WorkerRecord]:
-        """What is known of every worker."""
+        """Return the registry record of every worker."""
         return self._dispatcher.worker_records()
 
     def count_abandoned(self) -> None:
-        """Count a request whose client left before it was complete."""
+        """Count a request whose client left before sending all of it."""
         count_refusal(self._stats.metrics, None)
 
     async def run(
@@ -123,11 +123,11 @@ class InferenceService:
         on_admitted: Admitted | None = None,
         at_once: int | None = None,
     ) -> None:
-        """Run the prompts of one API request side by side, until all have a finish reason.
+        """Run the prompts of one API request concurrently, until all have a finish reason.
 
-        ``choices`` are the answers that ``sink`` counts; ``at_once`` bounds how many prompts run at
-        a time. Every deadline counts from now. The first failure ends the other prompts and is
-        raised. When the caller is cancelled, every prompt is aborted at the workers before this
+        ``choices`` count the answers that ``sink`` receives. ``at_once`` bounds how many prompts
+        run at a time. Every deadline counts from now. The first failure ends the other prompts and
+        is raised. If the caller is cancelled, every prompt is aborted at the workers before this
         returns.
         """
         charged = self.access.charged(arrival.caller, arrival.request_id, requests, choices)
@@ -157,7 +157,7 @@ class InferenceService:
 
         try:
             async with asyncio.TaskGroup() as group:
-                # To begin thousands of prompts at once would hold the event loop.
+                # Starting thousands of prompts at once would block the event loop.
                 for _ in range(min(at_once or len(requests), len(requests))):
                     group.create_task(run_next())
         except ExceptionGroup as failures:
@@ -174,7 +174,7 @@ class InferenceService:
     ) -> None:
         """Run one prompt, and record it exactly once.
 
-        ``slow``: it waits for slack as background requests do, but no longer than its deadline.
+        ``slow``: it waits for spare capacity as background requests do, but keeps its deadline.
         """
         background = request.background
         context_class = BACKGROUND_CLASS if background else self._class_of(len(request.prompt_ids))
@@ -218,7 +218,7 @@ class InferenceService:
 
 
 def _failure(request: GenerationRequest, error: Exception, *, timed_out: bool) -> BatonError:
-    """What a client is told of an error."""
+    """Convert an error to the one that the client receives."""
     if isinstance(error, BatonError):
         return error
     if isinstance(error, TimeoutError) and timed_out:

@@ -17,46 +17,50 @@ _KINDS = ("int8", "int4", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the router knows of the served model."""
+    """Facts of the served model."""
 
     id: str
     created: int
-    """Unix seconds."""
+    """Creation time, in Unix seconds."""
     revision: str
-    """The commit of its repository; empty: the model is a folder or a file of the operator."""
+    """The commit of its repository; empty if the model is a local folder or file."""
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     vocab_size: int
-    """Token ids are below this."""
+    """Size of the vocabulary: every token id is below this."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer."""
     has_chat_template: bool
     tool_parser: str
-    """How tool calls are read; see `tool_parser` in the configuration."""
+    """The format in which tool calls are read; see `tool_parser` in the configuration."""
     quantization: str | None
-    """How most weights are held: int8, int4 or fp8; None: they are not quantized."""
+    """Quantization of the weights: int8, int4 or fp8; None: not quantized."""
     dtype: str
     """Type of the weights that are not quantized."""
     kv_dtype: str
     """Type of the KV cache."""
     batch_size: int
-    """Most sequences that a decode worker computes in one step."""
+    """Maximum sequences that a decode worker computes in one step."""
     fingerprint: str
-    """Of what decides the KV: weights, tokenizer, KV type; empty while no worker is known."""
+    """Hash of all that decides the KV: weights, tokenizer, KV type. Empty while no worker is known.
+    """
 
     @property
     def model_name(self) -> str:
-        """Another name of ``id``."""
+        """Alias of ``id``."""
         return self.id
 
     @property
     def max_sequence_length(self) -> int:
-        """Another name of ``max_model_len``."""
+        """Alias of ``max_model_len``."""
         return self.max_model_len
 
 
 class TokenService:
-    """Owned by the event loop; texts are tokenized on threads. Raises BatonError."""
+    """Tokenizes and detokenizes for APIs, and reports the model's facts.
+
+    Owned by the event loop; texts are tokenized on threads. Raises BatonError.
+    """
 
     def __init__(self, service: InferenceService) -> None:
         self._builder = service.builder
@@ -67,16 +71,16 @@ class TokenService:
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum tokens of prompt and answer together."""
         return self._builder.context_length
 
     def check_model(self, model_id: str | None) -> None:
-        """The model may be left out. Raises ModelNotFound."""
+        """Check the model's name, if one is given. Raises ModelNotFound."""
         if model_id:
             self._builder.check_model(model_id)
 
     async def ids_of_text(self, text: str, tenant: str, *, special: bool) -> tuple[int, ...]:
-        """``special``: with the special tokens that the tokenizer adds. Raises InvalidRequest."""
+        """Tokenize a text; ``special``: add the tokenizer's own tokens. Raises InvalidRequest."""
         return await self._builder.encoder.text_ids(tenant, text, special=special)
 
     async def ids_of_turns(
@@ -89,25 +93,25 @@ class TokenService:
         variables: Mapping[str, Any] = MappingProxyType({}),
         special: bool = False,
     ) -> tuple[int, ...]:
-        """A conversation; see ``PromptEncoder.chat_ids``. Raises InvalidRequest."""
+        """Tokenize a conversation; see ``PromptEncoder.chat_ids``. Raises InvalidRequest."""
         return await self._builder.encoder.chat_ids(
             tenant, turns, tools, ending=ending, variables=variables, special=special
         )
 
     def spelling(self, token_id: int) -> str:
-        """A token as the vocabulary writes it."""
+        """Return a token as the vocabulary writes it."""
         return self._tokenizer.spell(token_id)
 
     async def text(self, token_ids: Sequence[int], param: str, tenant: str) -> str:
-        """Special tokens included. Raises InvalidRequest."""
+        """Detokenize token ids, with special tokens. Raises InvalidRequest."""
         return await self._builder.encoder.text_of(tenant, token_ids, param)
 
     def facts(self) -> ModelFacts:
-        """What the decode workers say; the configuration's word while there are none."""
+        """Return the facts that decode workers report, or the configuration's without any."""
         config = self._config
         pools = [pool for pool in config.pools if pool.role == "decode"]
         records = [one for one in self._records() if one.role == "decode"]
-        # While the model changes, most of the workers have the one that answers are made with.
+        # During a rollout, show the model that most decode workers run.
         counted = Counter(one.fingerprint for one in records).most_common(1)
         shown = next((one for one in records if one.fingerprint == counted[0][0]), None)
         asked = config.quantization if config.quantization in _KINDS else None

@@ -1,4 +1,4 @@
-"""Answers and errors in the shapes of ``/v1/messages``."""
+"""Answers and errors in the format of ``/v1/messages``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.messages.output import MessageOutput
 
 
 class MessagesAnswer(ApiAnswer):
-    """See ``ApiAnswer``: one prompt, one choice."""
+    """An answer with one prompt and one choice: see ``ApiAnswer``."""
 
     def __init__(
         self,
@@ -97,7 +97,9 @@ class MessagesAnswer(ApiAnswer):
         return "tool_use" if self._output.has_calls else "end_turn"
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
-        """Tokens that were read from a cache, and written to it, are counted apart from others."""
+        """Return the usage, in which tokens read from a cache and written to it are counted
+        separately.
+        """
         cached, written = choice.cached_tokens, choice.written_tokens
         (request,) = self.requests
         return {

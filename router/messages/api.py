@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` and its count of tokens, in Anthropic's shapes."""
+"""``POST /v1/messages`` and its token count, in Anthropic's formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.messages.protocol import CountTokensRequest, MessagesRequest
 
 
 class MessagesApi:
-    """The handlers. They raise BatonError; ``router.http.errors`` answers it."""
+    """The handlers. They raise BatonError, which ``router.http.errors`` answers."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
@@ -34,7 +34,7 @@ class MessagesApi:
         return await self.endpoint.answer(request)
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens a conversation has as a prompt."""
+        """Count the tokens of a conversation as a prompt."""
         with self._service.counting_refusals():
             tenant = caller_of(request).principal.tenant
             async with self._service.bodies.object(request, tenant) as raw:
@@ -78,7 +78,7 @@ class MessagesApi:
 
 
 def _reasoning(body: MessagesRequest) -> ReasoningInput:
-    """Raises InvalidRequest."""
+    """Read the reasoning settings. Raises InvalidRequest."""
     found = checked_thinking(body.thinking)
     if found.budget is not None and found.budget >= body.max_tokens:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The conversation of ``/v1/messages``: blocks to the messages that a chat template takes."""
+"""The conversation of ``/v1/messages``: converts blocks to the messages of a chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Block = Mapping[str, Any]
 
 
 def message_turns(body: CountTokensRequest) -> list[Turn]:
-    """Raises InvalidRequest and UnsupportedParameter."""
+    """Convert a body's conversation to turns. Raises InvalidRequest and UnsupportedParameter."""
     if not body.messages:
         raise InvalidRequest("messages must not be empty", param="messages")
     turns = prefix_turns(body, len(body.messages))
@@ -27,14 +27,14 @@ def message_turns(body: CountTokensRequest) -> list[Turn]:
 
 
 def ending_of(turns: Sequence[Turn]) -> Ending:
-    """The answer goes on in a last message of the assistant."""
+    """Return the ending of the prompt: the answer continues a last message of the assistant."""
     return "open" if turns[-1]["role"] == "assistant" else "answer"
 
 
 def prefix_turns(body: CountTokensRequest, message: int, block: int = 0) -> list[Turn]:
-    """The turns of a body up to a block of one of its messages, which has those before it too.
+    """Return the turns of a body up to and including a block of one of its messages.
 
-    ``message`` is the message's number: -1 takes the system message alone, a number behind the last
+    ``message`` is the message's number. -1 takes only the system message, a number after the last
     one takes all. Raises as ``message_turns`` does.
     """
     turns: list[Turn] = []
@@ -135,7 +135,7 @@ def _string(block: Block, name: str, where: str) -> str:
 
 
 def message_tools(body: CountTokensRequest) -> ToolUse | None:
-    """Raises InvalidRequest and UnsupportedParameter."""
+    """Read the tools of a body. Raises InvalidRequest and UnsupportedParameter."""
     tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())]
     return use_of(tools, _choice(body.tool_choice))
 
@@ -143,7 +143,7 @@ def message_tools(body: CountTokensRequest) -> ToolUse | None:
 def _tool(tool: Block, where: str) -> Tool:
     if tool.get("type") not in (None, "custom"):
         raise UnsupportedParameter(
-            f"{where}: tools of the server's own are not supported", param=f"{where}.type"
+            f"{where}: server tools are not supported", param=f"{where}.type"
         )
     schema, description = tool.get("input_schema"), tool.get("description")
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
-"""``cache_control`` of ``/v1/messages``: up to where a prompt is to be kept, and for how long.
+"""``cache_control`` of ``/v1/messages``: which part of a prompt stays cached, and for how long.
 
-A *breakpoint* is a block with that field: the prompt up to its end is kept. Its place among the
-prompt's tokens is where the prompt parts from one that ends there.
+A *breakpoint* is a block with that field: the prompt up to its end is kept. Its position among the
+prompt's tokens is found by comparison with the tokens of a conversation that ends there.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from router.messages.blocks import message_turns, prefix_turns
 from router.messages.protocol import MessagesRequest
 
 MAX_BREAKPOINTS = 4
-"""In one request, as at Anthropic."""
+"""Maximum number in one request, as at Anthropic."""
 _TTLS = {"5m": 300.0, "1h": 3600.0}
 _DEFAULT_TTL = "5m"
 
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """Where a client wants its prompt kept up to."""
+    """The end of a part of the prompt that a client wants to keep cached."""
 
     where: str
     """The field, for errors."""
     ttl_s: float
     message: int
-    """The number of its message; -1: it is before the first one."""
+    """Number of its message; -1: it is before the first one."""
     block: int
-    """The number of its block in the message, or of the system message; -1: it is before it."""
+    """Number of its block in the message, or in the system message; -1: it is before it."""
 
 
 def breakpoints_of(body: MessagesRequest) -> list[Breakpoint]:
-    """The breakpoints of a body, in the order of the prompt. Raises InvalidRequest."""
+    """Return the breakpoints of a body, in the order of the prompt. Raises InvalidRequest."""
     found = list(_found(body))
     if len(found) > MAX_BREAKPOINTS:
         where = found[MAX_BREAKPOINTS].where
@@ -90,11 +90,12 @@ async def retentions_of(
     tools: ToolUse | None,
     variables: Mapping[str, Any],
 ) -> tuple[Retention, ...]:
-    """What a body asks to be kept of its prompt, whose tokens are ``prompt_ids``.
+    """Return the retentions that a body requests for its prompt, whose tokens are ``prompt_ids``.
 
     ``variables`` are those of its chat template. Raises InvalidRequest, Overloaded.
     """
-    # Everything before a breakpoint is kept, too: of those with one time to live the last counts.
+    # Everything before a breakpoint is kept, too. So for each time to live, only the last one
+    # counts.
     last = {one.ttl_s: one for one in breakpoints_of(body)}
     found = []
     for one in last.values():
@@ -116,10 +117,10 @@ def _is_end(body: MessagesRequest, one: Breakpoint) -> bool:
 
 
 def _turns_before(body: MessagesRequest, one: Breakpoint) -> list[Turn]:
-    """A conversation that ends at a breakpoint, or parts from the body's there."""
+    """Return a conversation that ends at a breakpoint, or differs from the body's after it."""
     if one.message >= 0:
         return prefix_turns(body, one.message, one.block)
-    # Many templates want a message of the user's.
+    # Many templates require a user message.
     begin: list[Turn] = [{"role": "user", "content": ""}]
     if one.block >= 0:
         system = body.model_copy(update={"system": (body.system or [])[: one.block + 1]})
@@ -129,7 +130,7 @@ def _turns_before(body: MessagesRequest, one: Breakpoint) -> list[Turn]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading tokens are the same."""
+    """Return the number of equal leading tokens."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -137,7 +138,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def written_by_ttl(
     retentions: Sequence[Retention], cached_tokens: int, written_tokens: int
 ) -> dict[str, int]:
-    """Tokens that were written to the cache, behind those that were read from it, by their ttl."""
+    """Return the tokens written to the cache, after those read from it, by their ttl."""
     end = cached_tokens + written_tokens
     long_s = _TTLS["1h"]
     longest = max((one.tokens for one in retentions if one.ttl_s >= long_s), default=0)

@@ -1,4 +1,4 @@
-"""The content blocks of a message while they are made, and the events that tell of them."""
+"""The content blocks of a message while it is generated, and their events."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Fields = dict[str, Any]
 
 
 class MessageOutput:
-    """The state of one answer. Blocks of reasoning, of text and of calls take turns.
+    """The state of one answer. Blocks of reasoning, of text and of calls alternate.
 
-    Reasoning has an empty signature: nothing here vouches for it.
+    Reasoning has an empty signature, since nothing here certifies it.
     """
 
     def __init__(self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart) -> None:
-        """``begins_in``: where the prompt ends."""
+        """Create the state; ``begins_in``: the part of the answer in which the prompt ends."""
         self._output = ParsedOutput(dialect, use, begins_in)
         self._blocks: list[Fields] = []
         self._is_open = False
@@ -33,16 +33,16 @@ class MessageOutput:
 
     @property
     def content(self) -> list[Fields]:
-        """The blocks as they are to be shown at the end."""
+        """The final blocks."""
         return [_shown(block) for block in self._blocks]
 
     def feed(self, text: str, *, last: bool) -> list[Fields]:
-        """The events of the next part of the text; ``last``: no more comes."""
+        """Return the events of the next part of the text; ``last``: no more text follows."""
         pieces = self._output.feed(text, last=last)
-        events = [event for piece in pieces for event in self._tell(piece)]
+        events = [event for piece in pieces for event in self._events_of(piece)]
         return [*events, *self._close()] if last else events
 
-    def _tell(self, piece: Piece) -> list[Fields]:
+    def _events_of(self, piece: Piece) -> list[Fields]:
         match piece:
             case Content(text):
                 begin = [] if self._in("text") else self._open({"type": "text", "text": ""})
@@ -84,7 +84,7 @@ class MessageOutput:
 
 
 def _shown(block: Fields) -> Fields:
-    """A call's input is an object; one that is none, or was cut short, is shown as text."""
+    """Return a final block. A call becomes text if its input is not a whole JSON object."""
     if block["type"] != "tool_use":
         return block
     try:

@@ -1,4 +1,4 @@
-"""The request of ``POST /v1/messages``, as far as it is served."""
+"""The supported request fields of ``POST /v1/messages``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_ANSWERS = frozenset(
         *("temperature", "top_k", "top_p"),
     }
 )
-"""Fields of `/v1/messages` that change no count of a prompt's tokens."""
+"""Fields of `/v1/messages` that do not affect the token count of a prompt."""
 
 
 class MessageInput(BaseModel):
@@ -28,7 +28,7 @@ class MessageInput(BaseModel):
     role: str
     """`user` or `assistant`."""
     content: str | _Objects
-    """Text, or a list of blocks: text, thinking, calls of tools and their results."""
+    """Text, or a list of blocks: text, thinking, tool calls and their results."""
 
 
 class CountTokensRequest(RequestBody):
@@ -46,7 +46,7 @@ class CountTokensRequest(RequestBody):
     model: str
     """The served model's id; see `GET /v1/models`."""
     messages: Annotated[list[MessageInput], Field(fail_fast=True, max_length=MAX_MESSAGES)]
-    """The conversation; the answer goes on in a last message of the assistant."""
+    """The conversation. The answer continues a last message of the assistant."""
     system: str | _Objects | None = None
     """The system message."""
     tools: _Objects | None = None
@@ -55,21 +55,21 @@ class CountTokensRequest(RequestBody):
     """`type`: `auto` (the default), `any`, `tool` with a `name`, or `none`."""
     thinking: dict[str, Any] | None = None
     """`type`: `enabled`, with `budget_tokens` below `max_tokens`; `adaptive`; or `disabled`.
-    Default: as the model's chat template has it."""
+    Default: that of the model's chat template."""
 
 
 class MessagesRequest(CountTokensRequest):
     """The body of `POST /v1/messages`."""
 
     max_tokens: Int
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
     cache_control: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """`{"type": "ephemeral"}`, with a `ttl` of `5m` (the default) or `1h`: keeps the whole prompt
-    for so long. Blocks and tools may have the same field, at most four in all."""
+    cached for that time. Blocks and tools may have the same field, at most four in all."""
     stop_sequences: Strings | None = None
     """Up to 16 strings that end the answer and are not part of it."""
     stream: bool | None = None
-    """Send the answer as server-sent events while it is made."""
+    """Send the answer as server-sent events while it is generated."""
     temperature: float | None = None
     """0 … 2; 0 takes the most likely token. Default 1."""
     top_p: float | None = None
@@ -79,4 +79,4 @@ class MessagesRequest(CountTokensRequest):
     seed: Int | None = None
     """Any 64-bit integer; same seed, same tokens (extension)."""
     priority: Int | None = None
-    """A 32-bit integer: lower ones come earlier when requests wait (extension)."""
+    """A 32-bit integer: waiting requests with lower values go first (extension)."""

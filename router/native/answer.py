@@ -1,4 +1,4 @@
-"""Answers of ``/v1/generate``: texts, the time that they took, and what was done for them."""
+"""Answers of ``/v1/generate``: texts, their latency, and the optimizations that were used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from router.inference.endpoint import ApiAnswer
 from router.native.protocol import BatchGenerated, Generated
 
 Records = Callable[[], Sequence[WorkerRecord]]
-"""What is known of every worker."""
+"""Returns the registry record of every worker."""
 
 
 def optimization_used(choice: Choice, records: Sequence[WorkerRecord]) -> str:
-    """What was done for an answer that has ended, by its counts and by the worker that made it."""
+    """Return the optimizations of an ended answer, by its counts and by its worker."""
     worker = next((one for one in records if one.slot == choice.decode_worker), None)
     used = []
     if worker is None or worker.max_sequences > 1:
@@ -25,7 +25,7 @@ def optimization_used(choice: Choice, records: Sequence[WorkerRecord]) -> str:
     if choice.cached_tokens:
         used.append("prefix_cache")
     if choice.accepted_drafts:
-        # A worker that has left since tells no more what has drafted there.
+        # The drafter of a worker that has left is unknown.
         used.append(f"speculation={worker.drafter}" if worker else "speculation")
     if worker is not None and worker.quantization:
         used.append(f"quantization={worker.quantization}")
@@ -33,7 +33,7 @@ def optimization_used(choice: Choice, records: Sequence[WorkerRecord]) -> str:
 
 
 class GenerateAnswer(ApiAnswer):
-    """See ``ApiAnswer``: one text, or with ``is_batch`` a list of them."""
+    """An answer with one text, or with ``is_batch`` a list of texts: see ``ApiAnswer``."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class GenerateAnswer(ApiAnswer):
         is_batch: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``received_at`` is on ``clock``, in seconds."""
+        """Create an answer; ``received_at`` is on ``clock``, in seconds."""
         super().__init__(requests, stream=stream)
         self._received_at = received_at
         self._records = records

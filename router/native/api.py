@@ -1,4 +1,4 @@
-"""``POST /v1/generate`` and ``POST /v1/generate/batch``: prompts in, texts and their times out."""
+"""``POST /v1/generate`` and ``POST /v1/generate/batch``: prompts in, texts and latencies out."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class NativeApi:
         )
         limit = MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if "max_tokens" in body.model_fields_set and body.max_tokens is not None:
-            # What the client asks for must fit; the default ends where the context does.
+            # A client's maximum must fit; the default is cut at the end of the context.
             sampling = replace(sampling, max_tokens=limit)
         requests = await self._builder.prompts(arrival, prompts, sampling, limit, param=param)
         return [_optimized(one, body.optimization or "full") for one in requests]

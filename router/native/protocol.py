@@ -10,27 +10,27 @@ from pydantic import BaseModel, ConfigDict, Field
 from router.http.client import Int, RequestBody, Strings
 
 MAX_TOKENS, TEMPERATURE = 100, 0.7
-"""Defaults."""
+"""Default maximum of generated tokens, and default temperature."""
 Optimization = Literal["none", "basic", "full"]
 
 
 class _Body(RequestBody):
     model: str | None = None
-    """The served model's id; may be left out."""
+    """The served model's id; optional."""
     max_tokens: Int | None = Field(MAX_TOKENS, ge=1)
-    """The most tokens to generate for each prompt."""
+    """Maximum number of tokens to generate for each prompt."""
     temperature: float | None = Field(TEMPERATURE, ge=0, le=2)
     """0 … 2; 0 takes the most likely token."""
     optimization: Optimization | None = "full"
-    """`full`: the prefix cache and speculation where they help. `basic`: neither. `none`: the same
-    as `basic`, since continuous batching cannot be switched off for one request."""
+    """`full`: use the prefix cache and speculative decoding if they help. `basic`: use neither.
+    `none`: same as `basic`, since continuous batching cannot be disabled for one request."""
 
 
 class GenerateRequest(_Body):
     """The body of `POST /v1/generate`."""
 
     prompt: str
-    """Text, as `/v1/completions` takes it: no chat template is applied."""
+    """Text, as in `/v1/completions`: no chat template is applied."""
     stream: bool | None = False
     """Send the answer as server-sent events while it is generated."""
 
@@ -52,11 +52,11 @@ class Generated(BaseModel):
     text: str
     tokens_generated: int
     latency_ms: float
-    """From the request's receipt to its last token."""
+    """Time from the request's receipt to its last token."""
     optimization_used: str
-    """What the engine did for this answer, separated by commas: `continuous_batching`,
+    """The optimizations used for this answer, separated by commas: `continuous_batching`,
     `prefix_cache` if KV of the prompt was found, `speculation=METHOD` if drafted tokens were
-    accepted, `quantization=KIND` of the weights. `none` if it did none of these."""
+    accepted, `quantization=KIND` of the weights. `none` if there were none."""
     finish_reason: Literal["stop", "length"]
     """`length`: `max_tokens` or the end of the context ended the answer."""
 
@@ -69,6 +69,6 @@ class BatchGenerated(BaseModel):
     results: list[Generated]
     """One for each prompt, in the same order."""
     total_latency_ms: float
-    """From the request's receipt to the last token of the last result."""
+    """Time from the request's receipt to the last token of the last result."""
     throughput_tokens_per_sec: float
     """Tokens of all results divided by that time."""

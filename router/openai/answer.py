@@ -1,4 +1,4 @@
-"""Answers in the shapes of the two OpenAI endpoints, whole or in chunks."""
+"""Answers in the formats of the two OpenAI endpoints, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.openai.options import AnswerOptions
 
 
 def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
-    """The sum over all prompts of a request."""
+    """Return the usage, summed over all prompts of a request."""
     prompt = sum(choice.prompt_tokens for choice in choices)
     completion = sum(choice.completion_tokens for choice in choices)
     reasoning = sum(choice.reasoning_tokens for choice in choices)
@@ -40,10 +40,10 @@ def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
 
 
 class _OpenAiAnswer(ApiAnswer):
-    """What both endpoints share. Choices have their places: those of the first prompt, then on."""
+    """Base class of both endpoints' answers. Choices are numbered across prompts, in order."""
 
     kind: str
-    """The ``object`` of events."""
+    """Value of the field ``object`` of events."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class _OpenAiAnswer(ApiAnswer):
         *,
         stream: bool,
     ) -> None:
-        """``details``: what is asked for beside text; None: nothing."""
+        """Create an answer; ``details``: requested data in addition to text; None: none."""
         super().__init__(requests, stream=stream)
         self._id = name
         self._model_id = model_id
@@ -64,8 +64,8 @@ class _OpenAiAnswer(ApiAnswer):
         self._details = details
         fields = {"id": name, "object": self.kind, "created": self._created, "model": model_id}
         self._usage_before: openai_protocol.Usage | None = None
-        """The usage before the delta that begins a choice, where chunks have one."""
-        # All chunks of a request have the same ends; only the choice between them differs.
+        """Usage before the first delta of a choice, if chunks include usage."""
+        # All chunks of a request begin and end alike. Only the choice in the middle differs.
         self._begin = to_json(fields)[:-1] + ',"choices":['
         self._end = '],"usage":null}' if options.usage else "]}"
 
@@ -92,7 +92,7 @@ class _OpenAiAnswer(ApiAnswer):
             self._details.keep(place, delta)
 
     def whole(self) -> Mapping[str, Any]:
-        """See ``ApiAnswer``. The usage is that of all that was drawn."""
+        """See ``ApiAnswer``. The usage covers all generated choices, shown or not."""
         details = self._details
         if details is None:
             return self._body(self.choices).model_dump()
@@ -104,11 +104,11 @@ class _OpenAiAnswer(ApiAnswer):
 
     @abc.abstractmethod
     def _chunks(self, place: int, delta: OutputDelta, *, first: bool) -> list[str]:
-        """The events of a delta, as JSON; none while there is nothing to show."""
+        """Return the events of a delta, as JSON; none if there is nothing to show."""
 
     @abc.abstractmethod
     def _body(self, choices: Sequence[Choice]) -> BaseModel:
-        """The body of an answer that is not streamed, without details."""
+        """Return the body of an answer that is not streamed, without details."""
 
     def _placed(self, prompt: int, delta: OutputDelta) -> tuple[int, OutputDelta]:
         place = prompt * self._options.best_of + delta.choice
@@ -139,7 +139,7 @@ class _OpenAiAnswer(ApiAnswer):
         extras: ChunkExtras = NOTHING,
         usage: openai_protocol.Usage | None = None,
     ) -> str:
-        """``usage``: other than that of all tokens so far."""
+        """Build a chunk; ``usage`` replaces that of all tokens so far."""
         choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
         tail = self._end
         if self._options.continuous_usage:
@@ -151,7 +151,7 @@ class _OpenAiAnswer(ApiAnswer):
 
 
 class ChatAnswer(_OpenAiAnswer):
-    """``/v1/chat/completions``."""
+    """An answer of ``/v1/chat/completions``."""
 
     kind = "chat.completion.chunk"
 
@@ -172,7 +172,7 @@ class ChatAnswer(_OpenAiAnswer):
         return events
 
     def _role_chunk(self, index: int, extras: ChunkExtras = NOTHING) -> str:
-        """The first chunk of a choice, which counts none of its tokens."""
+        """Build the first chunk of a choice, whose usage counts none of its tokens."""
         role = '"delta":{"role":"assistant","content":"","refusal":null}'
         return self._chunk_of(index, role, "null", extras, self._usage_before)
 
@@ -194,7 +194,7 @@ class ChatAnswer(_OpenAiAnswer):
 
 
 class CompletionAnswer(_OpenAiAnswer):
-    """``/v1/completions``."""
+    """An answer of ``/v1/completions``."""
 
     kind = "text_completion"
 

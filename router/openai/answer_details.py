@@ -1,7 +1,7 @@
-"""What an answer has beside its text, where the client asks for it.
+"""Requested data of an answer in addition to its text, in the formats of the two endpoints.
 
-Log probabilities, token ids, an echo of the prompt; in the shapes of the two endpoints. An answer
-that is plain text has none of this, and pays for none of it.
+It consists of log probabilities, token ids, and an echo of the prompt. An answer of plain text has
+none of this and no cost from it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChunkExtras:
-    """What an event has beside its text, as JSON."""
+    """Additional fields of an event, as JSON."""
 
     logprobs: str = "null"
     of_choice: str = ""
-    """More fields of the choice, each with a comma before it."""
+    """Fields of the choice, each with a comma before it."""
     of_answer: str = ""
-    """More fields of the whole."""
+    """Fields of the whole event."""
 
     @property
     def empty(self) -> bool:
@@ -41,18 +41,19 @@ NOTHING = ChunkExtras()
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """A prompt as its client is shown it."""
+    """A prompt as it is shown to the client."""
 
     token_ids: tuple[int, ...]
     text: str
     offsets: Sequence[int]
-    """Of each token, the characters before it."""
+    """For each token, the number of characters before it."""
     logprobs: Sequence[TokenLogprobs] = ()
 
 
 class KeptScores:
-    """Scored tokens of an answer that is not streamed, in columns: as objects they are 20 times
-    as large."""
+    """Scored tokens of an answer that is not streamed, in columns: objects would need 20 times as
+    much memory.
+    """
 
     def __init__(self) -> None:
         self._token_ids = array("I")
@@ -61,13 +62,13 @@ class KeptScores:
         self._hidden = bytearray()
         self._tops = bytearray()
         self._ends = array("I")
-        """Of each token's part of ``_tops``."""
+        """End of each token's part of ``_tops``."""
 
     def __len__(self) -> int:
         return len(self._token_ids)
 
     def add(self, scored: Iterable[ScoredToken]) -> None:
-        """Take the next tokens."""
+        """Append tokens."""
         for token in scored:
             top = token.logprobs.top
             packed = top if isinstance(top, PackedTop) else PackedTop.of(top)
@@ -88,20 +89,20 @@ class KeptScores:
 
     @property
     def mean(self) -> float:
-        """The mean log probability of the tokens, 0 without any."""
+        """Mean log probability of the tokens, 0 without any."""
         return sum(self._logprobs) / max(1, len(self))
 
 
 @dataclass(slots=True)
 class Kept:
-    """What a choice's deltas have brought, for an answer that is not streamed."""
+    """Data collected from a choice's deltas, for an answer that is not streamed."""
 
     scores: KeptScores = field(default_factory=KeptScores)
     token_ids: array[int] = field(default_factory=lambda: array("I"))
 
 
 class AnswerDetails:
-    """Of one request. Choices have their places: those of the first prompt, of the second, …"""
+    """The details of one request. Choices are numbered across prompts, in order."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class AnswerDetails:
         *,
         is_chat: bool,
     ) -> None:
-        """``texts``: each prompt as the client has written it, None for token ids."""
+        """Create the details; ``texts``: each prompt as the client wrote it, None for token ids."""
         self.options = options
         self._shapes = TokenShapes(tokenizer)
         self._is_chat = is_chat
@@ -128,25 +129,25 @@ class AnswerDetails:
         return self._prompts[place // self.options.best_of]
 
     def echo(self, place: int) -> str:
-        """The text before a choice's first."""
+        """Return the prompt's text to show before a choice."""
         return self._prompt(place).text
 
     def keep(self, place: int, delta: OutputDelta) -> None:
-        """Remember a delta for ``complete``."""
-        self._hear(place, delta)
+        """Store a delta for ``complete``."""
+        self._take_prompt_logprobs(place, delta)
         self._kept[place].scores.add(delta.scored)
         if self.options.token_ids:
             self._kept[place].token_ids.extend(delta.token_ids)
 
-    def _hear(self, place: int, delta: OutputDelta) -> None:
+    def _take_prompt_logprobs(self, place: int, delta: OutputDelta) -> None:
         if delta.prompt_logprobs:
             self._prompt(place).logprobs = delta.prompt_logprobs
 
     # Streams
 
     def chunk(self, place: int, delta: OutputDelta, *, first: bool) -> ChunkExtras:
-        """What the event of a delta has beside its text."""
-        self._hear(place, delta)
+        """Return the additional fields of a delta's event."""
+        self._take_prompt_logprobs(place, delta)
         options, of_choice, of_answer = self.options, "", ""
         logprobs = self._chunk_logprobs(place, delta, first=first)
         if options.token_ids:
@@ -185,7 +186,7 @@ class AnswerDetails:
     # Whole answers
 
     def complete(self, body: dict[str, Any], places: Sequence[int]) -> None:
-        """Add to an answer what it has beside its choices' texts, which are those at ``places``.
+        """Add the details to an answer whose choices are those at ``places``.
 
         Long lists are ``Items``.
         """
@@ -220,9 +221,9 @@ class AnswerDetails:
             where["prompt_token_ids"] = Items(prompt.token_ids)
 
     def best(self) -> list[int]:
-        """The places of the ``n`` likeliest of each prompt's answers, likeliest first.
+        """Return the places of the ``n`` most likely answers to each prompt, most likely first.
 
-        The likeliest is that with the highest mean log probability of its tokens.
+        Likelihood is the mean log probability of an answer's tokens.
         """
         count, n = self.options.best_of, self.options.n
         if n == count:
@@ -237,9 +238,9 @@ class AnswerDetails:
 def echoed_prompt(
     tokenizer: Tokenizer, token_ids: tuple[int, ...], text: str | None
 ) -> EchoedPrompt:
-    """A prompt's text, its special tokens by their names, and where its tokens begin in it.
+    """Detokenize a prompt with the names of special tokens, and locate its tokens in the text.
 
-    ``text`` is what the client wrote: special tokens that were put in front of it are not in it.
+    ``text`` is what the client wrote: it has no special tokens that were added at its start.
     """
     detokenizer = tokenizer.detokenizer(special_tokens=True)
     pieces: list[str] = []

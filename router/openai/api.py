@@ -1,4 +1,4 @@
-"""The OpenAI endpoints: from a body to an answer."""
+"""The OpenAI endpoints: convert a body to an answer."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from router.openai.protocol import (
 )
 from router.openai.structured_output import grammar_of
 
-# `developer` is the newer name of the same thing; templates know the older one.
+# `developer` is the newer name of `system`; templates know the older one.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TOOL_ROLES = {"tool", "function"}
 _SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
 
 
 class OpenAiApi:
-    """The handlers of one app. They raise BatonError; ``router.http.errors`` answers it."""
+    """The handlers of one app. They raise BatonError, which ``router.http.errors`` answers."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
@@ -122,7 +122,7 @@ class OpenAiApi:
         return CompletionAnswer(*parts, stream=bool(body.stream))
 
     async def list_models(self) -> ModelList:
-        """List the models that are served."""
+        """List the served models."""
         return ModelList(data=[self._model_card()])
 
     async def get_model(self, model_id: str) -> Model:
@@ -159,7 +159,7 @@ class OpenAiApi:
 
 
 def sampling_of(body: SamplingFields, max_tokens: int | None = None) -> SamplingInput:
-    """``max_tokens`` is what an endpoint calls otherwise."""
+    """Read the sampling fields; ``max_tokens`` overrides the field of that name."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     given = {name: getattr(body, name) for name in _SAME_FIELDS}
     allowed = body.allowed_token_ids
@@ -184,7 +184,7 @@ def _chat_sampling(body: ChatCompletionRequest) -> SamplingInput:
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """Each text, and each list of token ids, of what may be one alone."""
+    """Return the prompts of a body, which may give only one: texts or lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
@@ -194,7 +194,7 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Pr
 
 
 def openai_turns(messages: Sequence[Message]) -> list[Turn]:
-    """Messages of an HTTP body. Raises InvalidRequest, UnsupportedParameter."""
+    """Convert the messages of an HTTP body. Raises InvalidRequest, UnsupportedParameter."""
     return _not_empty([_turn(one, f"messages[{place}]") for place, one in enumerate(messages)])
 
 
@@ -223,7 +223,7 @@ def _turn(message: Message, where: str) -> Turn:
 
 
 def plain_turns(messages: Iterable[tuple[str, str]]) -> list[Turn]:
-    """Pairs of role and text, of the gRPC API. Raises InvalidRequest, UnsupportedParameter."""
+    """Convert pairs of role and text to turns. Raises InvalidRequest, UnsupportedParameter."""
     return _not_empty(
         [
             {"role": _role(role, f"messages[{place}]"), "content": content}

@@ -1,4 +1,4 @@
-"""Reads what a body asks of an answer: how many, and what beside text.
+"""Reads the options of an answer from a body: the number of choices, and details besides text.
 
 Functions raise InvalidRequest.
 """
@@ -20,43 +20,45 @@ from router.inference.reasoning import (
 from router.openai.protocol import ChatCompletionRequest, CompletionRequest, SamplingFields
 
 MAX_CHOICES = 128
-"""Answers to one prompt."""
+"""Maximum number of answers to one prompt."""
 MAX_ANSWERS = 1024
-"""Answers to all prompts of a request."""
+"""Maximum number of answers to all prompts of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """What the client asks for beside text, and how much of it."""
+    """The number of answers, and requested details in addition to text."""
 
     n: int = 1
-    """Answers to each prompt that are shown."""
+    """Number of answers to each prompt that are returned."""
     best_of: int = 1
-    """Answers to each prompt that are drawn."""
+    """Number of answers to each prompt that are generated."""
     logprobs: int | None = None
-    """Likeliest tokens to tell beside each token's log probability; None: tell none."""
+    """Number of top tokens returned with each token's log probability; None: no log probabilities.
+    """
     prompt_logprobs: int | None = None
-    """The same of the prompt, in a field of its own."""
+    """The same for the prompt, in a field of its own."""
     echo: bool = False
-    """The prompt comes before each answer."""
+    """Whether the prompt precedes each answer."""
     token_ids: bool = False
-    """Tell the token ids of prompt and answer."""
+    """Whether the token ids of prompt and answer are returned."""
     usage: bool = False
-    """The stream ends with the usage."""
+    """Whether the stream ends with the usage."""
     continuous_usage: bool = False
-    """Every event of the stream has the usage so far."""
+    """Whether every event of the stream has the usage so far."""
     no_answer: bool = False
-    """The prompt alone is shown: the one token that is drawn is not, and does not count."""
+    """Whether only the prompt is shown. The one token that is drawn is neither shown nor counted.
+    """
 
     @property
     def plain(self) -> bool:
-        """Whether text is all."""
+        """Whether only text is returned."""
         asked = self.echo or self.token_ids
         return self.logprobs is None and self.prompt_logprobs is None and not asked
 
 
 def chat_options(body: ChatCompletionRequest) -> AnswerOptions:
-    """What a chat request asks for."""
+    """Read the options of a chat request."""
     logprobs = _count("top_logprobs", body.top_logprobs)
     if logprobs is not None and not body.logprobs:
         if logprobs:
@@ -76,7 +78,7 @@ def chat_options(body: ChatCompletionRequest) -> AnswerOptions:
 
 
 def completion_options(body: CompletionRequest, prompts: int) -> AnswerOptions:
-    """What a request for completions of so many prompts asks for."""
+    """Read the options of a request for completions of ``prompts`` prompts."""
     n = _choices("n", body.n)
     best_of = n if not body.best_of else _choices("best_of", body.best_of)
     if best_of < n:
@@ -87,7 +89,7 @@ def completion_options(body: CompletionRequest, prompts: int) -> AnswerOptions:
             param="best_of",
         )
     if prompts * best_of > MAX_ANSWERS:
-        raise InvalidRequest(f"at most {MAX_ANSWERS} answers a request are possible", param="n")
+        raise InvalidRequest(f"prompts times best_of must be at most {MAX_ANSWERS}", param="n")
     return AnswerOptions(
         n=n,
         best_of=best_of,
@@ -101,7 +103,7 @@ def completion_options(body: CompletionRequest, prompts: int) -> AnswerOptions:
 
 
 def scoring(options: AnswerOptions) -> tuple[int | None, int | None]:
-    """The log probabilities that workers are asked for: of the answer, of the prompt."""
+    """Return the log probabilities that workers compute: for the answer, for the prompt."""
     logprobs = options.logprobs
     if logprobs is None and options.best_of > options.n:
         logprobs = 0
@@ -114,7 +116,7 @@ def _usage(body: SamplingFields) -> dict[str, bool]:
     if options is None:
         return {}
     if not body.stream:
-        raise InvalidRequest("stream_options is only for stream: true", param="stream_options")
+        raise InvalidRequest("stream_options requires stream: true", param="stream_options")
     usage = bool(options.include_usage)
     return {"usage": usage, "continuous_usage": usage and bool(options.continuous_usage_stats)}
 
@@ -135,12 +137,14 @@ def _count(name: str, given: int | None) -> int | None:
 
 def _prompt_logprobs(body: SamplingFields) -> int | None:
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("prompt_logprobs is not for stream: true", param="prompt_logprobs")
+        raise InvalidRequest(
+            "prompt_logprobs cannot be combined with stream: true", param="prompt_logprobs"
+        )
     return _count("prompt_logprobs", body.prompt_logprobs)
 
 
 class TemplateFields(Protocol):
-    """The fields of a body that say how the chat template is used."""
+    """The fields of a body that control the chat template."""
 
     @property
     def add_generation_prompt(self) -> bool | None: ...
@@ -151,7 +155,7 @@ class TemplateFields(Protocol):
 
 
 def template_options(body: TemplateFields) -> tuple[Ending, dict[str, Any]]:
-    """How the prompt ends, and more variables of the chat template. Raises InvalidRequest."""
+    """Return how the prompt ends, and more template variables. Raises InvalidRequest."""
     continued = bool(body.continue_final_message)
     if continued and body.add_generation_prompt:
         raise InvalidRequest(
@@ -168,7 +172,7 @@ def template_options(body: TemplateFields) -> tuple[Ending, dict[str, Any]]:
 
 
 def reasoning_options(body: ChatCompletionRequest) -> ReasoningInput:
-    """What a chat request asks of the reasoning. Raises InvalidRequest."""
+    """Read the reasoning settings of a chat request. Raises InvalidRequest."""
     thinking = checked_thinking(body.thinking)
     for name in ("enable_thinking", "thinking_token_budget"):
         if body.thinking is not None and getattr(body, name) is not None:

@@ -1,4 +1,4 @@
-"""Answers of ``/v1/chat/completions`` that are parsed: into reasoning, content and calls."""
+"""Answers of ``/v1/chat/completions`` that are parsed into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from router.openai.protocol import (
 
 
 class ParsedChatAnswer(ChatAnswer):
-    """``/v1/chat/completions`` with tools, or of a model that reasons."""
+    """An answer of ``/v1/chat/completions`` with tools, or of a model that reasons."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ParsedChatAnswer(ChatAnswer):
         stream: bool,
         shows_reasoning: bool,
     ) -> None:
-        """``use``: the tools that may be called. The reasoning can be left out."""
+        """Create an answer; ``use``: the tools that may be called. The reasoning can be hidden."""
         super().__init__(name, model_id, requests, options, details, stream=stream)
         self._dialect = dialect
         self._use = use
@@ -67,7 +67,7 @@ class ParsedChatAnswer(ChatAnswer):
             events.append(self._chunk(index, f'"delta":{content}', None))
         extras = self._extras(index, delta, first=first)
         if not extras.empty:
-            # Scores are of tokens, and pieces of calls are not.
+            # Scores belong to tokens, which do not match the pieces of calls.
             events.append(self._chunk(index, '"delta":{}', None, extras))
         if delta.finish_reason is not None:
             events.append(self._last(index, delta.finish_reason, output))

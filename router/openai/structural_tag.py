@@ -1,10 +1,10 @@
-"""Structural tags: free text in which what stands between two markers matches a JSON schema.
+"""Structural tags: free text whose parts between two markers match a JSON schema.
 
     {"structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}],
      "triggers": ["<function="]}
 
-Where the text has a trigger, one of the structures that begin with it follows. vLLM and SGLang have
-the same shape. Markers are text: special tokens of the model are not among them.
+After a trigger in the text, one of the structures that begin with it must follow. vLLM and SGLang
+use the same format. Markers are plain text and cannot contain special tokens of the model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MAX_MARKER_CHARACTERS = 256
 
 
 def structural_tag(given: Any, param: str) -> Grammar | None:
-    """The grammar of a structural tag, an object or JSON in a string; None where none is given.
+    """Return the grammar of a structural tag, an object or JSON in a string; None if not given.
 
-    ``param`` is what the client calls it. Raises InvalidRequest.
+    ``param`` is the client's name for it. Raises InvalidRequest.
     """
     if given is None:
         return None
@@ -37,7 +37,8 @@ def structural_tag(given: Any, param: str) -> Grammar | None:
         raise InvalidRequest(f"{param} must be an object", param=param)
     if "format" in given:
         raise InvalidRequest(
-            f"{param}.format is not served: give structures and triggers", param=f"{param}.format"
+            f"{param}.format is not supported: give structures and triggers",
+            param=f"{param}.format",
         )
     structures = _list(given, "structures", param)
     triggers = _list(given, "triggers", param)
@@ -45,7 +46,7 @@ def structural_tag(given: Any, param: str) -> Grammar | None:
         _check_marker(trigger, f"{param}.triggers[{place}]", empty=False)
     for place, one in enumerate(structures):
         _check_structure(one, triggers, param, f"{param}.structures[{place}]")
-    # It becomes a grammar where it is compiled: off the event loop.
+    # Converted to a grammar where it is compiled, off the event loop.
     known = {"structures": structures, "triggers": triggers}
     return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(known))
 
@@ -70,7 +71,7 @@ def _check_marker(marker: Any, param: str, *, empty: bool) -> None:
 
 
 def _check_structure(one: Any, triggers: list[str], param: str, where: str) -> None:
-    """``where`` is the structure's path in ``param``."""
+    """Check a structure; ``where`` is its path in ``param``."""
     if not isinstance(one, Mapping):
         raise InvalidRequest(f"{where} must be an object", param=where)
     _check_marker(one.get("begin"), f"{where}.begin", empty=False)

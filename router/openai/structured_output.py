@@ -1,4 +1,4 @@
-"""Reads what an answer has to match, by the names of OpenAI, vLLM and SGLang.
+"""Reads the constraint on an answer, by the names of OpenAI, vLLM and SGLang.
 
 Functions raise InvalidRequest.
 """
@@ -17,11 +17,11 @@ from router.openai.structural_tag import structural_tag
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _FORMATS = "text, json_object, json_schema or structural_tag"
 _OF_NOTHING = frozenset({"disable_additional_properties"})
-"""Options of ``structured_outputs`` that ask for what holds anyway."""
+"""Options of ``structured_outputs`` that are accepted because they change nothing."""
 
 
 class GrammarFields(Protocol):
-    """The fields of a body that ask for one."""
+    """The fields of a body that set a grammar."""
 
     @property
     def response_format(self) -> Any: ...
@@ -46,7 +46,7 @@ class GrammarFields(Protocol):
 
 
 def grammar_of(body: GrammarFields) -> dict[str, Any]:
-    """The grammar that a body asks for, as fields of ``SamplingInput``; empty if it asks for none.
+    """Return the grammar of a body as fields of ``SamplingInput``; empty if it sets none.
 
     Raises InvalidRequest.
     """
@@ -74,7 +74,7 @@ def grammar_of(body: GrammarFields) -> dict[str, Any]:
 
 
 def choice(texts: Any, param: str) -> Grammar | None:
-    """One of some texts; None where nothing is given. Raises InvalidRequest."""
+    """Return the grammar of one out of several texts; None if not given. Raises InvalidRequest."""
     if texts is None:
         return None
     is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
@@ -103,7 +103,10 @@ def _response_format(given: Any) -> Grammar | None:
 
 
 def _json_schema(given: Any, param: str) -> Grammar:
-    """``strict`` is taken either way: what can be kept is kept strictly, the rest is refused."""
+    """Read a schema with its name. ``strict`` has no effect.
+
+    Schemas that can be enforced are always enforced strictly; others are rejected.
+    """
     if not isinstance(given, Mapping):
         raise InvalidRequest(f"{param} must be an object with name and schema", param=param)
     name, strict = given.get("name"), given.get("strict")
@@ -121,7 +124,7 @@ def _json_schema(given: Any, param: str) -> Grammar:
 
 
 def _schema(given: Any, param: str) -> Grammar | None:
-    """A schema as an object, or as JSON in a string."""
+    """Read a schema given as an object, or as JSON in a string."""
     if given is None:
         return None
     if isinstance(given, Mapping):

@@ -1,8 +1,8 @@
-"""Scored tokens in the shapes of the OpenAI endpoints.
+r"""Scored tokens in the formats of the OpenAI endpoints.
 
-A token is bytes, and maybe half a character. Chat answers have the bytes beside a text in which
-U+FFFD stands for what is no character; completions have one string, ``bytes:\\xe2\\x80`` for such
-a token, as OpenAI's have.
+A token consists of bytes, and may be a part of a character. Chat answers give the bytes, next to a
+text with U+FFFD for incomplete characters. Completions give one string, ``bytes:\\xe2\\x80`` for
+such a token, as OpenAI's do.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from router.core.request import ScoredToken
 from router.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""JSON has no infinity: OpenAI's stand-in for the logarithm of nothing."""
+"""OpenAI's stand-in for minus infinity, which JSON cannot express."""
 
 
 class TokenShapes:
-    """Writes the tokens of one tokenizer."""
+    """Formats the tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def chat(self, scored: Iterable[ScoredToken]) -> Iterator[dict[str, Any]]:
-        """``logprobs.content``. A token that ends the answer is no part of it."""
+        """Return ``logprobs.content``, without the token that ends the answer."""
         return (self._chat_token(token) for token in scored if not token.hidden)
 
     def completion(
         self, scored: Iterable[ScoredToken], after: int = 0, top: int = 0
     ) -> dict[str, Iterator[Any]]:
-        """``logprobs`` of a completion, its text behind ``after`` characters of its prompt.
+        """Return ``logprobs`` of a completion, whose text follows ``after`` characters of its
+        prompt.
 
-        ``scored`` is read once for each column. A token that ends the answer has an entry too, so
-        that there is one for each token that was generated.
+        ``scored`` is read once per column. The token that ends the answer has an entry too, so that
+        there is one for each generated token.
         """
         return {
             "tokens": (self.text(token.token_id) for token in scored),
@@ -52,12 +53,12 @@ class TokenShapes:
         logprobs: Sequence[TokenLogprobs],
         top: int,
     ) -> dict[str, Iterator[Any]]:
-        """The same of a prompt; its first token has nothing before it, and so no probability."""
+        """Return the same for a prompt; its first token has no context, and so no probability."""
 
         def scored() -> Iterator[TokenLogprobs | None]:
             return chain([None], logprobs, repeat(None))
 
-        # There may be no log probabilities; the ids bound the columns.
+        # There may be no log probabilities, so the ids set the length of the columns.
         return {
             "tokens": map(self.text, token_ids),
             "token_logprobs": (
@@ -74,7 +75,7 @@ class TokenShapes:
     def prompt_logprobs(
         self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs], top: int
     ) -> Iterator[dict[str, Any] | None]:
-        """vLLM's field of that name: by token id. The rank is known of the likeliest alone."""
+        """Return vLLM's field of this name, by token id. Only the top tokens have a rank."""
         yield None
         for token_id, scored in zip(token_ids[1:], logprobs, strict=True):
             likeliest = tuple(scored.top)
@@ -90,7 +91,7 @@ class TokenShapes:
             }
 
     def text(self, token_id: int) -> str:
-        """A token as completions have it."""
+        """Return a token in the format of completions."""
         spelling = self._tokenizer.spelling(token_id)
         try:
             return spelling.decode()
@@ -113,11 +114,11 @@ class TokenShapes:
         }
 
     def _tops(self, token_id: int, scored: TokenLogprobs, top: int) -> dict[str, float]:
-        """The likeliest, and the token that stands there, which may be another one."""
+        """Return the top tokens and the actual token, which may not be one of them."""
         pairs = [*scored.top[:top], (token_id, scored.logprob)]
         return {self.text(token): finite(logprob) for token, logprob in pairs}
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON has."""
+    """Clip a log probability to a number that JSON can express."""
     return max(logprob, MIN_LOGPROB) if math.isfinite(logprob) else MIN_LOGPROB

@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize`` (in vLLM's shapes) and ``/v1/model/info``."""
+"""``/tokenize``, ``/detokenize`` (in vLLM's formats) and ``/v1/model/info``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.openai.protocol import Messages
 
 class _Body(RequestBody):
     model: str | None = None
-    """The served model's id; may be left out."""
+    """The served model's id; optional."""
 
 
 class TokenizeRequest(_Body):
@@ -34,23 +34,23 @@ class TokenizeRequest(_Body):
     }
 
     prompt: str | None = None
-    """Text, as `/v1/completions` takes it."""
+    """Text, as in `/v1/completions`."""
     messages: Messages | None = None
-    """A conversation, as `/v1/chat/completions` takes it."""
+    """A conversation, as in `/v1/chat/completions`."""
     tools: ToolDefinitions | None = None
     """Tools of the conversation."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer's special tokens are added. Default true for a prompt, and false for
-    messages, whose template has them."""
+    messages, whose template adds them."""
     add_generation_prompt: bool | None = None
-    """With messages: whether the template begins the assistant's turn. Default true, but with
+    """With messages: whether the template begins the assistant's turn. Default true, except with
     `continue_final_message`."""
     continue_final_message: bool | None = None
     """With messages: the last message stays open. Default false."""
     chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """With messages: more variables for the chat template."""
     return_token_strs: bool | None = None
-    """Whether the tokens are also given as text."""
+    """Whether the tokens are also returned as text."""
 
 
 class DetokenizeRequest(_Body):
@@ -63,7 +63,7 @@ class DetokenizeRequest(_Body):
 class Tokenized(BaseModel):
     count: int
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     tokens: list[Int]
     token_strs: list[str] | None = None
 
@@ -73,49 +73,50 @@ class Detokenized(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """What the router knows of the served model."""
+    """Facts of the served model."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, from_attributes=True)
 
     id: str
     created: int
-    """Unix seconds."""
+    """Creation time, in Unix seconds."""
     revision: str
-    """The commit of its repository; empty: the model is a folder or a file of the operator."""
+    """The commit of its repository; empty if the model is a local folder or file."""
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     vocab_size: int
-    """Token ids are below this."""
+    """Size of the vocabulary: every token id is below this."""
     eos_token_ids: list[int]
     """Tokens that end an answer."""
     has_chat_template: bool
     tool_parser: str
-    """How tool calls are read; see `tool_parser` in the configuration."""
+    """The format in which tool calls are read; see `tool_parser` in the configuration."""
     model_name: str
-    """The id again."""
+    """Alias of `id`."""
     quantization: str | None
-    """How most weights are held: int8, int4 or fp8; null: they are not quantized."""
+    """Quantization of the weights: int8, int4 or fp8; null: not quantized."""
     dtype: str
     """Type of the weights that are not quantized."""
     kv_dtype: str
     """Type of the KV cache."""
     batch_size: int
-    """Most sequences that a decode worker computes in one step."""
+    """Maximum sequences that a decode worker computes in one step."""
     max_sequence_length: int
-    """`max_model_len` again."""
+    """Alias of `max_model_len`."""
     fingerprint: str
-    """Of what decides the KV: weights, tokenizer, KV type; empty while no worker is known."""
+    """Hash of all that decides the KV: weights, tokenizer, KV type. Empty while no worker is known.
+    """
 
 
 class TokenizeApi:
-    """The handlers. They raise BatonError; ``router.http.errors`` answers it."""
+    """The handlers. They raise BatonError, which ``router.http.errors`` answers."""
 
     def __init__(self, service: InferenceService, tokens: TokenService) -> None:
         self._service = service
         self._tokens = tokens
 
     async def tokenize(self, request: Request) -> Response:
-        """Text or messages to token ids."""
+        """Convert text or messages to token ids."""
         tenant = caller_of(request).principal.tenant
         async with self._service.bodies.object(request, tenant) as raw:
             body = validate(TokenizeRequest, raw)
@@ -133,7 +134,7 @@ class TokenizeApi:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """Token ids to text, special tokens included."""
+        """Convert token ids to text, with special tokens."""
         tenant = caller_of(request).principal.tenant
         async with self._service.bodies.object(request, tenant) as raw:
             body = validate(DetokenizeRequest, raw)

@@ -1,4 +1,4 @@
-"""``/v1/cache/prefixes``: clients warm prefixes of their prompts, and pin them for a time."""
+"""``/v1/cache/prefixes``: clients compute prefixes ahead of their prompts, and pin them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COMPUTED = SamplingInput(temperature=0.0, max_tokens=1)
 
 
 class PrefixApi:
-    """The handlers. They raise BatonError; ``router.http.errors`` answers it."""
+    """The handlers. They raise BatonError, which ``router.http.errors`` answers."""
 
     def __init__(self, service: InferenceService, pinning: PrefixPinning) -> None:
         self._service = service
@@ -65,7 +65,7 @@ class PrefixApi:
         )
 
     async def pin(self, request: Request) -> PinAnswer:
-        """Compute a prefix and pin its blocks for a time. The same prefix again extends the pin."""
+        """Compute a prefix and pin its blocks for a time. Repeating it extends the pin."""
         service, received_at = self._service, time.monotonic()
         with service.counting_refusals():
             caller = caller_of(request)
@@ -79,7 +79,7 @@ class PrefixApi:
         return _answer(await unless_disconnected(request.receive, work), self._block)
 
     async def pins(self, request: Request) -> PrefixList:
-        """The pinned prefixes of the caller's tenant."""
+        """List the pinned prefixes of the caller's tenant."""
         pins = await self._pinning.pins(caller_of(request).principal.tenant)
         return PrefixList(data=[PinnedPrefix(**_fields(pin, self._block)) for pin in pins])
 
@@ -96,7 +96,7 @@ class PrefixApi:
         builder = self._service.builder
         if body.model is not None:
             builder.check_model(body.model)
-        # Refused before anything is tokenized.
+        # Check these before anything is tokenized.
         _ttl_s(body)
         _name(body)
         if (body.prompt is None) == (body.messages is None):
@@ -113,7 +113,7 @@ class PrefixApi:
 
 
 def _ttl_s(body: PinRequest) -> float:
-    """Raises InvalidRequest."""
+    """Return the time of a pin in seconds. Raises InvalidRequest."""
     ttl_s = DEFAULT_TTL_S if body.ttl is None else body.ttl
     if not 1 <= ttl_s <= MAX_TTL_S:
         raise InvalidRequest(f"ttl must be between 1 and {MAX_TTL_S} seconds", param="ttl")
@@ -121,7 +121,7 @@ def _ttl_s(body: PinRequest) -> float:
 
 
 def _name(body: PinRequest) -> str:
-    """Raises InvalidRequest."""
+    """Return the name of a pin. Raises InvalidRequest."""
     name = body.name or ""
     if len(name) > MAX_NAME_CHARACTERS:
         raise InvalidRequest(

@@ -1,11 +1,11 @@
-"""Pinning of prefixes: computed by one request, kept at its worker, known to all routers.
+"""Pinning of prefixes: one request computes them, its worker keeps them, all routers know them.
 
     (none) ─pin→ pinned ─pinned again→ pinned, until the later of both times
     pinned ─its time is over, unpin→ (none)
 
-The prefix is computed as any prompt is: limits, admission, placement. Its blocks are pinned by the
-worker that computes them. A worker that dies takes its pins along: the next request that begins
-with the prefix computes it and pins it again (``router.routing.pinned_prefixes``).
+A prefix is computed like any prompt: limits, admission, placement. The worker that computes its
+blocks pins them. If the worker dies, its pins are lost. The next request that begins with the
+prefix computes it and pins it again (``router.routing.pinned_prefixes``).
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from router.workers.worker_link import WorkerLink
 log = logging.getLogger(__name__)
 
 MAX_PREFIXES = 128
-"""Pinned prefixes of a tenant."""
+"""Maximum number of pinned prefixes of a tenant."""
 UNPIN_DEADLINE_S = 2.0
-"""A worker that does not answer by then keeps the pin until its time is over."""
+"""Timeout of an unpin at a worker, in seconds. After it, the worker keeps the pin until it expires.
+"""
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A pin, and what making it took."""
+    """A pin, and the tokens that it took."""
 
     pin: Pin
     cached_tokens: int
@@ -58,7 +59,7 @@ class PrefixPinning:
         store: PinStore,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``clock`` is in Unix seconds."""
+        """Create it; ``clock`` is in Unix seconds."""
         self._service = service
         self._dispatcher = dispatcher
         self._store = store
@@ -69,8 +70,8 @@ class PrefixPinning:
     ) -> Pinned:
         """Compute a prompt and pin its full blocks for ``ttl_s`` seconds.
 
-        The answer of ``request`` is discarded. Raises InvalidRequest for a prompt without a
-        full block, CacheShareExceeded, and what running a request raises.
+        The answer of ``request`` is discarded. Raises InvalidRequest for a prompt without a full
+        block, CacheShareExceeded, and the errors of running a request.
         """
         hashes = self._dispatcher.block_hashes(request)
         if not hashes:
@@ -107,7 +108,7 @@ class PrefixPinning:
         return Pinned(pin, cached, written)
 
     async def pins(self, tenant: str) -> list[Pin]:
-        """The pins of a tenant, the oldest first. Raises Unavailable without Redis."""
+        """Return the pins of a tenant, the oldest first. Raises Unavailable without Redis."""
         try:
             every = await self._store.read()
         except redis.RedisError:
@@ -116,7 +117,7 @@ class PrefixPinning:
         return sorted((pin for pin in every if pin.tenant == tenant), key=lambda p: p.created_at)
 
     async def unpin(self, tenant: str, pin_id: str) -> None:
-        """End a pin. Raises NotFound where the tenant has none of that id, and Unavailable."""
+        """End a pin. Raises NotFound if the tenant has no pin with this id, and Unavailable."""
         if pin_id not in {pin.id for pin in await self.pins(tenant)}:
             raise NotFound("no pinned prefix has this id", param="id")
         try:
@@ -131,12 +132,14 @@ class PrefixPinning:
             raise Unavailable("no worker is ready", retry_after=_RETRY_AFTER_S)
         block = self._service.config.block_size
         raise InvalidRequest(
-            f"the prefix has fewer than {block} tokens, and whole blocks of {block} are pinned:"
-            " send a longer one"
+            f"the prefix has fewer than {block} tokens, but only whole blocks of {block} can be"
+            " pinned: send a longer one"
         )
 
     async def _compute(self, arrival: Arrival, request: GenerationRequest) -> tuple[int, int]:
-        """Tokens of the prompt that were found, and that were computed and are kept."""
+        """Compute a prompt; return its cached tokens, and the tokens that were computed and are
+        kept.
+        """
         choices = choices_for([request])
 
         async def count(_: int, delta: OutputDelta) -> None:

@@ -18,21 +18,21 @@ class PinRequest(RequestBody):
     """The body of `POST /v1/cache/prefixes`: a prompt, or messages."""
 
     model: str | None = None
-    """The served model's id; may be left out."""
+    """The served model's id; optional."""
     prompt: str | Ints | None = None
-    """Text or token ids, as `/v1/completions` takes them."""
+    """Text or token ids, as in `/v1/completions`."""
     messages: Messages | None = None
-    """The beginning of a conversation, as `/v1/chat/completions` takes it."""
+    """The beginning of a conversation, as in `/v1/chat/completions`."""
     tools: ToolDefinitions | None = None
     """Tools of the conversation."""
     ttl: Int | None = None
     """Seconds until the pin ends: 1 … 86400. Default 300."""
     name: str | None = None
-    """A name that lists show: up to 64 characters."""
+    """A name for lists of pins, up to 64 characters."""
 
 
 class PinnedPrefix(BaseModel):
-    """A pinned prefix."""
+    """A prefix whose blocks are kept until the pin expires."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -40,17 +40,17 @@ class PinnedPrefix(BaseModel):
     object: Literal["cache.prefix"] = "cache.prefix"
     name: str
     tokens: int
-    """Tokens of the prefix."""
+    """Number of tokens of the prefix."""
     pinned_tokens: int
-    """Tokens in its full blocks, which are pinned."""
+    """Number of tokens in its full blocks, which are pinned."""
     created_at: int
-    """Unix seconds."""
+    """Creation time, in Unix seconds."""
     expires_at: int
-    """Unix seconds."""
+    """End of the pin, in Unix seconds."""
 
 
 class PrefixUsage(BaseModel):
-    """The work that pinning a prefix took."""
+    """The tokens that were processed to pin a prefix."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 

@@ -1,4 +1,4 @@
-"""Answers in the shapes of ``/v1/responses``."""
+"""Answers in the format of ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OUR_FAULT = 500
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """What of a request its answer repeats."""
+    """The fields of a request that its answer repeats."""
 
     model: str
     instructions: str | None
@@ -30,15 +30,15 @@ class Repeated:
     max_output_tokens: int | None
     tools: Sequence[Tool]
     tool_choice: Any
-    """As the client gave it."""
+    """The choice as the client gave it."""
     parallel_tool_calls: bool
     text_format: Mapping[str, Any]
     effort: str | None
-    """Of the reasoning."""
+    """Effort of the reasoning."""
 
 
 class ResponsesAnswer(ApiAnswer):
-    """See ``ApiAnswer``: one prompt, one choice."""
+    """An answer with one prompt and one choice: see ``ApiAnswer``."""
 
     def __init__(
         self,

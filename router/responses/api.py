@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: its stateless part."""
+"""``POST /v1/responses``, without stored state."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from router.responses.text_format import format_grammar, text_format
 from router.responses.tools import response_choice, response_tools
 
 MAX_REPEATED_CHARACTERS = 128 << 10
-"""Maximum size of a field that answers repeat, as JSON. A grammar's text has the same bound."""
+"""Maximum size of a field that answers repeat, as JSON. A grammar's text has the same maximum."""
 _INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
-"""There is no such reasoning, so that leaving it out changes nothing."""
+"""Values of ``include`` that change nothing: there is no such reasoning."""
 _SUMMARIES = (None, "auto", "concise", "detailed")
 
 
@@ -66,7 +66,7 @@ class ResponsesApi:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A body, checked as far as that goes without the model."""
+    """A body, checked as far as possible without the model."""
 
     turns: Sequence[Turn]
     sampling: SamplingInput
@@ -76,7 +76,7 @@ class _Asked:
 
 
 def _asked(body: ResponsesRequest) -> _Asked:
-    """Raises InvalidRequest and UnsupportedParameter."""
+    """Check a body. Raises InvalidRequest and UnsupportedParameter."""
     tools = response_tools(body.tools)
     choice = response_choice(body.tool_choice, parallel=body.parallel_tool_calls)
     form = text_format(body.text)
@@ -109,7 +109,7 @@ def _asked(body: ResponsesRequest) -> _Asked:
 
 
 def _effort(given: Mapping[str, Any] | None) -> Effort | None:
-    """``reasoning.effort``. A summary can be asked for, and is never made."""
+    """Read ``reasoning.effort``. A summary may be requested, but is never generated."""
     given = given or {}
     for name in ("summary", "generate_summary"):
         if given.get(name) not in _SUMMARIES:

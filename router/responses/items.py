@@ -1,4 +1,4 @@
-"""The input of ``/v1/responses``: items to the messages that a chat template takes."""
+"""The input of ``/v1/responses``: converts items to the messages that a chat template takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXT_PARTS = {"input_text", "output_text", "text"}
 def response_turns(
     given: str | Sequence[Mapping[str, Any]], instructions: str | None
 ) -> list[Turn]:
-    """Raises InvalidRequest and UnsupportedParameter."""
+    """Convert the input of a body to turns. Raises InvalidRequest and UnsupportedParameter."""
     turns: list[Turn] = []
     if instructions:
         turns.append({"role": "system", "content": instructions})
@@ -50,14 +50,14 @@ def _add(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
         turns.append(result_turn(call_id, text_of(item.get("output"), f"{where}.output")))
     elif kind == "item_reference":
         raise UnsupportedParameter(
-            f"{where}: nothing is stored here that could be referred to", param=where
+            f"{where}: items are not stored; send the item itself", param=where
         )
     else:
         raise UnsupportedParameter(f"{where}: items of this type are not supported", param=where)
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """The text of an earlier answer's reasoning; none where other servers have encrypted it."""
+    """Return the text of an earlier answer's reasoning; empty if another server encrypted it."""
     content = item.get("content")
     if content is None:
         return ""
@@ -78,7 +78,9 @@ def _message(item: Mapping[str, Any], where: str) -> Turn:
 
 
 def _add_call(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
-    """Calls of one answer, and the text before them, are one message of the assistant."""
+    """Add a call to the assistant's message, which has all calls of an answer and the text before
+    them.
+    """
     name = _string(item, "name", where)
     check_name(name, f"{where}.name")
     arguments = _string(item, "arguments", where)
@@ -103,7 +105,7 @@ def _string(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def text_of(content: Any, where: str) -> str:
-    """Text, or a list of parts with text. Raises InvalidRequest and UnsupportedParameter."""
+    """Read text, or a list of parts with text. Raises InvalidRequest and UnsupportedParameter."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

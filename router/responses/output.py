@@ -1,4 +1,4 @@
-"""The output items of a response while they are made, and the events that tell of them.
+"""The output items of a response while it is generated, and their events.
 
 A message: output_item.added, content_part.added, output_text.delta …, output_text.done,
 content_part.done, output_item.done. A function call: output_item.added,
@@ -21,30 +21,30 @@ Fields = dict[str, Any]
 
 
 class ResponseOutput:
-    """The state of one answer. ``items`` are as they are to be shown at the end."""
+    """The state of one answer. ``items`` have their final form."""
 
     def __init__(self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart) -> None:
-        """``begins_in``: where the prompt ends."""
+        """Create the state; ``begins_in``: the part of the answer in which the prompt ends."""
         self._output = ParsedOutput(dialect, use, begins_in)
         self._calls = 0
         self._is_open = False
         self.items: list[Fields] = []
 
     def feed(self, text: str, *, last: bool, cut: bool = False) -> list[Fields]:
-        """The events of the next part of the text, without their numbers.
+        """Return the events of the next part of the text, without their numbers.
 
-        ``last``: no more comes; ``cut``: because there was no room for more.
+        ``last``: no more text follows. ``cut``: the answer ended at its maximum length.
         """
         events: list[Fields] = []
         for piece in self._output.feed(text, last=last):
-            events += self._tell(piece)
+            events += self._events_of(piece)
         if last:
             if not self.items:
                 events += self._open_message()
             events += self._close("incomplete" if cut else "completed")
         return events
 
-    def _tell(self, piece: Piece) -> list[Fields]:
+    def _events_of(self, piece: Piece) -> list[Fields]:
         match piece:
             case Content(text):
                 begin = [] if self._in("message") else [*self._close(), *self._open_message()]
@@ -119,7 +119,7 @@ class ResponseOutput:
         return [self._open(item, dict(item))]
 
     def _close(self, status: str = "completed") -> list[Fields]:
-        """The ends of the item that is open, if one is."""
+        """Return the final events of the open item, if there is one."""
         if not self._is_open:
             return []
         self._is_open = False

@@ -1,4 +1,4 @@
-"""The request of ``POST /v1/responses``, as far as it is served."""
+"""The supported request fields of ``POST /v1/responses``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "context_management": ([],),
     "moderation": (),
-    # Of chat completions.
+    # Fields of chat completions.
     "n": (1,),
     "logprobs": (False,),
     "prompt_logprobs": (),
@@ -32,7 +32,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 _IGNORED = frozenset({"max_tool_calls"})
 _CHECKED = frozenset({"include", "previous_response_id"})
-"""Fields with a check of their own."""
+"""Fields that are checked separately."""
 
 
 class ResponsesRequest(SamplingFields):
@@ -44,24 +44,24 @@ class ResponsesRequest(SamplingFields):
     input: str | _Objects
     """Text, or a list of items: messages, function calls and their outputs."""
     instructions: str | None = None
-    """A system message that goes before all others."""
+    """A system message that precedes all others."""
     max_output_tokens: Int | None = None
-    """Most tokens to generate. Default: what is left of the context."""
+    """Maximum number of tokens to generate. Default: the rest of the context."""
     tools: _Objects | None = None
     """Up to 128 functions that the model may call."""
     tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object", "null"]})
     """`none`, `auto` (the default), `required`, or the name of a function in OpenAI's form."""
     parallel_tool_calls: bool | None = None
-    """Whether there may be several calls in an answer. Default true."""
+    """Whether an answer may have several calls. Default true."""
     reasoning: dict[str, Any] | None = None
-    """`effort`: `none`, `minimal`, `low`, `medium` or `high`. A `summary` is never made: the answer
-    has the reasoning itself."""
+    """`effort`: `none`, `minimal`, `low`, `medium` or `high`. A `summary` is never generated: the
+    answer has the reasoning itself."""
     text: dict[str, Any] | None = None
     """`format`: `text`, `json_object` or `json_schema`."""
     metadata: dict[str, Any] | None = None
-    """Given back as it is. `agent` and `run_id` name what sends the request, for usage and the
+    """Returned unchanged. `agent` and `run_id` name the sender of the request, for usage and the
     request log."""
     stream_options: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
-    """Nothing of it is served; ignored."""
+    """Ignored."""
     store: bool | None = None
-    """Ignored: nothing is stored, and the answer has `false`."""
+    """Ignored: nothing is stored, and the answer has `store: false`."""

@@ -1,4 +1,4 @@
-"""``text.format`` of ``/v1/responses``: what the answer's text must look like."""
+"""``text.format`` of ``/v1/responses``: the format of the answer's text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN: dict[str, Any] = {"type": "text"}
 
 
 def text_format(text: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The format as the client gave it. Raises InvalidRequest and UnsupportedParameter."""
+    """Return the format as the client gave it. Raises InvalidRequest and UnsupportedParameter."""
     if text is None:
         return PLAIN
     if text.get("verbosity") not in (None, "medium"):
@@ -27,7 +27,7 @@ def text_format(text: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def format_grammar(form: Mapping[str, Any]) -> Grammar | None:
-    """Raises InvalidRequest."""
+    """Return the grammar of a format. Raises InvalidRequest."""
     kind = form.get("type")
     if kind == "text":
         return None

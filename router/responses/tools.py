@@ -1,4 +1,4 @@
-"""The tools of ``/v1/responses``, which are written flatter than those of chat completions."""
+"""The tools of ``/v1/responses``, whose format is flatter than that of chat completions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.dialects.tools import (
 
 
 def response_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
-    """Raises InvalidRequest and UnsupportedParameter."""
+    """Read tools. Raises InvalidRequest and UnsupportedParameter."""
     return [_tool(tool, f"tools[{place}]") for place, tool in enumerate(given or ())]
 
 
@@ -38,7 +38,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> Tool:
 
 
 def response_choice(given: Any, *, parallel: bool | None) -> ToolChoice:
-    """Raises InvalidRequest and UnsupportedParameter."""
+    """Read the choice of tools. Raises InvalidRequest and UnsupportedParameter."""
     single = parallel is False
     if given is None:
         return ToolChoice(single=single)

@@ -1,21 +1,21 @@
-"""What prefill, decode steps and transfers cost, in milliseconds: learned while workers serve.
+"""Costs of prefill, decode steps and transfers in milliseconds, learned while workers serve.
 
     prefill_ms  = a + b*n + c*n*context        n tokens that attend to ``context`` others on average
     step_ms     = a + b*batch + c*context_tokens
-    transfer_ms = a + b*blocks      what of a handoff the computing does not hide, of blocks that
-                                    the receiver lacks
+    transfer_ms = a + b*blocks      the part that computing does not hide, for blocks that the
+                                    receiver lacks
 
-Recursive least squares with exponential forgetting, in its information form (Ljung and Söderström,
-Theory and Practice of Recursive Identification, 1983, chapter 2), with three changes:
-
-- Residuals are relative, since a long prompt's error is longer too, and large ones count with
-  Huber's weight (Robust Estimation of a Location Parameter, 1964): one prompt that was held up for
-  a second teaches little, a worker that has become slower is believed after some dozens.
-- No coefficient is negative: the quadratic form is minimised over every set of coefficients that
-  may be other than zero. With three that is exact and cheap.
-- Where the coefficients began (a calibration, or the defaults) stays in the sum with a small
-  weight, so that what traffic does not tell, such as the share of the context while all prompts are
-  of one length, keeps a sane value.
+The method is recursive least squares with exponential forgetting, in its information form (Ljung
+and Söderström, Theory and Practice of Recursive Identification, 1983, chapter 2). It has three
+changes:
+- Residuals are relative, since the error of a long prompt is larger too. Large residuals count with
+  Huber's weight (Robust Estimation of a Location Parameter, 1964). So one prompt that was delayed
+  by a second changes little, and a slower worker is recognized after some dozens of prompts.
+- No coefficient is negative: the quadratic form is minimized over every set of coefficients that
+  may be nonzero. With three coefficients that is exact and cheap.
+- The initial coefficients (a calibration, or the defaults) stay in the sum with a small weight.
+  Some coefficients cannot be learned from the traffic, such as that of the context while all
+  prompts have one length. The initial weight keeps them at a sane value.
 
 Plain Python.
 """
@@ -27,48 +27,48 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 Coefficients = tuple[float, float, float]
-"""a, b, c in milliseconds per 1, per token or sequence, per their product."""
+"""a, b, c in milliseconds: constant, per token or sequence, and per their product."""
 
 UNKNOWN: Coefficients = (0.0, 0.0, 0.0)
-"""What a worker reports that was not calibrated."""
+"""Coefficients that an uncalibrated worker reports."""
 PREFILL_DEFAULT: Coefficients = (5.0, 0.3, 0.0001)
-"""Of a worker that was not calibrated: a model of 135 million weights on two CPU cores, roughly."""
+"""Prefill costs of an uncalibrated worker: roughly a 135M-parameter model on two CPU cores."""
 STEP_DEFAULT: Coefficients = (8.0, 1.0, 0.001)
-"""As ``PREFILL_DEFAULT``, of a decode step."""
+"""Costs of a decode step of that worker."""
 
 TRANSFER_DEFAULT: Coefficients = (2.0, 0.3, 0.0)
-"""Two calls, and 360 KiB a block (the demo model's) at 1.2 GiB/s."""
+"""Two calls, and 360 KiB per block (the demo model's) at 1.2 GiB/s."""
 MAX_PAIRS = 16_384
-"""Pairs that are remembered; those unused for longest are forgotten."""
+"""Maximum number of pairs; the least recently used are dropped."""
 _TRANSFER_SCALE: Coefficients = (1.0, 32.0, 1.0)
 
 Line = tuple[float, float]
 """a and b of a pair's transfers."""
 
 _KEPT = 0.98
-"""The share of its weight that an observation keeps when the next one comes: a memory of 50."""
+"""Factor on an observation's weight at each new observation: a memory of about 50."""
 _KEPT_IF_WRONG = 0.9
-"""The same where the prediction was far off: where that goes on, the worker has changed, and what
-was learned is no longer true (Fortescue, Kershenbaum and Ydstie, Implementation of Self-tuning
-Regulators with Variable Forgetting Factors, Automatica 17(6), 1981)."""
+"""The same factor after a prediction that was far off. Repeated misses mean that the worker has
+changed and old observations are obsolete (Fortescue, Kershenbaum and Ydstie, Implementation of
+Self-tuning Regulators with Variable Forgetting Factors, Automatica 17(6), 1981)."""
 _NOISE = 0.1
-"""Relative noise of a timing, against which the beginning is weighed."""
+"""Relative noise of a timing, which sets its weight against the initial coefficients."""
 _PRIOR_ERROR = 0.5
-"""Relative error that a calibration may have."""
+"""Assumed relative error of a calibration."""
 _GUESS_ERROR = 5.0
-"""Relative error that the defaults may have."""
+"""Assumed relative error of the defaults."""
 _MIN_PRIOR = 1e-3
-"""The share of its weight that the beginning never loses."""
+"""Minimum weight of the initial coefficients, relative to their first weight."""
 _HUBER = 3.0
-"""Residuals of more than this many typical ones count as this many."""
+"""Residuals are capped at this multiple of a typical one."""
 _SPREAD_STEP = 0.1
 _MIN_SPREAD = 0.02
 _WIDEST_SPREAD = 1.0
-"""At the start: an early outlier must not be what is believed."""
+"""Maximum initial spread: an early outlier must not dominate."""
 _MIN_MS = 0.05
-"""Shorter predictions are taken as this when a residual is divided by them."""
+"""Lower bound of a prediction by which a residual is divided."""
 _SHARE_OF_ALL = 0.05
-"""A coefficient's error is at least that of this share of a typical cost."""
+"""A coefficient's assumed error is at least that of this share of a typical cost."""
 
 _SETS: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,))
 _ENTRIES = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
@@ -92,10 +92,10 @@ class CostModel:
     )
 
     def __init__(self, begin: Coefficients, default: Coefficients, scale: Coefficients) -> None:
-        """Starts from ``begin``, or from ``default`` where that is ``UNKNOWN``.
+        """Start from ``begin``, or from ``default`` if that is ``UNKNOWN``.
 
-        ``scale`` is the size of typical features, such as (1, 512, 512 * 512): within it the three
-        are compared.
+        ``scale`` is the size of typical features, such as (1, 512, 512 * 512). It makes the three
+        comparable.
         """
         known = begin != UNKNOWN
         start = begin if known else default
@@ -112,15 +112,15 @@ class CostModel:
 
     @property
     def coefficients(self) -> Coefficients:
-        """a, b, c; none is negative."""
+        """Return a, b, c; none is negative."""
         a, b, c = self._solution
         first, second, third = self._scale
         return a / first, b / second, c / third
 
     def observe(self, second: float, third: float, took_ms: float) -> bool:
-        """Work with the features (1, ``second``, ``third``) took so long.
+        """Learn that work with the features (1, ``second``, ``third``) took ``took_ms``.
 
-        False, and nothing is learned, where one of them is negative or not a number.
+        Returns False and learns nothing if an input is negative or not finite.
         """
         if not all(math.isfinite(v) and v >= 0.0 for v in (second, third, took_ms)):
             return False
@@ -131,7 +131,8 @@ class CostModel:
         wrong = residual > _HUBER * self._spread
         kept = _KEPT_IF_WRONG if wrong else _KEPT
         weight = _HUBER * self._spread / residual if wrong else 1.0
-        # Large ones move it too, a bounded way: else a worker that changed would stay unbelieved.
+        # Large residuals widen the spread too, by a bounded step. Otherwise a changed worker would
+        # look like outliers forever.
         moved = min(residual, (_HUBER + 1.0) * self._spread) - self._spread
         self._spread = max(_MIN_SPREAD, self._spread + _SPREAD_STEP * moved)
         weight /= (_NOISE * predicted) ** 2
@@ -145,7 +146,7 @@ class CostModel:
         return True
 
     def _solve(self) -> tuple[float, float, float]:
-        """The least weighted squares over what is not negative, in scaled coefficients."""
+        """Minimize the weighted squares over nonnegative coefficients, in scaled units."""
         m00, m01, m02, m11, m12, m22 = self._information
         w0, w1, w2 = (self._prior * weight for weight in self._weights)
         matrix = ((m00 + w0, m01, m02), (m01, m11 + w1, m12), (m02, m12, m22 + w2))
@@ -162,7 +163,7 @@ class CostModel:
             found = _solve_part(matrix, right, chosen)
             if min(found) < 0.0:
                 continue
-            # Where the gradient is zero, the form is worth -x·r/2.
+            # At a zero gradient, the form has the value -x·r/2.
             value = -sum(x * y for x, y in zip(found, right, strict=True))
             if value < least:
                 best, least = found, value
@@ -170,24 +171,26 @@ class CostModel:
 
 
 def prefill_model(begin: Coefficients) -> CostModel:
-    """Of a prompt's computing; ``begin`` is the worker's calibration, or ``UNKNOWN``."""
+    """Create the cost model of a prefill; ``begin`` is the worker's calibration, or ``UNKNOWN``."""
     return CostModel(begin, PREFILL_DEFAULT, (1.0, 512.0, 512.0 * 512.0))
 
 
 def step_model(begin: Coefficients) -> CostModel:
-    """Of a decode step; ``begin`` is the worker's calibration, or ``UNKNOWN``."""
+    """Create the cost model of a decode step; ``begin`` is the worker's calibration, or
+    ``UNKNOWN``.
+    """
     return CostModel(begin, STEP_DEFAULT, (1.0, 8.0, 8192.0))
 
 
 def mean_context(prompt_tokens: float, cached_tokens: float) -> float:
-    """How many tokens one that is computed attends to on average: those before it, and itself."""
+    """Return the mean number of tokens that a computed token attends to, itself included."""
     return (prompt_tokens + cached_tokens) / 2.0
 
 
 class TransferCosts:
-    """What of a handoff the computing does not hide, per pair of workers.
+    """The part of a handoff's time that computing does not hide, per pair of workers.
 
-    A pair of which nothing is known yet counts as the mean pair. Owned by the router's event loop.
+    A new pair starts from the mean over all pairs. Owned by the router's event loop.
     """
 
     def __init__(self) -> None:
@@ -195,12 +198,12 @@ class TransferCosts:
         self._pairs: OrderedDict[tuple[str, str], CostModel] = OrderedDict()
         self._lines: dict[tuple[str, str], Line] = {}
         self.usual: Line = _line(self._all)
-        """The line of a pair of which nothing is known."""
+        """The line of a pair without observations."""
 
     def observe(self, source: str, target: str, blocks: float, ms: float) -> None:
-        """``blocks`` went from ``source`` to ``target``, ``ms`` of the time after the computing.
+        """Learn that ``blocks`` from ``source`` to ``target`` added ``ms`` after the computing.
 
-        Negative numbers teach nothing.
+        Negative numbers are ignored.
         """
         if blocks < 0 or ms < 0:
             return
@@ -218,7 +221,7 @@ class TransferCosts:
             self._lines.pop(oldest, None)
 
     def line(self, source: str, target: str) -> Line:
-        """a and b of one pair."""
+        """Return a and b of one pair."""
         return self._lines.get((source, target), self.usual)
 
     def forget(self, worker: str) -> None:
@@ -228,7 +231,7 @@ class TransferCosts:
             self._lines.pop(key, None)
 
     @property
-    def told(self) -> bool:
+    def has_pairs(self) -> bool:
         """Whether any pair has a line of its own."""
         return bool(self._lines)
 
@@ -244,7 +247,7 @@ _Matrix = tuple[tuple[float, float, float], tuple[float, float, float], tuple[fl
 def _solve_three(
     matrix: _Matrix, right: tuple[float, float, float]
 ) -> tuple[float, float, float] | None:
-    """Cramer's rule; None where rounding has made the matrix singular."""
+    """Solve by Cramer's rule; None if rounding made the matrix singular."""
     (a, b, c), (_, e, f), (_, _, i) = matrix
     first, second, third = e * i - f * f, c * f - b * i, b * f - c * e
     determinant = a * first + b * second + c * third
@@ -261,7 +264,7 @@ def _solve_three(
 def _solve_part(
     matrix: _Matrix, right: tuple[float, float, float], chosen: Iterable[int]
 ) -> tuple[float, float, float]:
-    """With all but one or two coefficients at zero."""
+    """Solve for one or two coefficients, with the others at zero."""
     found = [0.0, 0.0, 0.0]
     places = tuple(chosen)
     if len(places) == 1:

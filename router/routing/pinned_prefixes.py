@@ -1,8 +1,8 @@
 """The pinned prefixes as a router process knows them, so that requests keep them alive.
 
-A pin is of the prefix and not of a worker: each worker that computes a prompt that begins with it
-pins its blocks for the time that is left. So a pin that was lost with its worker comes back with
-the next request that uses it. Owned by the router's event loop.
+A pin belongs to a prefix, not to a worker. Each worker that computes a prompt with the prefix pins
+its blocks for the remaining time. So a pin that was lost with its worker comes back with the next
+request that uses it. Owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.store.pin_store import Pin, PinStore
 log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
-"""How old the view of other routers' pins may be."""
+"""Maximum age of the view of other routers' pins, in seconds."""
 
 
 class PinnedPrefixes:
@@ -32,16 +32,18 @@ class PinnedPrefixes:
         block_size: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``store`` None: nothing is ever pinned. ``block_size``: tokens of a hash block."""
+        """Create a view of ``store``; None: nothing is ever pinned. ``block_size``: tokens per hash
+        block.
+        """
         self._store = store
         self._block_size = block_size
         self._clock = clock
         self._by_hash: dict[bytes, Pin] = {}
         self._depths: list[int] = []
-        """Numbers of blocks that pins have."""
+        """Distinct lengths of pinned prefixes, in blocks."""
 
     async def run(self) -> None:
-        """Follow the store until it is cancelled. While it is away the last view holds."""
+        """Follow the store until cancelled. While it is unavailable, the last view holds."""
         if self._store is None:
             return
         is_away = False
@@ -56,12 +58,12 @@ class PinnedPrefixes:
             await asyncio.sleep(REFRESH_S)
 
     def show(self, pins: Iterable[Pin]) -> None:
-        """``pins`` are all that there are."""
+        """Replace all known pins by ``pins``."""
         self._by_hash = {bytes.fromhex(pin.last_hash): pin for pin in pins}
         self._depths = sorted({pin.blocks for pin in self._by_hash.values()})
 
     def retentions_of(self, hashes: Sequence[bytes]) -> tuple[Retention, ...]:
-        """What a prompt with these block hashes is to keep, of the pins that it begins with."""
+        """Return the retentions of the pins that a prompt with these block hashes begins with."""
         if not self._by_hash:
             return ()
         now = self._clock()

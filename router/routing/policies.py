@@ -1,7 +1,8 @@
-"""The policies by name, and those that judge workers one by one.
+"""The routing policies by name, and those that score each worker alone.
 
-These serve comparisons, and operators that know their load. Each picks a worker of each role: for
-decoding one with room, where there is any. ``router.routing.predictive_policy`` has the default.
+The latter serve comparisons, and operators that know their load. Each picks one worker per role;
+for decoding, a worker with room if there is one. The default is
+``router.routing.predictive_policy``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from router.routing.worker_table import Floats, Rows, WorkerTable, preferred_row
 
 
 class SimplePolicy(ABC):
-    """Computes a prompt on a decode worker only where ``local_prefill`` is ``always``, or where no
-    prefill worker is up and it is not ``never``. Implements ``router.routing.policy.Policy``."""
+    """Picks a prefill and a decode worker independently.
+
+    A decode worker computes the prompt only if ``local_prefill`` is ``always``, or if no prefill
+    worker is up and it is not ``never``. Implements ``router.routing.policy.Policy``.
+    """
 
     reason: str
     """The policy's name."""
@@ -55,39 +59,39 @@ class SimplePolicy(ABC):
         return remote(seen, transfers, source, target, self.reason)
 
     def decode_load(self, seen: Predictions) -> Floats:
-        """How busy each decode worker is: its sequences against the most that it takes."""
+        """Return the load of each decode worker: its sequences as a fraction of its maximum."""
         return seen.table.sequences / seen.table.max_sequences
 
     @abstractmethod
     def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
-        """One of ``rows``, of which there is at least one."""
+        """Pick one of ``rows``, which are not empty."""
 
 
 def _with_room(seen: Predictions) -> Rows:
-    """The decode workers with room; all where there is none anywhere."""
+    """Return the decode workers with room, or all if none has room."""
     rows = seen.decode.rows
     fitting = rows[seen.fits[rows]]
     return fitting if len(fitting) else rows
 
 
 def _least(rows: Rows, seen: Predictions, *keys: Floats) -> int:
-    """The row that is least by the first key, then by the next, then by what it was given."""
+    """Return the row with the minimum first key; ties go to the next key, then to ``placed``."""
     order = np.lexsort((rows, seen.table.placed[rows], *(key[rows] for key in reversed(keys))))
     return int(rows[order[0]])
 
 
 class RoundRobin(SimplePolicy):
-    """Each worker in turn."""
+    """Picks workers in turn."""
 
     reason = "round_robin"
 
     def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
-        # Whose turn is furthest back; a newcomer begins where the others are.
+        # The worker with the fewest placements is next. A new worker starts at the others' minimum.
         return _least(rows, seen)
 
 
 class LeastLoaded(SimplePolicy):
-    """The shortest queue, the emptiest batch."""
+    """Picks the shortest queue and the emptiest batch."""
 
     reason = "least_loaded"
 
@@ -96,9 +100,9 @@ class LeastLoaded(SimplePolicy):
 
 
 class LongestPrefix(SimplePolicy):
-    """The worker that holds the most of the prompt; of equals the least loaded.
+    """Picks the worker that holds the longest prefix of the prompt; ties go to the least loaded.
 
-    It herds: what begins alike goes to one worker.
+    It herds: all prompts with one beginning go to one worker.
     """
 
     reason = "prefix"
@@ -108,13 +112,16 @@ class LongestPrefix(SimplePolicy):
 
 
 class PowerOfTwo(SimplePolicy):
-    """The less loaded of two drawn at random. Mitzenmacher, The Power of Two Choices in Randomized
-    Load Balancing, IEEE Transactions on Parallel and Distributed Systems 12(10), 2001."""
+    """Picks the less loaded of two random workers.
+
+    Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, IEEE Transactions on
+    Parallel and Distributed Systems 12(10), 2001.
+    """
 
     reason = "power_of_two"
 
     def __init__(self, settings: RouteSettings, seed: int | None = None) -> None:
-        """``seed`` None draws one."""
+        """Create the policy; ``seed`` None draws a seed."""
         super().__init__(settings)
         self._dice = random.Random(seed)  # noqa: S311 - a choice of workers, no secret
 
@@ -124,9 +131,9 @@ class PowerOfTwo(SimplePolicy):
 
 
 class Session(SimplePolicy):
-    """The same workers for all requests of a session, by rendezvous hashing of the slots' names.
+    """Picks the same workers for all requests of a session, by rendezvous hashing of slot names.
 
-    A request that names no session goes to the least loaded.
+    A request without a session goes to the least loaded worker.
     """
 
     reason = "session"
@@ -138,7 +145,7 @@ class Session(SimplePolicy):
 
 
 def make_policy(name: PolicyName, settings: RouteSettings, seed: int | None = None) -> Policy:
-    """Make the policy ``name``. ``seed`` is for the one that draws at random; None draws a seed."""
+    """Create the policy ``name``. ``seed`` is for the random one; None draws a seed."""
     match name:
         case "predictive":
             return PredictivePolicy(settings)

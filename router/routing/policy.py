@@ -1,8 +1,8 @@
-"""Where a request goes: the input and the output of every policy.
+"""Routing decisions: the input and the output of every policy.
 
-A policy is pure: a request's tags, what its workers hold of it, the table of workers with their
-learned costs, and the time, in; a decision out. ``router.routing.policies`` knows the policies by
-name.
+A policy is a pure function. Its input is a request, the blocks that workers hold of it, the table
+of workers with their learned costs, and the time. Its output is a decision.
+``router.routing.policies`` maps names to policies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.routing.cost_model import TransferCosts
 from router.routing.worker_table import EVERY_POOL, Floats, Group, PoolFilter, WorkerTable
 
 RETRY_AFTER_S = 2.0
-"""When a client may come back after it met a pool without workers: a worker starts in seconds."""
+"""Retry-After if a pool has no workers, in seconds: a worker starts in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +32,20 @@ class RouteRequest:
     """At least 1."""
     context_class: str = ""
     session: str = ""
-    """What the client calls its conversation; empty: nothing was said."""
+    """The client's name for its conversation; empty if it gave none."""
     deadline_ms: float = float("inf")
-    """Milliseconds that are left until the request must have ended."""
+    """Milliseconds until the request's deadline."""
     choices: int = 1
-    """Sequences that it becomes, once its prompt is computed."""
+    """Number of sequences after its prompt is computed."""
     excluded: frozenset[str] = frozenset()
-    """Incarnations that it may not go to."""
+    """Incarnations that must not get the request."""
     cache_key: str = ""
-    """Requests with the same key go to the same worker where possible; empty: no wish."""
+    """Requests with the same key go to the same worker if possible; empty: no preference."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassRoute:
-    """What a context-length class may use."""
+    """Pools and SLOs of a context-length class."""
 
     local_prefill: LocalPrefill = "never"
     prefill: PoolFilter = EVERY_POOL
@@ -56,18 +56,18 @@ class ClassRoute:
 
 @dataclass(frozen=True, slots=True)
 class RouteSettings:
-    """What of the configuration policies need."""
+    """The configuration of the policies."""
 
     hash_block: int = 16
     """Tokens in a block of the prefix index."""
     classes: Mapping[str, ClassRoute] = field(default_factory=dict)
     default: ClassRoute = ClassRoute()
-    """Of a class that is not listed."""
+    """Settings of a class that is not listed."""
     pulls: bool = True
     """Whether prefill workers fetch cached blocks from others."""
 
     def of(self, request: RouteRequest) -> ClassRoute:
-        """What a request's class may use, without the workers that the request excludes."""
+        """Return the settings of a request's class, without the workers that it excludes."""
         route = self.classes.get(request.context_class, self.default)
         if not request.excluded:
             return route
@@ -80,37 +80,39 @@ class RouteSettings:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The workers that were chosen, why, and what is to be expected."""
+    """The chosen workers, the reason, and the predictions."""
 
     prefill: str
-    """The worker that computes the prompt; ``decode`` itself where ``local``."""
+    """The worker that computes the prompt; equal to ``decode`` if ``local``."""
     decode: str
     uncached_tokens: int
-    """Prompt tokens that ``prefill`` has neither held nor fetched: it will have to compute them."""
+    """Prompt tokens that ``prefill`` must compute: they are neither cached nor fetched."""
     reason: str
-    """A word for logs and metrics, out of the constants of the policies' modules."""
+    """A word for logs and metrics, from the constants of the policies' modules."""
     holder: str = ""
-    """Another worker, of any role, that holds more of the prompt than ``prefill``; or none."""
+    """Another worker, of any role, that holds more of the prompt than ``prefill``; empty: none."""
     holder_blocks: int = 0
     """Leading blocks that the holder has and ``prefill`` can use."""
     local: bool = False
-    """The decode worker computes the prompt itself."""
+    """Whether the decode worker computes the prompt itself."""
     shed: bool = False
     """Whether no worker is predicted to give the first token before the request's deadline."""
     ttft_ms: float = 0.0
-    """Predicted time from now to the first token, what of the transfer is not hidden included."""
+    """Predicted time to the first token, with the part of the transfer that computing does not
+    hide."""
     tpot_ms: float = 0.0
-    """Predicted time per output token once it runs; while a local prompt is computed, if longer."""
+    """Predicted time per output token. For a local prefill, the maximum of that during and after
+    it."""
     queue_ms: float = 0.0
-    """Of ``ttft_ms``: the wait before the computing begins."""
+    """Part of ``ttft_ms``: the wait before the computing begins."""
     prefill_ms: float = 0.0
-    """Of ``ttft_ms``: the computing, had it the worker to itself."""
+    """Part of ``ttft_ms``: the computing, on an otherwise idle worker."""
     missing_blocks: int = 0
     """Blocks that the decode worker does not hold."""
 
 
 class Policy(Protocol):
-    """Chooses; keeps no more than a turn or a generator of its own."""
+    """Chooses workers. Its only state is a turn or a random generator."""
 
     def decide(
         self,
@@ -120,17 +122,20 @@ class Policy(Protocol):
         held: Mapping[str, int],
         now_ms: float,
     ) -> Decision:
-        """``held``: leading blocks of the prompt by incarnation. Raises Unavailable where a needed
-        role has no worker that is up."""
+        """Choose the workers of a request.
+
+        ``held``: leading blocks of the prompt by incarnation. Raises Unavailable if a needed role
+        has no worker that is up.
+        """
 
 
 def _no_worker(role: str) -> Unavailable:
-    """The error of a request that finds no worker of a role."""
+    """Build the error of a request for whose role no worker is ready."""
     return Unavailable(f"no {role} worker is ready", retry_after=RETRY_AFTER_S)
 
 
 def route_settings(config: Config) -> RouteSettings:
-    """What of ``config`` policies need."""
+    """Extract the policies' settings from ``config``."""
     owned = frozenset(pool for one in config.classes for pool in one.pools)
     roles = {pool.name: pool.role for pool in config.pools}
 
@@ -154,60 +159,61 @@ def route_settings(config: Config) -> RouteSettings:
 
 
 MIN_CHUNK_TOKENS = 16
-"""A local prompt makes at least this progress in a step, whatever it costs the others
+"""A local prompt makes at least this progress per step, whatever it costs the other sequences
 (``worker.core.step_planner``)."""
 _MIN_MS = 1e-3
 
 
 @dataclass(slots=True)
 class Predictions:
-    """The workers that may serve a request, and what each row of the table would make of it.
+    """The workers that may serve a request, and the predicted costs for each row of the table.
 
         prefill_ms = a + b*n + c*n*context      n uncached tokens, ``router.routing.cost_model``
         ttft(p, d) = queue(p) + prefill_ms(p) + unhidden transfer(missing blocks at d)
+
         ttft(d)    = queue(d) + prefill_ms(d) in the slack between d's steps      (local prefill)
         tpot(d)    = step_ms(batch(d) + 1, context tokens(d) + prompt)
 
-    Columns have a number for each row, in milliseconds, tokens and blocks.
+    Columns have one number per row, in milliseconds, tokens or blocks.
     """
 
     request: RouteRequest
     table: WorkerTable
     hash_block: int
     route: ClassRoute
-    """What the request's class may use."""
+    """Pools and SLOs of the request's class."""
     prefill: Group
     decode: Group
-    """At least one worker."""
+    """Decode workers that may serve the request: at least one."""
     remote: bool
-    """Whether a prefill worker may compute the prompt; else a decode worker does."""
+    """Whether a prefill worker may compute the prompt; otherwise a decode worker does."""
     held: Floats
-    """Leading blocks that it holds and can use."""
+    """Leading blocks that the worker holds and can use."""
     uncached: Floats
-    """Tokens that it would have to compute."""
+    """Tokens that the worker would have to compute."""
     prefill_ms: Floats
-    """Computing them."""
+    """Time to compute them."""
     queue_ms: Floats
-    """The wait before that."""
+    """Wait before that computing."""
     fetchable: Floats
-    """Leading blocks that it could have, were it to fetch what another worker holds."""
+    """Leading blocks that the worker could have after a fetch from another worker."""
     missing: Floats
-    """Blocks that it would have to receive."""
+    """Blocks that the worker would have to receive."""
     tpot_ms: Floats
-    """A step with one more sequence."""
+    """Time of a step with one more sequence."""
     fits: npt.NDArray[np.bool_]
-    """True where it has room for one more sequence and for the missing blocks."""
+    """Whether the worker has room for one more sequence and for the missing blocks."""
 
     def prefill_from(self, cached: Floats | float) -> Floats:
-        """Milliseconds of computing the prompt behind ``cached`` tokens."""
+        """Return the milliseconds to compute the prompt after ``cached`` tokens."""
         table, prompt = self.table, self.request.prompt_tokens
         attention = table.prefill_c * ((prompt + cached) / 2.0)
         return table.prefill_a + (prompt - cached) * (table.prefill_b + attention)
 
     def local(self) -> tuple[Floats, Floats]:
-        """TTFT without the queue, and TPOT meanwhile, where decode workers compute it themselves.
+        """Return TTFT without the queue, and TPOT during it, for a local prefill at each row.
 
-        Beside sequences that decode a step takes as much of the prompt as their SLO leaves.
+        With other sequences decoding, a step takes only as much of the prompt as their SLO allows.
         """
         table = self.table
         step = table.step_a + table.step_b * table.running + table.step_c * table.context_tokens
@@ -219,7 +225,9 @@ class Predictions:
         return ttft, np.maximum(busy * (step + chunk), self.tpot_ms)
 
     def best_holder(self, row: int) -> tuple[str, int]:
-        """The worker with the most blocks that the one of ``row`` lacks and can fetch; how many."""
+        """Return the worker with the most blocks that ``row`` lacks and can fetch, and their
+        number.
+        """
         most = self.fetchable[row]
         if most <= self.held[row]:
             return "", 0
@@ -237,9 +245,9 @@ def predict(
     held: Mapping[str, int],
     now_ms: float,
 ) -> Predictions:
-    """The predictions for a request; ``held`` as ``Policy.decide`` has it.
+    """Predict the costs of a request; ``held`` is that of ``Policy.decide``.
 
-    Raises Unavailable where a needed role has no worker that may serve the request.
+    Raises Unavailable if a needed role has no worker that may serve the request.
     """
     route, hash_block = settings.of(request), settings.hash_block
     decode = table.group("decode", route.decode)
@@ -287,7 +295,7 @@ def remote(
     *,
     shed: bool = False,
 ) -> Decision:
-    """The decision that ``source``'s row computes and ``target``'s row decodes."""
+    """Build the decision that ``source``'s row computes the prompt and ``target``'s row decodes."""
     table = seen.table
     names = table.names
     holder, blocks = seen.best_holder(source)
@@ -311,7 +319,7 @@ def remote(
 
 
 def local(seen: Predictions, row: int, reason: str, *, shed: bool = False) -> Decision:
-    """The decision that the worker of ``row`` computes the prompt and decodes."""
+    """Build the decision that the worker of ``row`` computes the prompt and decodes."""
     name = seen.table.names[row]
     ttft, tpot = seen.local()
     holder, blocks = seen.best_holder(row)

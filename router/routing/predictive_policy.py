@@ -1,30 +1,29 @@
-"""The pair of workers, or the decode worker alone, that is predicted to answer first.
+"""The default policy: picks the pair of workers, or the decode worker, predicted to answer first.
 
-The candidates are those with room whose predicted TPOT meets the SLO, of which those that meet the
-TTFT's SLO come first; where none does, the least harm is done: the least share of both SLOs that is
-used up. A candidate is judged by its predicted TTFT and by what it does to others:
+The candidates are those with room whose predicted TPOT meets the SLO; those that also meet the TTFT
+SLO come first. If none meets the TPOT SLO, the candidate that uses the least of both SLOs wins. The
+score of a candidate is its predicted TTFT plus its cost for other requests:
 
     score = ttft + 4*compute + 5*full*(work - mean)/(mean + 6*full) + 32*tpot
 
-- ``compute``, the milliseconds of computing that it costs: the next request waits for them too.
-  Of two workers that would answer at the same time the one with the prefix is the better one,
-  though its queue is longer.
-- A request with a cache key has a worker of its own among those that compute prompts, by rendezvous
-  hashing. Of the best candidates it takes those with that worker, unless another one holds more of
-  the prompt: so requests that begin alike meet before any of them is cached.
-- ``work``, what the worker was given in the last minutes (``HALF_LIFE_MS``), against the mean of
-  its role, in units of this prompt without any cache (``full``). Where no request waits, TTFT alone
-  would send everything that begins alike to one worker, and fill one cache while the others stay
-  empty. With 5 = 1 + 4, a prompt of which a worker holds a tenth goes there as long as it was given
-  no more than a tenth above the mean.
+- ``compute``: milliseconds of computing, for which the next request waits too. If two workers would
+  answer at the same time, the one with the longer prefix is better, though its queue is longer.
+- A request with a cache key has a preferred worker among those that compute prompts, by rendezvous
+  hashing. That worker wins among the best candidates, unless another one holds more of the prompt.
+  So requests with one beginning meet before any of them is cached.
+- ``work``: the worker's work of the last minutes (``HALF_LIFE_MS``), compared with the mean of its
+  role, in units of this prompt without any cache (``full``). If no request waits, TTFT alone would
+  send all prompts with one beginning to one worker: its cache fills while the others stay empty.
+  With 5 = 1 + 4, a worker that holds a tenth of the prompt gets it as long as its work is at most a
+  tenth above the mean.
 - ``tpot``: a step's milliseconds for each of 32 tokens.
-- Where a decode worker computes the prompt, each that runs there waits for it too. Counted are as
-  many as run at a decode worker on average, at least: one that is idle now does not stay so, and a
-  long prompt would be in the way of later requests.
+- If a decode worker computes the prompt, each sequence that runs there waits for it too. At least
+  the mean number of sequences per decode worker is counted. A worker that is idle now does not stay
+  idle, and a long prompt would delay later requests.
 
-The weights are chosen by replays of Mooncake's conversation trace (docs/lab-notes/routing.md):
-up to the 4,
-more of the prompts are found in a cache and the mean TTFT stays within a hundredth of its least.
+Replays of Mooncake's conversation trace chose the weights (docs/lab-notes/routing.md). Up to the
+4, more of the prompts are found in a cache and the mean TTFT stays within a hundredth of its
+minimum.
 """
 
 from __future__ import annotations
@@ -56,25 +55,27 @@ MIN_HARM = "least_harm"
 DEADLINE = "deadline"
 
 OTHERS_WEIGHT = 4.0
-"""Requests that are taken to wait for this one's computing."""
+"""Assumed number of requests that wait for this one's computing."""
 SPREAD_WEIGHT = 5.0
 SPREAD_PROMPTS = 6.0
-"""Differences of fewer prompts than this hardly count."""
+"""Smaller differences in work, in prompts of this size, hardly count."""
 ANSWER_TOKENS = 32.0
-"""Tokens of an answer that a step's time is counted for."""
+"""Number of answer tokens for which a step's time counts."""
 TIE = 0.01
 """Scores that differ by less than this share of the uncached prompt's computing are equal."""
 SHORTLIST = 8
-"""The number of workers of a role, the best by themselves, of which all pairs are compared."""
+"""Number of workers per role, the best by their own scores, whose pairs are all compared."""
 _SHORTLIST_BY_TTFT = 4
 _MIN_MS = 1e-6
 _PER_SLO_MS, _FULL_MS = 1e6, 1e12
-"""More than any score."""
+"""Penalties larger than any score."""
 
 
 @dataclass(slots=True)
 class _Candidates:
-    """Pairs, or decode workers that compute the prompt themselves: an entry each."""
+    """Columns of candidates: pairs of workers, or decode workers that compute the prompt
+    themselves.
+    """
 
     source: Rows
     target: Rows
@@ -123,8 +124,9 @@ class PredictivePolicy:
 
 
 class _Sources:
-    """The workers that may compute the prompt for others: each row's time and score, without the
-    decode side."""
+    """The workers that may compute the prompt for others: time and score of each row, without the
+    decode side.
+    """
 
     def __init__(
         self,
@@ -144,12 +146,11 @@ class _Sources:
         if self.fetch is not None:
             self.ttft = self.ttft + self.fetch
         self.own = _own_row(seen)
-        """The row that the request's cache key takes; -1: it has no key, or other rows hold more.
-        """
+        """Row preferred by the request's cache key; -1: no key, or another row holds more."""
         self.score = self.ttft + OTHERS_WEIGHT * self.compute + _spread(work, full, seen.prefill)
 
     def _price_fetches(self, transfers: TransferCosts) -> None:
-        """Where fetching another worker's blocks first is the faster way, it is taken."""
+        """Include the fetch of another worker's blocks wherever it is faster."""
         seen = self._seen
         depth = seen.fetchable
         lacking = depth - seen.held
@@ -163,7 +164,7 @@ class _Sources:
         self.fetch = np.where(pays, fetch, 0.0)
 
     def shortlist(self, limit_ms: float) -> Rows:
-        """The best ones, also by TTFT alone where the others are over ``limit_ms``."""
+        """Return the best rows; if all exceed ``limit_ms``, add the best by TTFT alone."""
         rows = self._seen.prefill.rows
         if len(rows) <= SHORTLIST:
             return rows
@@ -175,7 +176,7 @@ class _Sources:
         return np.concatenate((best, _least(rows, self.ttft, _SHORTLIST_BY_TTFT)))
 
     def with_fetch(self, decision: Decision, row: int) -> Decision:
-        """The decision with what fetching changes, where it pays."""
+        """Return the decision, adjusted for the fetch if it pays."""
         if self.fetch is None or self.fetch[row] <= 0:
             return decision
         spent = float(self.compute[row] + self.fetch[row])
@@ -198,7 +199,7 @@ def _own_row(seen: Predictions) -> int:
 
 
 def _spread(work: Floats, full: Floats, group: Group) -> Floats:
-    """What a row's recent work adds to its score; infinity outside of the group."""
+    """Return the score that each row's recent work adds; infinity outside of the group."""
     mean = float(work @ group.share)
     share = full / (mean + SPREAD_PROMPTS * full + _MIN_MS)
     return SPREAD_WEIGHT * share * (work - mean) + group.closed
@@ -219,19 +220,19 @@ def _pairs(seen: Predictions, sources: _Sources, transfers: TransferCosts) -> _C
 
 
 def _penalty(seen: Predictions, tpot: Floats) -> Floats:
-    """Puts decode workers over their SLO behind others, and those without room behind those."""
+    """Return penalties that rank workers over their SLO after others, and full ones last."""
     over = np.maximum(tpot / seen.route.slo_tpot_ms - 1.0, 0.0)
     return _PER_SLO_MS * over + _FULL_MS * ~seen.fits
 
 
 def _least(rows: Rows, values: Floats, count: int) -> Rows:
-    """Those of ``rows`` with the least values, in any order."""
+    """Return the ``count`` members of ``rows`` with the smallest values, in any order."""
     return rows[np.argpartition(values[rows], count)[:count]]
 
 
 def _transfer(seen: Predictions, transfers: TransferCosts, source: Rows, target: Rows) -> Floats:
     missing = seen.missing[target]
-    if not transfers.told:
+    if not transfers.has_pairs:
         a, b = transfers.usual
         return a + b * missing
     names = seen.table.names
@@ -245,7 +246,7 @@ def _alone(seen: Predictions, work: Floats, full: Floats) -> _Candidates:
     rows = decode.rows
     took, tpot = seen.local()
     ttft = seen.queue_ms + took
-    # Their steps go on beside it: what a prompt costs however short it is comes on top of nothing.
+    # The steps run anyway, so the fixed cost ``prefill_a`` takes no time from other sequences.
     stolen = seen.prefill_ms - table.prefill_a
     harm = stolen * np.maximum(table.running, float(table.running @ decode.share))
     score = ttft + OTHERS_WEIGHT * seen.prefill_ms + harm + ANSWER_TOKENS * seen.tpot_ms
@@ -268,7 +269,7 @@ def _joined(one: _Candidates, other: _Candidates) -> _Candidates:
 def _choose(
     found: _Candidates, seen: Predictions, work: Floats, full: Floats, own: int
 ) -> tuple[int, str]:
-    """The place of the best one, and the reason. ``own``: see ``_Sources``."""
+    """Return the index of the best candidate, and the reason. ``own``: see ``_Sources``."""
     route = seen.route
     late = found.ttft > seen.request.deadline_ms
     if late.all():
@@ -296,7 +297,7 @@ def _choose(
 def _order(
     found: _Candidates, table: WorkerTable, work: Floats, places: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.intp]:
-    """Order equal ones: first the one that was given the least."""
+    """Order equal candidates, the one with the least work first."""
     source, target = found.source[places], found.target[places]
     return np.lexsort(
         (

@@ -1,4 +1,4 @@
-"""Where a request goes: the prompt's hashes, the workers that hold them, the policy's answer.
+"""Finds the route of a request: hashes its prompt, looks up their holders, applies the policy.
 
 Owned by the router's event loop.
 """
@@ -29,18 +29,19 @@ from router.workers.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 0.1
-"""A lookup that takes longer is done without."""
+"""Timeout of a prefix lookup, in seconds. After it, routing goes on without the result."""
 RETRY_S = 0.5
-"""Between two tries while the index is away."""
+"""Seconds between two tries while the index is unavailable."""
 
 
 class PrefixLookup:
-    """Asks the prefix index which workers hold a prompt's blocks; does without it while it is away.
+    """Looks up which workers hold a prompt's blocks; does without the index while it is
+    unavailable.
 
         there ─a lookup fails, or takes too long→ away
         away ─a lookup in the background is answered→ there
 
-    The request that meets the first sign of it waits for up to ``DEADLINE_S``; later ones do not.
+    Only the request that detects the outage waits, for up to ``DEADLINE_S``.
     """
 
     def __init__(self, index: PrefixIndex, metrics: RouterMetrics) -> None:
@@ -52,7 +53,9 @@ class PrefixLookup:
         self._next_try = 0.0
 
     async def ask(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks each incarnation holds; nothing while the index is away."""
+        """Return the leading blocks that each incarnation holds; empty while the index is
+        unavailable.
+        """
         if self._away:
             now = asyncio.get_running_loop().time()
             if not self._running and now >= self._next_try:
@@ -60,11 +63,12 @@ class PrefixLookup:
             self._lookups.labels("away").inc()
             return {}
         lookup = self._start(hashes)
-        # Waited for from outside: a client's hang-up must not be lost in it (see end_tasks).
+        # Wait from outside the task: a client's disconnect must not be lost in it (see end_tasks).
         await asyncio.wait([lookup], timeout=DEADLINE_S)
         if not lookup.done():
-            # It goes on, and tells when the index is back. The client's own deadline ends it.
-            self._lost("no answer in time")
+            # The lookup goes on in the background and notices when the index is back. The client's
+            # own deadline ends it.
+            self._lost(f"no answer within {DEADLINE_S} s")
             self._lookups.labels("late").inc()
             return {}
         failed = lookup.cancelled() or lookup.exception() is not None
@@ -72,7 +76,7 @@ class PrefixLookup:
         return {} if failed else lookup.result()
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End the lookups in flight."""
         await end_tasks(self._running)
 
     def _start(self, hashes: Sequence[bytes]) -> asyncio.Task[dict[str, int]]:
@@ -107,10 +111,10 @@ class PrefixLookup:
 
 
 REFRESH_S = 0.05
-"""How old the table may be: with a thousand workers reading all links takes about a millisecond.
-What this router itself has promised counts at once."""
+"""Maximum age of the table in seconds. With a thousand workers, a refresh takes about 1 ms.
+Promises of this router count at once."""
 NO_PREFILL_WORKER = "no_prefill_worker"
-"""Why a prompt is computed by a decode worker, whatever the policy: as the metric calls it."""
+"""Metric label: a decode worker computes the prompt because no prefill worker is up."""
 
 
 class RouteFinder:
@@ -136,7 +140,7 @@ class RouteFinder:
     def hashes(
         self, token_ids: Sequence[int], cache_salt: bytes, chain: HashChain
     ) -> Sequence[bytes]:
-        """The block hashes of a sequence, as the workers that are up compute them; none without.
+        """Return the block hashes of a sequence as the workers compute them; none without workers.
 
         ``chain`` keeps them while the sequence grows. Raises ContextLengthExceeded.
         """
@@ -162,12 +166,10 @@ class RouteFinder:
     ) -> Decision:
         """Choose the workers of a request.
 
-        None is of the first set of ``avoid``; where that leaves none, of the second, and so on.
+        The first set of ``avoid`` is excluded; if that leaves no worker, the second, and so on.
         ``reads_cache``: cached blocks may be used. ``source_worker`` has all blocks, including
-        those that the index does not list yet. With ``is_moved`` a request is not refused because
-        it will be late.
-
-        Raises Unavailable, Overloaded.
+        those that the index does not list yet. With ``is_moved`` a request is not rejected because
+        it would be late. Raises Unavailable, Overloaded.
         """
         asked_at = time.monotonic()
         held: dict[str, int] = {}
@@ -205,9 +207,9 @@ class RouteFinder:
     def _decide(
         self, asked: RouteRequest, hashes: Sequence[bytes], held: dict[str, int], now: float
     ) -> Decision:
-        """Decide among the workers that are up at this moment: the table may be a little older."""
+        """Decide among the workers that are up right now; refresh the table if it is outdated."""
         if asked.excluded:
-            # Nor is anything fetched from an excluded worker.
+            # No blocks are fetched from an excluded worker.
             held = {name: count for name, count in held.items() if name not in asked.excluded}
         try:
             decision = self._routing.decide(asked, hashes, held, now)
@@ -222,7 +224,7 @@ class RouteFinder:
 
 
 class TableSync:
-    """Keeps the routing state's table of workers in step with the links to them."""
+    """Keeps the routing state's table of workers in sync with the links."""
 
     def __init__(self, routing: RoutingState, links: WorkerLinks) -> None:
         self._routing = routing
@@ -230,9 +232,9 @@ class TableSync:
         self._seen: dict[str, tuple[WorkerRecord, LoadSnapshot]] = {}
         self._refreshed_at = float("-inf")
         self.context_length: int | None = None
-        """The shortest context of the workers that are up; None while none is up."""
+        """Shortest context of the workers that are up; None while none is up."""
         self.fingerprint = ""
-        """The fingerprint of these workers; empty while none is up."""
+        """Fingerprint of these workers; empty while none is up."""
 
     def refresh(self, now: float, *, at_once: bool = False) -> None:
         """Read the links again if the table is old, or ``at_once``. ``now`` in seconds."""

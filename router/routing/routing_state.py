@@ -1,4 +1,4 @@
-"""The routing state: decides where requests go, and counts what workers were promised.
+"""The routing state: decides where requests go, and tracks what was promised to workers.
 
     decided ─promise→ computing ─first token→ running ─end→ ended
 
@@ -20,18 +20,20 @@ from router.routing.worker_table import WorkerTable
 log = logging.getLogger(__name__)
 
 EXPECTED_MS = 2000.0
-"""How long after their computing blocks are expected: the event takes a heartbeat at most."""
+"""Time after their computing for which blocks stay expected: the event takes a heartbeat at most.
+"""
 MAX_BLOCKS = 1_000_000
-"""Expected at a time; more are not noted."""
+"""Maximum number of expected blocks; more are not recorded."""
 
 
 class RoutingState:
-    """The policy's memory: workers, their costs, and the blocks that decisions will create."""
+    """The policies' memory: workers, their costs, and the blocks that decisions create."""
 
     def __init__(
         self, policy: Policy, hash_block: int, traffic: TrafficCounts | None = None
     ) -> None:
-        """``hash_block`` is the number of tokens in a block of the prefix index.
+        """Create an empty state; ``hash_block`` is the number of tokens in a block of the prefix
+        index.
 
         ``traffic`` counts the prompt tokens and seconds of prefill workers.
         """
@@ -48,7 +50,7 @@ class RoutingState:
         held: Mapping[str, int],
         now: float,
     ) -> Decision:
-        """Choose workers for a prompt with these block hashes; nothing is promised yet.
+        """Choose workers for a prompt with these block hashes, without promising anything.
 
         ``held`` is the prefix index's answer: leading blocks by incarnation. Raises Unavailable.
         """
@@ -61,7 +63,7 @@ class RoutingState:
     def promise(
         self, decision: Decision, request: RouteRequest, hashes: Sequence[bytes], now: float
     ) -> Promise:
-        """Count a decision against its workers, and expect the blocks that it will create."""
+        """Charge a decision to its workers, and expect the blocks that it creates."""
         now_ms = now * 1e3
         self.table.promise_prompt(decision.prefill, decision.prefill_ms, now_ms)
         self.table.promise_sequence(
@@ -73,13 +75,13 @@ class RoutingState:
         return Promise(self, decision, request.prompt_tokens, request.choices)
 
     def remove(self, worker: str) -> None:
-        """Forget a worker that has left."""
+        """Remove a worker that has left."""
         self.table.remove(worker)
         self.transfers.forget(worker)
 
 
 class Promise:
-    """What one request was promised. Each method has an effect once."""
+    """The load that one request adds to its workers. Each method has an effect only once."""
 
     def __init__(
         self, routing: RoutingState, decision: Decision, prompt_tokens: int, choices: int
@@ -89,11 +91,11 @@ class Promise:
         self._routing = routing
         self._prompt_tokens = prompt_tokens
         self.is_computed = False
-        """Whether the first token has come, or none will come."""
+        """Whether the first token has arrived, or cannot arrive any more."""
         self._running = True
 
     def computed(self, now: float, *, computed_tokens: int = 0, compute_ms: float = 0.0) -> None:
-        """Note the first token, with what the worker reports: 0 where it reports nothing."""
+        """Record the first token and the worker's report; 0: not reported."""
         if self.is_computed:
             return
         self.is_computed = True
@@ -107,14 +109,14 @@ class Promise:
         table.sequence_settled(decision.decode, decision.missing_blocks)
 
     def committed(self, *, pinned_blocks: int, transfer_ms: float) -> None:
-        """Note the end of the handoff; the receiver held ``pinned_blocks`` already."""
+        """Record the end of the handoff; the receiver already held ``pinned_blocks``."""
         blocks = -(-self._prompt_tokens // self._routing.table.hash_block) - pinned_blocks
         self._routing.transfers.observe(
             self.decision.prefill, self.decision.decode, max(0, blocks), transfer_ms
         )
 
     def ended(self, now: float) -> None:
-        """Note the end of the request, whether it succeeded or not."""
+        """Record the end of the request, successful or not."""
         self.computed(now)
         if self._running:
             self._running = False
@@ -124,10 +126,10 @@ class Promise:
 
 
 class ExpectedBlocks:
-    """Blocks that decisions will create: counted as held until the prefix index lists them.
+    """Blocks that decisions create: counted as held until the prefix index lists them.
 
     Without this, a burst of requests with one new prefix would be spread over workers that all
-    compute it. Hashes are chained: where a block is expected, all before it are. ``now`` is in
+    compute it. Hashes are chained: if a block is expected, all before it are. ``now`` is in
     milliseconds.
     """
 
@@ -138,11 +140,13 @@ class ExpectedBlocks:
         self._blocks = 0
 
     def __len__(self) -> int:
-        """Pairs of a block and a worker that are noted, those noted again counted again."""
+        """Return the number of recorded pairs of block and worker, with duplicates."""
         return self._blocks
 
     def expect(self, hashes: Sequence[bytes], worker: str, now: float, wait: float = 0.0) -> None:
-        """``worker`` will hold ``hashes``, a prompt's from its first block on, after ``wait``."""
+        """Expect ``worker`` to hold ``hashes``, a prompt's first blocks, after ``wait``
+        milliseconds.
+        """
         self._forget(now)
         if not hashes or self._blocks + len(hashes) > MAX_BLOCKS:
             return
@@ -157,7 +161,7 @@ class ExpectedBlocks:
     def joined(
         self, held: Mapping[str, int], hashes: Sequence[bytes], now: float
     ) -> dict[str, int]:
-        """``held``, the leading blocks of each worker, with what is expected of it."""
+        """Merge ``held``, the leading blocks of each worker, with the expected blocks."""
         self._forget(now)
         found = dict(held)
         alive: dict[str, float] = {}
@@ -178,7 +182,7 @@ class ExpectedBlocks:
             until, _, worker, hashes = heapq.heappop(self._notes)
             self._blocks -= len(hashes)
             for block in hashes:
-                # Another note of the same moment may have struck it off.
+                # Another note with the same expiry may have removed it.
                 workers = self._workers.get(block, {})
                 if workers.get(worker, until + 1.0) <= until:
                     del workers[worker]

@@ -1,9 +1,8 @@
-"""What a router knows of its workers: a row each, in columns, so that a decision is a few sums.
+"""The router's table of workers: one row each, in columns, so that a decision is a few vector sums.
 
-A row's load is what the worker's last snapshot said, and what this router has promised it since.
-Names are incarnations; what is said of one that is not listed is ignored. Milliseconds on the
-router's clock; blocks as the prefix index counts them. No I/O, no clock; owned by the router's
-event loop.
+A row's load combines the worker's last snapshot with this router's promises since then. Names are
+incarnations; updates of unlisted ones are ignored. Times are milliseconds on the router's clock;
+blocks are those of the prefix index. No I/O, no clock; owned by the router's event loop.
 """
 
 from __future__ import annotations
@@ -29,35 +28,35 @@ Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 
 HALF_LIFE_MS = 60_000.0
-"""Work that a worker was given this long ago counts half."""
+"""Half-life of a worker's recorded work, in milliseconds."""
 _LONGEST_EXPONENT = 256.0
 _LATE_CREDIT = 0.9
-"""How much of the prompt at the head of a queue may count as done before its first token has come:
+"""Maximum fraction of the prompt at the head of a queue that counts as done before its first token:
 a worker that hangs must not look idle."""
 _STEP_EVERY_MS = 200.0
-"""Steps of one worker are learned from this often: snapshots come with every step."""
+"""Minimum time between two observations of a worker's steps: snapshots come with every step."""
 _FIRST_CAPACITY = 8
 
 
 def hash_of(name: str) -> int:
-    """64 bits of a name, the same in every process."""
+    """Return a 64-bit hash of a name, equal in every process."""
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFilter:
-    """Which pools' workers may serve a context-length class in one role."""
+    """Selects the pools whose workers may serve a context-length class in one role."""
 
     only: frozenset[str] | None = None
-    """These alone; None: every pool but ``never``."""
+    """Only these pools; None: every pool but those of ``never``."""
     never: frozenset[str] = frozenset()
     """Pools that other classes own."""
     without: frozenset[str] = frozenset()
-    """Incarnations that may not serve, whatever their pool."""
+    """Excluded incarnations, whatever their pool."""
 
     def allows(self, pool: str) -> bool:
-        """Whether a pool's workers may."""
+        """Return whether a pool's workers may serve the class."""
         return pool in self.only if self.only is not None else pool not in self.never
 
 
@@ -66,21 +65,21 @@ EVERY_POOL = PoolFilter()
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The workers of one role, up now, that a class may use."""
+    """The workers of one role that are up and that a class may use."""
 
     rows: Rows
-    """Their rows, rising."""
+    """Their rows, ascending."""
     closed: Floats
-    """For each row of the table: 0 where it belongs to the group, infinity elsewhere."""
+    """For each row of the table: 0 if it is in the group, otherwise infinity."""
     share: Floats
-    """For each row of the table: 1/size of the group where it belongs to it, 0 elsewhere."""
+    """For each row of the table: 1/size of the group if it is in the group, otherwise 0."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
 class _RowNumbers(dict[str, int]):
-    """Rows by name; unknown names have the last one. ``get`` answers None for those."""
+    """Rows by name. Indexing an unknown name gives the last row, ``get`` gives None."""
 
     def __missing__(self, name: str) -> int:
         return -1
@@ -88,7 +87,7 @@ class _RowNumbers(dict[str, int]):
 
 @dataclass(slots=True)
 class _Worker:
-    """What of a row is no number."""
+    """The fields of a row that are not numbers."""
 
     pool: str
     prefill: CostModel
@@ -96,14 +95,14 @@ class _Worker:
     role: str = ""
     load: LoadSnapshot | None = None
     stepped_at: float = float("-inf")
-    """When a step was learned from, in milliseconds."""
+    """Time of the last observed step, in milliseconds."""
 
 
 class WorkerTable:
-    """All workers of a router. The columns are for reading; methods alone write them."""
+    """All workers of a router. Others may read the columns; only methods write them."""
 
     def __init__(self, hash_block: int = 16) -> None:
-        """``hash_block``: tokens in a block of the prefix index."""
+        """Create an empty table; ``hash_block``: tokens in a block of the prefix index."""
         self.hash_block = hash_block
         self._rows = _RowNumbers()
         self._workers: dict[int, _Worker] = {}
@@ -112,12 +111,12 @@ class WorkerTable:
         self._epoch_ms = 0.0
         self._coarse = False
         self.names: list[str] = []
-        """The incarnation of each row; empty where there is none."""
+        """Incarnation of each row; empty for a free row."""
         self._capacity = 0
         self._allocate(_FIRST_CAPACITY)
 
     def _allocate(self, capacity: int) -> None:
-        # The last row belongs to no worker: what is said of unknown workers goes there.
+        # The last row belongs to no worker. It absorbs updates of unknown workers.
         old = self._capacity
 
         def column(name: str, fill: float = 0.0) -> Floats:
@@ -126,7 +125,7 @@ class WorkerTable:
                 grown[: old - 1] = getattr(self, name)[: old - 1]
             return grown
 
-        # The costs of the last row are not zero: they are divided by.
+        # The costs of the last row are nonzero because they are divisors.
         self.prefill_a, self.prefill_b = column("prefill_a", 1.0), column("prefill_b", 1.0)
         self.prefill_c = column("prefill_c")
         self.step_a, self.step_b, self.step_c = column("step_a"), column("step_b"), column("step_c")
@@ -136,11 +135,14 @@ class WorkerTable:
         self.work = column("work")
         self.placed = column("placed")
         self.sequences, self.max_sequences = column("sequences"), column("max_sequences", 1.0)
-        self.running, self.told_sequences = column("running"), column("told_sequences")
+        self.running, self.reported_sequences = column("running"), column("reported_sequences")
         self.own_sequences = column("own_sequences")
         self.context_tokens = column("context_tokens")
-        self.told_context, self.own_context = column("told_context"), column("own_context")
-        self.available_blocks, self.told_blocks = column("available_blocks"), column("told_blocks")
+        self.reported_context, self.own_context = column("reported_context"), column("own_context")
+        self.available_blocks, self.reported_blocks = (
+            column("available_blocks"),
+            column("reported_blocks"),
+        )
         self.promised_blocks = column("promised_blocks")
         self.per_block = column("per_block", 1.0)
         self.shape = column("shape", -1.0)
@@ -164,21 +166,21 @@ class WorkerTable:
         return name in self._rows
 
     def row(self, name: str) -> int | None:
-        """Its row, for reading the columns."""
+        """Return a worker's row, for reading the columns."""
         return self._rows.get(name)
 
     def incarnations(self) -> list[str]:
-        """All workers that are listed."""
+        """Return all listed workers."""
         return list(self._rows)
 
     def add(self, record: WorkerRecord) -> None:
-        """List a worker, idle and not up yet; one that is listed keeps its row and its load."""
+        """Add a worker, idle and not up yet; a listed one keeps its row and its load."""
         row = self._rows.get(record.incarnation)
         if row is None:
             row = self._new_row(record)
         worker = self._workers[row]
         if worker.role != record.role:
-            # One that comes is not given all that comes after it.
+            # Start at the mean of the role: a new worker must not get every request.
             same = [r for r, other in self._workers.items() if other.role == record.role]
             self.work[row] = float(self.work[same].mean()) if same else 0.0
             self.placed[row] = float(self.placed[same].min()) if same else 0.0
@@ -198,7 +200,7 @@ class WorkerTable:
             step_model(record.step_cost),
         )
         self.slot_hash[row] = hash_of(record.slot)
-        # KV moves between equal shapes only, where it is pulled, on however many ranks it lies.
+        # KV is pulled only between equal shapes; the number of ranks does not matter.
         shape = record.geometry
         if shape.drafter is None:
             shape = replace(shape, tensor_parallel=1)
@@ -210,7 +212,7 @@ class WorkerTable:
         return row
 
     def remove(self, name: str) -> None:
-        """Strike a worker off; idempotent."""
+        """Remove a worker; idempotent."""
         row = self._rows.pop(name, None)
         if row is None:
             return
@@ -227,13 +229,13 @@ class WorkerTable:
             self.placed,
             self.sequences,
             self.running,
-            self.told_sequences,
+            self.reported_sequences,
             self.own_sequences,
             self.context_tokens,
-            self.told_context,
+            self.reported_context,
             self.own_context,
             self.available_blocks,
-            self.told_blocks,
+            self.reported_blocks,
             self.promised_blocks,
             self.up,
             self.lends,
@@ -242,9 +244,10 @@ class WorkerTable:
         self._groups.clear()
 
     def set_up(self, name: str, up: bool, *, lends: bool | None = None) -> None:
-        """Whether new requests may go there. ``lends``: whether others may fetch what it holds, as
+        """Set whether new requests may go to a worker.
 
-        they may from one that is drained; None: if it is up.
+        ``lends``: whether others may fetch its blocks, as they may from a draining worker; None:
+        the value of ``up``.
         """
         row = self._rows.get(name)
         if row is None:
@@ -255,7 +258,7 @@ class WorkerTable:
             self._groups.clear()
 
     def group(self, role: str, pools: PoolFilter = EVERY_POOL) -> Group:
-        """The workers that may be chosen. Kept until a worker comes, goes or changes."""
+        """Return the workers that may be chosen. Cached until a worker joins, leaves or changes."""
         found = self._groups.get((role, pools))
         if found is None:
             rows = [
@@ -272,54 +275,54 @@ class WorkerTable:
         return found
 
     def prefill_cost(self, role: str) -> Coefficients:
-        """The mean of the prompt costs of a role's workers; the default where there is none."""
+        """Return the mean prefill cost of a role's workers; the default if there is none."""
         rows = self.group(role).rows
         if not len(rows):
             return PREFILL_DEFAULT
         a, b, c = self.prefill_a[rows], self.prefill_b[rows], self.prefill_c[rows]
         return float(a.mean()), float(b.mean()), float(c.mean())
 
-    # What it does
+    # Load reported by workers
 
     def set_load(self, name: str, load: LoadSnapshot, now_ms: float) -> None:
-        """Take a snapshot in; the same one again changes nothing."""
+        """Apply a load snapshot; a repeated one changes nothing."""
         row = self._rows.get(name)
         if row is None or self._workers[row].load == load:
             return
         self._workers[row].load = load
-        self.told_sequences[row] = load.running + load.waiting
+        self.reported_sequences[row] = load.running + load.waiting
         self.running[row] = load.running
-        self.told_context[row] = load.context_tokens
-        self.told_blocks[row] = (load.free_blocks + load.cached_blocks) * self.per_block[row]
+        self.reported_context[row] = load.context_tokens
+        self.reported_blocks[row] = (load.free_blocks + load.cached_blocks) * self.per_block[row]
         told_ms = self.prefill_a[row] * load.waiting + self.prefill_b[row] * load.waiting_tokens
         own_left = max(0.0, self.own_until[row] - now_ms, self.own_floor[row])
-        # What other routers have sent there; ours is known better than any snapshot tells.
+        # The work of other routers. Our own promises are more accurate than any snapshot.
         self.others_until[row] = now_ms + max(0.0, told_ms * bool(load.waiting) - own_left)
         self._learn_step(row, load, now_ms)
         self._sum_up(row)
 
     def _sum_up(self, row: int) -> None:
-        self.sequences[row] = max(self.told_sequences[row], self.own_sequences[row])
-        self.context_tokens[row] = max(self.told_context[row], self.own_context[row])
-        self.available_blocks[row] = self.told_blocks[row] - self.promised_blocks[row]
+        self.sequences[row] = max(self.reported_sequences[row], self.own_sequences[row])
+        self.context_tokens[row] = max(self.reported_context[row], self.own_context[row])
+        self.available_blocks[row] = self.reported_blocks[row] - self.promised_blocks[row]
 
     # What this router promises
 
     def promise_prompt(self, name: str, prefill_ms: float, now_ms: float) -> None:
-        """Note a prompt that goes there, to be computed in ``prefill_ms``."""
+        """Record a prompt that a worker computes in ``prefill_ms``."""
         row = self._rows.get(name)
         if row is None:
             return
         self.own_until[row] = max(self.own_until[row], now_ms) + prefill_ms
         self.own_ms[row] += prefill_ms
         self.outstanding[row] += 1
-        # A decode worker's are counted as sequences.
+        # Prompts of decode workers are counted as sequences.
         self.placed[row] += self._workers[row].role == "prefill"
         self.work[row] += prefill_ms * 2.0 ** self._exponent(now_ms)
         self._set_floor(row)
 
     def prompt_computed(self, name: str, prefill_ms: float, now_ms: float) -> None:
-        """Its first token has come, or it will not come."""
+        """Record that a prompt's first token has arrived, or cannot arrive any more."""
         row = self._rows.get(name)
         if row is None or not self.outstanding[row]:
             return
@@ -336,18 +339,18 @@ class WorkerTable:
     def promise_sequence(
         self, name: str, prompt_tokens: int, blocks: int, choices: int = 1
     ) -> None:
-        """Note a sequence that will run there; it needs ``blocks`` that are not held yet.
+        """Record a sequence that a decode worker runs; it needs ``blocks`` that are not held yet.
 
-        Of several ``choices`` each runs as a sequence, over the whole prompt.
+        Each of several ``choices`` runs as a sequence over the whole prompt.
         """
         self._change_sequence(name, choices, prompt_tokens * choices, blocks)
 
     def sequence_settled(self, name: str, blocks: int) -> None:
-        """Its blocks are taken: the next snapshot counts them."""
+        """Record that a sequence's blocks are allocated: the next snapshot counts them."""
         self._change_sequence(name, 0, 0, -blocks)
 
     def sequence_ended(self, name: str, prompt_tokens: int, choices: int = 1) -> None:
-        """It runs there no longer, none of its choices."""
+        """Record that a sequence, with all its choices, has ended."""
         self._change_sequence(name, -choices, -prompt_tokens * choices, 0)
 
     def _change_sequence(self, name: str, count: int, tokens: int, blocks: int) -> None:
@@ -360,10 +363,10 @@ class WorkerTable:
         self.placed[row] += count > 0
         self._sum_up(row)
 
-    # What its work costs
+    # Learned costs
 
     def learn_prefill(self, name: str, computed_tokens: float, context: float, ms: float) -> None:
-        """Prompt tokens that attended to ``context`` others on average took so long."""
+        """Learn that tokens attending to ``context`` others on average took ``ms``."""
         row = self._rows.get(name)
         if row is None or computed_tokens <= 0 or ms <= 0:
             return
@@ -388,20 +391,20 @@ class WorkerTable:
         found = self._workers[row].step.coefficients
         self.step_a[row], self.step_b[row], self.step_c[row] = found
 
-    # Columns that depend on the moment or on a request
+    # Columns that depend on the time or on a request
 
     def queue_ms(self, now_ms: float) -> Floats:
-        """For each row: how long a prompt that comes now waits for those before it."""
+        """Return, for each row, the wait of a prompt that arrives now."""
         own = np.maximum(self.own_until - now_ms, self.own_floor)
         return own + np.maximum(self.others_until - now_ms, 0.0)
 
     def recent_work(self, now_ms: float) -> Floats:
-        """For each row: milliseconds of computing that it was given, with ``HALF_LIFE_MS``."""
+        """Return, for each row, its recent work in milliseconds, decayed by ``HALF_LIFE_MS``."""
         faded: Floats = self.work * (2.0 ** -self._exponent(now_ms))
         return faded
 
     def _exponent(self, now_ms: float) -> float:
-        # Work is kept as it would be had it all come at the epoch: nothing decays row by row.
+        # Work is scaled as if it had all arrived at the epoch, so that no row needs its own decay.
         exponent = (now_ms - self._epoch_ms) / HALF_LIFE_MS
         if exponent > _LONGEST_EXPONENT:
             self.work *= 2.0 ** -min(exponent, 1000.0)
@@ -410,20 +413,20 @@ class WorkerTable:
         return exponent
 
     def held_blocks(self, held: Mapping[str, int]) -> Floats:
-        """For each row: the leading blocks of a prompt that it holds and can use."""
+        """Return, for each row, the leading blocks of a prompt that it holds and can use."""
         column = np.zeros(self._capacity)
         if held:
             count = len(held)
-            # The last row is that of all unknown workers.
+            # Unknown workers share the last row.
             rows = np.fromiter(map(self._rows.__getitem__, held), np.intp, count)
             column[rows] = np.fromiter(held.values(), np.float64, count)
         if self._coarse:
-            # The first part of a block that goes on otherwise is of no use.
+            # A block that matches only in part is of no use.
             column -= column % self.per_block
         return column
 
     def best_of_shape(self, column: Floats) -> Floats:
-        """For each row: the most of ``column`` over the rows with its KV's shape."""
+        """Return, for each row, the maximum of ``column`` over the rows with its KV shape."""
         if len(self._shapes) <= 1:
             return np.full(self._capacity, column.max())
         best = np.zeros(len(self._shapes) + 1)
@@ -433,12 +436,12 @@ class WorkerTable:
 
 
 def scores(workers: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """Rendezvous hashing: each worker's score for a key. The highest score takes the key.
+    """Rendezvous hashing: return each worker's score for a key. The highest score takes the key.
 
-    A worker that leaves moves its own keys only; a new one takes an equal share from each (Thaler
+    A worker that leaves moves only its own keys; a new one takes an equal share from each (Thaler
     and Ravishankar, Using Name-Based Mappings to Increase Hit Rates, IEEE/ACM Transactions on
-    Networking 6(1), 1998). Both hashes are mixed by SplitMix64's finalizer: Steele, Lea and
-    Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
+    Networking 6(1), 1998). Both hashes are mixed by SplitMix64's finalizer: Steele, Lea and Flood,
+    Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
     """
     mixed = workers ^ np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -447,5 +450,5 @@ def scores(workers: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
 
 def preferred_row(table: WorkerTable, rows: Rows, key: str) -> int:
-    """The one of ``rows``, at least one, that takes a key: see ``scores``."""
+    """Return the one of ``rows``, at least one, that takes a key: see ``scores``."""
     return int(rows[scores(table.slot_hash[rows], hash_of(key)).argmax()])

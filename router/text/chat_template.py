@@ -1,6 +1,6 @@
 """A model's chat template: renders messages to the text form that the model was trained on.
 
-A template comes with a model, often from a hub, and is a program. jinja2's sandbox keeps it from
+A template is a program that comes with a model, often from a hub. jinja2's sandbox keeps it from
 Python's internals, but lets it fill the memory or run forever, and a thread cannot be stopped. So
 router.text.template_program runs it in a process whose time and memory the kernel bounds.
 """
@@ -29,9 +29,9 @@ from router.text.template_program import chat_environment
 MAX_SOURCE_CHARACTERS = 1 << 20
 """Maximum characters of a template."""
 _MESSAGE_CHARACTERS = 64
-"""Cost of a message besides its text, as characters of text."""
+"""Overhead of a message, in characters of text."""
 _TOOL_VARIABLES = ("tools", "xml_tools")
-"""Names of the tools in templates; SmolLM3 uses the second."""
+"""Names of the template variable for tools; SmolLM3 uses the second."""
 
 
 class ChatTemplate:
@@ -39,23 +39,23 @@ class ChatTemplate:
 
     ``knows_tools``: it writes tools into the prompt. ``knows_calls``: it writes the calls of
     earlier answers. ``knows_results``: it handles messages of the role ``tool``.
-    ``joins_arguments``: it adds the arguments of calls to text, as they must be text then.
+    ``joins_arguments``: it concatenates the arguments of calls with text, so they must be text.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None
     ) -> None:
-        """``special_tokens``: text by the names that templates use, such as ``bos_token``.
+        """Create a template; ``special_tokens``: text by the names that templates use.
 
-        ``tool_use`` is the source of the model's other template, for conversations with tools.
-        Raises ConfigError if a template cannot be parsed.
+        Such a name is ``bos_token``. ``tool_use`` is the source of the model's other template, for
+        conversations with tools. Raises ConfigError if a template cannot be parsed.
         """
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise ConfigError(
                 f"the model's chat template has more than {MAX_SOURCE_CHARACTERS} characters"
             )
         try:
-            # It is not compiled here: jinja2 would compute its constants without bounds.
+            # Only parse it here: compiling would compute its constants without bounds.
             parsed = chat_environment().parse(source)
             names, texts = _mentioned(parsed)
         except Exception as error:
@@ -77,11 +77,11 @@ class ChatTemplate:
         return self._tool_use or self
 
     def reads(self, variable: str) -> bool:
-        """Whether it reads a variable, or does so for conversations with tools."""
+        """Return whether it reads a variable, with tools or without."""
         return variable in self._names or variable in self.for_tools._names
 
     def mentions(self, text: str) -> bool:
-        """Whether a key or a constant in it is ``text``, with tools or without."""
+        """Return whether it has ``text`` as a key or a constant, with tools or without."""
         return text in self._texts or text in self.for_tools._texts
 
     async def start(self) -> None:
@@ -102,11 +102,11 @@ class ChatTemplate:
         *,
         generation_prompt: bool = True,
     ) -> Future[str]:
-        """The prompt's text, ready for the answer; at most ``limit`` characters.
+        """Render the prompt's text of at most ``limit`` characters.
 
-        ``more``: further variables of the template. Without ``generation_prompt`` the text does
-        not begin the assistant's turn. The future raises the errors of ``TemplateProcess.render``:
-        InvalidRequest if the template refuses the messages.
+        ``more``: further variables of the template. Without ``generation_prompt`` the text does not
+        begin the assistant's turn. The future raises the errors of ``TemplateProcess.render``:
+        InvalidRequest if the template rejects the messages.
         """
         variables: dict[str, Any] = {
             **self._special_tokens,
@@ -123,7 +123,7 @@ class ChatTemplate:
 
 
 def _mentioned(template: jinja2.nodes.Template) -> tuple[set[str], set[str]]:
-    """The variables that a template reads, and the keys and constants in it."""
+    """Return the variables that a template reads, and the keys and constants in it."""
     names = {node.name for node in template.find_all(jinja2.nodes.Name) if node.ctx == "load"}
     texts = {node.attr for node in template.find_all(jinja2.nodes.Getattr)}
     constants = (node.value for node in template.find_all(jinja2.nodes.Const))
@@ -131,7 +131,7 @@ def _mentioned(template: jinja2.nodes.Template) -> tuple[set[str], set[str]]:
 
 
 def _joins(template: jinja2.nodes.Template, key: str) -> bool:
-    """Whether a template adds a value called ``key`` to text, as it is."""
+    """Return whether a template concatenates a value named ``key`` with text, unconverted."""
     nodes = (jinja2.nodes.Add, jinja2.nodes.Concat)
     parts = [part for node in template.find_all(nodes) for part in node.iter_child_nodes()]
     items = [part.arg for part in parts if isinstance(part, jinja2.nodes.Getitem)]
@@ -143,7 +143,7 @@ def _joins(template: jinja2.nodes.Template, key: str) -> bool:
 def load_chat_template(
     folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """The template of a model's folder; None if it has none. Raises ConfigError."""
+    """Load the template of a model's folder; None if it has none. Raises ConfigError."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens)
@@ -160,7 +160,7 @@ MAX_CPU_S = 5.0
 MAX_MEMORY_BYTES = 1 << 30
 """Maximum address space of a process. Its own code uses 26 MiB, the largest body about 300."""
 MAX_WAIT_S = 30.0
-"""Maximum wait for an answer, seconds. It exceeds the CPU time: the machine may be busy."""
+"""Maximum wait for an answer, in seconds. It exceeds the CPU time: the machine may be busy."""
 SHORT_CHARACTERS = 1 << 18
 """Conversations up to this many characters never wait for longer ones."""
 
@@ -172,7 +172,7 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str) -> None:
-        """``source``: the template."""
+        """Create the processes' owner; ``source``: the template."""
         self._short, self._long = _Lane(source), _Lane(source)
 
     def start(self) -> Future[None]:
@@ -221,7 +221,7 @@ class _Lane:
                 )
             except _ChildEnded as error:
                 raise ConfigError(
-                    f"the model's chat template does not compile: it ended its process ({error})"
+                    f"the model's chat template does not compile: its process ended ({error})"
                 ) from None
             if "broken" in answer:
                 raise ConfigError(f"the model's chat template does not compile: {answer['broken']}")
@@ -234,7 +234,7 @@ class _Lane:
         except _ChildEnded as error:
             if error.by_template:
                 raise InvalidRequest(
-                    f"the model's chat template ends its process on these messages ({error})",
+                    f"the model's chat template ended its process on these messages ({error})",
                     param="messages",
                 ) from None
             # It was killed from outside: a new process may succeed.
@@ -281,8 +281,9 @@ class _Child:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                # Not by the event loop: uvloop forks, and gRPC's handlers of fork end some of the
-                # children. subprocess uses vfork(2). What it would print may hold prompts.
+                # Do not start it through the event loop: uvloop forks, and gRPC's fork handlers end
+                # some of the children. subprocess uses vfork(2). Its output may contain prompts, so
+                # drop it.
                 self._process = subprocess.Popen(  # noqa: S603 - Baton's own program
                     [sys.executable, "-P", template_program.__file__],
                     stdin=theirs.fileno(),

@@ -1,4 +1,4 @@
-"""A sequence's tokens become the text that its client receives.
+"""Converts a sequence's tokens to the text that its client receives.
 
 Detokenizers yield whole characters, one token at a time. The output processor cuts their text at
 stop strings.
@@ -17,21 +17,21 @@ from router.text.reasoning_counter import ReasoningCounter
 
 REPLACEMENT = "\ufffd"
 _MAX_PENDING = 8
-"""Maximum tokens held back that end in half a character; a character has at most four bytes."""
+"""Maximum tokens held back for an incomplete character, which has at most four bytes."""
 
 
 class Detokenizer(Protocol):
     """Detokenizes one answer."""
 
     def step(self, token_id: int) -> str:
-        """Take a token. Returns the characters that it completes, "" if none."""
+        """Add a token. Return the characters that it completes, "" if none."""
 
     def flush(self) -> str:
-        """Take the rest at the end: U+FFFD for bytes that are no character."""
+        """Return the rest at the end: U+FFFD for bytes that form no character."""
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: tokens are bytes, and text is their UTF-8 decoding."""
+    """Detokenizes byte-level vocabularies: tokens are bytes, and text is their UTF-8 decoding."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -45,10 +45,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For other vocabularies: decodes a window of tokens, and yields the text that is new in it.
+    """Detokenizes other vocabularies: decodes a window of tokens, and yields its new text.
 
-    The window begins with the tokens shown last, because a decoder may treat the first token of a
-    text in its own way: some drop a leading space. ``context`` is the prompt's end.
+    The window begins with the last shown tokens, because a decoder may treat the first token of a
+    text differently: some drop a leading space. ``context`` is the prompt's end.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class WindowDetokenizer:
 
 
 class MarkerDetokenizer:
-    """Adds the text of some special tokens, by id: markers that a parser finds in the text."""
+    """Adds the text of some special tokens, by id: markers that a parser looks for in the text."""
 
     def __init__(self, plain: Detokenizer, texts: Mapping[int, str]) -> None:
         self._plain = plain
@@ -113,25 +113,25 @@ class MarkerDetokenizer:
 class StopStrings:
     """Passes text up to the first complete stop string.
 
-    Text that may begin a stop string is held back. The text passed does not depend on how it
-    arrives in pieces.
+    Text that may begin a stop string is held back. The output does not depend on how the text is
+    split into pieces.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
-        """``include``: pass the stop string too."""
+        """Create the filter; ``include``: pass the stop string too."""
         self._include = include
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
         self.match = ""
-        """The stop string found; "" until then."""
+        """The stop string that was found; "" until then."""
 
     @property
     def found(self) -> bool:
         return bool(self.match)
 
     def feed(self, text: str) -> str:
-        """Take the next text. Returns the text that may be shown now."""
+        """Add text. Return the text that may be shown now."""
         if not self._stop or self.found:
             return "" if self.found else text
         text = self._held + text
@@ -145,12 +145,12 @@ class StopStrings:
         return text[:keep]
 
     def rest(self) -> str:
-        """Take the text that is held back, at the end of the text."""
+        """Return the text that is held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> tuple[int, int] | None:
-        """Begin and end of the stop string that ends first; the longest of several."""
+        """Return begin and end of the stop string that ends first, the longest of several."""
         starts = ((text.find(stop), stop) for stop in self._stop)
         matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
         if not matches:
@@ -159,7 +159,7 @@ class StopStrings:
         return begin, end
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
+        """Return the length of the longest end of ``text`` that begins a stop string."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self._stop):
@@ -180,10 +180,12 @@ class OutputProcessor:
         include_stop: bool = False,
         reasoning: ReasoningCounter | None = None,
     ) -> None:
-        """``hidden_ids``: tokens that count, but whose text is not shown: those that end the
-        sequence. ``min_tokens``: stop strings end the text only after that many tokens, as stop
-        tokens do in the engine. ``include_stop``: the text includes the stop string.
-        ``reasoning`` counts the tokens of reasoning; without it there are none.
+        """Create a processor of one sequence.
+
+        ``hidden_ids``: tokens that count, but whose text is not shown: those that end the sequence.
+        ``min_tokens``: stop strings end the text only after this number of tokens, as stop tokens
+        do in the engine. ``include_stop``: the text includes the stop string. ``reasoning`` counts
+        the tokens of reasoning; None: there are none.
         """
         self._reasoning = reasoning
         self._detokenizer = detokenizer
@@ -194,10 +196,10 @@ class OutputProcessor:
         self._scores = False
         """Whether tokens come with log probabilities; set by the first ones."""
         self._read = 0
-        """Characters of all tokens so far."""
+        """Number of characters of all tokens so far."""
         self._shown = 0
         self._unshown: list[ScoredToken] = []
-        """Scored tokens of which no text is shown yet."""
+        """Scored tokens whose text is not shown yet."""
 
     @property
     def stopped(self) -> bool:
@@ -216,7 +218,7 @@ class OutputProcessor:
         cached_prompt_tokens: int = 0,
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> OutputDelta | None:
-        """Take the next tokens. Returns None if there is nothing to report.
+        """Add the next tokens. Return None if there is nothing to report.
 
         ``logprobs`` has one entry per token, or none. Tokens after the one that completes a stop
         string, and tokens after the finish reason, are dropped.
@@ -277,9 +279,10 @@ class OutputProcessor:
         return counted, shown
 
     def _newly_shown(self) -> tuple[ScoredToken, ...]:
-        """Scored tokens whose text has begun to be shown; all of them at an end that cuts no text.
+        """Return scored tokens whose text has begun to be shown, or all at an end that cuts no
+        text.
 
-        A token with half a character comes with the token that completes it.
+        A token with part of a character is returned with the token that completes it.
         """
         all_of_them = self._finished and not self.stopped
         count = len(self._unshown)

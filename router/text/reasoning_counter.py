@@ -1,4 +1,4 @@
-"""Counts the tokens of an answer's reasoning by their text, as exactly as its parser finds it."""
+"""Counts the tokens of an answer's reasoning by their text, in line with the reasoning parser."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class _Part(enum.Enum):
 
 
 class ReasoningCounter:
-    """Of one answer. A token counts where its text begins within the reasoning.
+    """Counts the reasoning tokens of one answer: those whose text begins within the reasoning.
 
-    Tokens that may belong to a marker are counted when that is known.
+    Tokens that may belong to a marker are counted when that is decided.
     """
 
     def __init__(self, markers: ReasoningMarkers, begins_in: AnswerPart) -> None:
-        """``begins_in``: where the prompt ends; behind the reasoning there is nothing to count."""
+        """Create a counter; ``begins_in``: the part of the answer in which the prompt ends."""
         self._markers = markers
         self._is_open = begins_in == "reasoning"
         self._part = _Part.BEHIND if begins_in == "content" else _Part.BEFORE
         self._held = ""
-        """The latest text, of which it is not known yet what it is."""
+        """The latest text, whose part is not decided yet."""
         self._starts: list[int] = []
-        """Where the tokens of that text begin in it."""
+        """Offsets in that text at which its tokens begin."""
         self.count = 0
-        """Tokens of reasoning so far."""
+        """Number of reasoning tokens so far."""
 
     def take(self, text: str) -> None:
-        """Take the text of the next token."""
+        """Add the text of the next token."""
         if self._part is _Part.BEHIND:
             return
         self._starts.append(len(self._held))
@@ -46,7 +46,7 @@ class ReasoningCounter:
             self._look_for_end()
 
     def finish(self) -> None:
-        """The answer has ended: what is held was no marker."""
+        """End the answer: held text was no marker."""
         if self._part is _Part.INSIDE or (self._part is _Part.BEFORE and self._is_open):
             self.count += len(self._starts)
         self._part = _Part.BEHIND
@@ -76,7 +76,8 @@ class ReasoningCounter:
         ends = self._markers.ends
         places = [place for end in ends if (place := self._held.find(end)) >= 0]
         if places:
-            # The last token ends the marker. Text before it is of a character that is cut short.
+            # The last token completes the marker. Any text of it before the marker belongs to a
+            # character that is cut short.
             self.count += sum(start < min(places) for start in self._starts[:-1])
             self._part = self._behind
             self._cut(len(self._held))
@@ -97,14 +98,14 @@ class ReasoningCounter:
 def reasoning_counter(
     markers: ReasoningMarkers | None, begins_in: AnswerPart
 ) -> ReasoningCounter | None:
-    """None where an answer has no reasoning."""
+    """Create a counter; None if an answer has no reasoning."""
     if markers is None or begins_in == "content":
         return None
     return ReasoningCounter(markers, begins_in)
 
 
 def _possible_start(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that begins ``marker``."""
+    """Return the length of the longest end of ``text`` that begins ``marker``."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-length:]):
             return length

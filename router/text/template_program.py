@@ -1,13 +1,13 @@
 """The program of a chat template's process, started by router.text.chat_template.
 
-It bounds its own time and memory. Standard input is a socket: the program reads one JSON document a
-line, and writes one answer a line.
+It bounds its own time and memory. Standard input is a socket: the program reads one JSON document
+per line, and writes one answer per line.
 
     {"source": "...", "cpu_s": 5, "memory_bytes": 9}    {"ready": true}, {"broken": "why"}
     {"variables": {...}, "limit": 9}                    {"text": "..."}, {"long": 9},
                                                         {"refused": "why"}, {"failed": "KeyError"}
 
-It imports nothing of Baton, so that it starts fast.
+It imports nothing from Baton, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_REASON_CHARACTERS = 1000
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the answer for training; in serving its body is plain text."""
+    """``{% generation %}`` marks the answer for training. In serving its body is plain text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -55,7 +55,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes HTML, which models have not seen.
+    # jinja2's own filter escapes HTML, which models were not trained on.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -66,7 +66,7 @@ def _to_json(
 
 
 def chat_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The environment that chat templates are written for: the one of Hugging Face transformers."""
+    """Create the environment that chat templates expect, as in Hugging Face transformers."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -84,7 +84,7 @@ def chat_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 def _rendered(
     template: jinja2.Template, variables: dict[str, Any], limit: int
 ) -> dict[str, str | int]:
-    """The answer to one rendering; the text has at most ``limit`` characters."""
+    """Return the answer to one rendering; its text has at most ``limit`` characters."""
     pieces: list[str] = []
     size = 0
     try:
@@ -96,14 +96,14 @@ def _rendered(
     except jinja2.TemplateError as error:
         return {"refused": str(error.message or "no reason")[:_MAX_REASON_CHARACTERS]}
     except Exception as error:
-        # A template is a program that runs on what the client sent: it may fail in any way.
+        # A template is a program with client input: it may fail in any way.
         return {"failed": type(error).__name__}
     return {"text": "".join(pieces)}
 
 
 @contextlib.contextmanager
 def _timed(cpu_s: float) -> Iterator[None]:
-    """The kernel ends the process with SIGPROF when the work within takes more CPU time.
+    """Limit the CPU time of the block: the kernel ends the process with SIGPROF after it.
 
     Nothing else stops a single long operation of the interpreter, such as a power.
     """
@@ -121,7 +121,7 @@ def _bound_process(memory_bytes: int) -> None:
 
 
 def _encoded(answer: dict[str, Any]) -> bytes:
-    # Clients can send halves of surrogate pairs, which JSON may hold and UTF-8 may not.
+    # Clients can send unpaired surrogates, which JSON allows and UTF-8 does not.
     return json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
@@ -138,7 +138,7 @@ def main() -> None:
         with _timed(cpu_s):
             template = chat_environment().from_string(first["source"])
     except Exception as error:
-        # Python's own compiler refuses some of what jinja2 makes of a template, too.
+        # Python's own compiler also rejects some of the code that jinja2 generates.
         reason = str(error)[:_MAX_REASON_CHARACTERS] or type(error).__name__
         channel.sendall(_encoded({"broken": reason}))
         return

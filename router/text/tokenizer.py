@@ -26,9 +26,9 @@ from router.text.output_processor import (
 PIECE_CHARACTERS = 1 << 18
 """Longer texts are counted in pieces of this size before they are tokenized as a whole."""
 PIECES_SHARE = 0.95
-"""The tokens of a text, as a share of those of its pieces, at least."""
+"""Minimum tokens of a text, as a share of the sum over its pieces."""
 _CONTEXT_TOKENS = 8
-"""Tokens at the prompt's end that influence the text of the answer's first token."""
+"""Number of tokens at the prompt's end that influence the text of the answer's first token."""
 
 
 class Tokenizer:
@@ -42,7 +42,7 @@ class Tokenizer:
         vocab_size: int | None = None,
         chat_template: ChatTemplate | None = None,
     ) -> None:
-        """``vocab_size``: the model's, if it exceeds the tokenizer's."""
+        """Create a tokenizer; ``vocab_size``: the model's, if it exceeds the tokenizer's."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -92,10 +92,10 @@ class Tokenizer:
         last: int | None = None,
         check: Callable[[int], None] = lambda count: None,
     ) -> tuple[int, ...]:
-        """Token ids of ``text``, of its end if there are more than ``last``.
+        """Return the token ids of ``text``; of its end if there are more than ``last``.
 
-        ``check`` is given their number before they are read, which holds the interpreter lock;
-        tokenizing releases it. Raises what ``check`` raises.
+        ``check`` is called with their number before they are read. Reading holds the interpreter
+        lock; tokenizing releases it. Raises what ``check`` raises.
         """
         if len(text) > PIECE_CHARACTERS:
             text = self._within_bounds(text, last, check)
@@ -106,13 +106,14 @@ class Tokenizer:
         return tuple(found.ids)
 
     def _encoded(self, text: str, *, special: bool) -> tokenizers.Encoding:
-        # Of the library's calls, only the batched ones release the interpreter lock.
+        # Only the library's batched calls release the interpreter lock.
         return self._backend.encode_batch_fast([text], add_special_tokens=special)[0]
 
     def _within_bounds(self, text: str, last: int | None, check: Callable[[int], None]) -> str:
-        """``text``, or as much of its end as has ``last`` tokens. Raises what ``check`` raises.
+        """Return ``text``, or a tail of it with at least ``last`` tokens. Raises what ``check``
+        raises.
 
-        The library takes some 380 bytes for each token, so tokens are counted piece by piece first.
+        The library needs about 380 bytes per token, so tokens are counted piece by piece first.
         """
         count = 0
         for end in range(len(text), 0, -PIECE_CHARACTERS):
@@ -121,12 +122,12 @@ class Tokenizer:
                 return text[begin:]
             count += len(self._encoded(text[begin:end], special=False))
             if last is None:
-                # Where pieces meet, a word may have more tokens than it has in the whole.
+                # A word that is split between pieces may have more tokens than in the whole text.
                 check(int(count * PIECES_SHARE))
         return text
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound on the tokens of ``text``, without tokenizing it."""
+        """Return a lower bound on the tokens of ``text``, without tokenizing it."""
         return -(-len(text) // self._longest) if self._longest else 0
 
     @property
@@ -143,14 +144,14 @@ class Tokenizer:
         return self._template is not None
 
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Ids by text, of the ``texts`` that are special tokens."""
+        """Return the ids of those ``texts`` that are special tokens, by text."""
         ids = ((text, self._backend.token_to_id(text)) for text in texts)
         return {text: number for text, number in ids if number in self._special}
 
     def marker_ids(self, text: str) -> tuple[int, ...] | None:
-        """The token ids of a marker, if they are the same whatever stands around it.
+        """Return the token ids of a marker if they do not depend on the text around it, or None.
 
-        So they are where it begins and ends with tokens of its own; else None.
+        They are fixed if the marker begins and ends with added tokens.
         """
         ids = self.encode(text, add_special_tokens=False)
         return ids if ids and self._added.issuperset((ids[0], ids[-1])) else None
@@ -183,11 +184,11 @@ class Tokenizer:
         return template.render(messages, limit, tools, more, generation_prompt=generation_prompt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``token_ids``."""
+        """Return the text of ``token_ids``."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def spell(self, token_id: int) -> str:
-        """A token as the vocabulary writes it; "" for an id without text."""
+        """Return a token as the vocabulary writes it; "" for an id without text."""
         return self._backend.id_to_token(token_id) or ""
 
     def detokenizer(
@@ -197,7 +198,7 @@ class Tokenizer:
         *,
         special_tokens: bool = False,
     ) -> Detokenizer:
-        """A new detokenizer for an answer to ``prompt_ids``.
+        """Create a detokenizer for an answer to ``prompt_ids``.
 
         The text of special tokens is hidden, except for ``shown_ids``. ``special_tokens``: it is
         shown for all of them.
@@ -215,11 +216,11 @@ class Tokenizer:
         return WindowDetokenizer(self.decode, self._special.__contains__, context)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is special: it has no text in an answer."""
+        """Return whether a token is special, so that it has no text in an answer."""
         return token_id in self._special
 
     def spelling(self, token_id: int) -> bytes:
-        """A token's bytes, perhaps half a character; of a special token, its name."""
+        """Return a token's bytes, perhaps part of a character; for a special token, its name."""
         if token_id in self._special:
             return (self._backend.id_to_token(token_id) or "").encode()
         return self._token_bytes(token_id)
@@ -241,12 +242,12 @@ class Tokenizer:
             return _spell_piece(token)
         try:
             return bytes(_BYTE_OF[character] for character in token)
-        except KeyError:  # an added token is written as it is, not in the byte alphabet
+        except KeyError:  # added tokens do not use the byte alphabet
             return token.encode()
 
 
 def _spell_piece(token: str) -> bytes:
-    """The bytes of a SentencePiece token: ``▁`` is a space, ``<0xE2>`` a byte."""
+    """Return the bytes of a SentencePiece token: ``▁`` is a space, ``<0xE2>`` a byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         with contextlib.suppress(ValueError):
             return bytes([int(token[3:5], 16)])
@@ -254,7 +255,7 @@ def _spell_piece(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte-level alphabet: printable Latin-1 as it is, other bytes from U+0100 on."""
+    """Return the byte-level alphabet: printable Latin-1 as is, other bytes from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
@@ -281,7 +282,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds no JSON object")
+        raise ConfigError(f"{file} must contain a JSON object")
     return content
 
 
@@ -292,7 +293,7 @@ def _ids(value: int | list[int] | None) -> list[int]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Text of the named tokens (``bos_token`` …) of a tokenizer_config.json."""
+    """Return the text of the named tokens (``bos_token`` …) of a tokenizer_config.json."""
     tokens = {}
     for name, value in settings.items():
         content = value.get("content") if isinstance(value, dict) else value

@@ -31,12 +31,12 @@ from router.workers.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 MAX_DAYS = 92
-"""Days of one question."""
+"""Maximum number of days in one report."""
 USUAL_DAYS = 30
 MAX_COMMENT_CHARACTERS = 1000
 MAX_ID_CHARACTERS = 128
 DEVICES_S = 5.0
-"""Time between two counts of devices."""
+"""Interval of counting devices, in seconds."""
 _USAGE, _FEEDBACK, _RATING = "/v1/usage", "/v1/feedback", "/v1/feedback/{answer_id}"
 
 
@@ -46,23 +46,23 @@ class FeedbackRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
     id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
-    """The id of an answer, such as `chatcmpl-…`; of a task with several, that of the last one."""
+    """The id of an answer, such as `chatcmpl-…`. If a task has several answers, the last one's."""
     success: bool
     """Whether the task succeeded."""
     score: float | None = Field(default=None, ge=0, le=1)
-    """How well it did."""
+    """The quality of the result, 0 … 1."""
     comment: str = Field(default="", max_length=MAX_COMMENT_CHARACTERS)
-    """Kept for a day, and shown by `GET /v1/feedback/{id}` alone."""
+    """A comment, which is kept for a day and only shown by `GET /v1/feedback/{id}`."""
 
 
 class FeedbackObject(FeedbackRequest):
-    """Feedback as it is kept."""
+    """Stored feedback."""
 
     object: str = "feedback"
 
 
 class BudgetObject(BaseModel):
-    """A budget and how far it is used up, in dollars."""
+    """A budget and its use, in dollars."""
 
     kind: str
     """``key`` or ``tenant``."""
@@ -71,7 +71,7 @@ class BudgetObject(BaseModel):
     """``2026-11-23``, ``2026-11`` or ``total``."""
     limit: str
     used: str
-    """Spent, or held by requests that run."""
+    """Dollars spent, or held by running requests."""
     state: str
     """``ok``, ``warned``, ``slowed`` or ``stopped``."""
 
@@ -88,11 +88,11 @@ class UsageReport(BaseModel):
     total: dict[str, Any]
     budgets: list[BudgetObject]
     device_hours: dict[str, float] | None = None
-    """Hours of devices (GPUs, or worker processes on CPUs) by pool; for operators alone."""
+    """Hours of devices (GPUs, or worker processes on CPUs) by pool; only for operators."""
 
 
 class UsageApi:
-    """The handlers. They raise BatonError; ``router.http.errors`` answers it."""
+    """The handlers. They raise BatonError, which ``router.http.errors`` answers."""
 
     def __init__(
         self,
@@ -138,11 +138,11 @@ class UsageApi:
         )
 
     def start(self) -> None:
-        """Begin to count the time of devices."""
+        """Start to count the time of devices."""
         self._counting = spawn(self._count_devices(), "device hours")
 
     async def close(self) -> None:
-        """Count no more."""
+        """Stop to count."""
         if self._counting is not None:
             await end_tasks([self._counting])
 
@@ -153,9 +153,10 @@ class UsageApi:
         start: str = Query(default="", max_length=10),
         end: str = Query(default="", max_length=10),
     ) -> Response:
-        """Requests, tokens, cost and feedback, grouped `by` day, tenant, key, class and agent.
+        """Report requests, tokens, cost and feedback, grouped `by` day, tenant, key, class and
+        agent.
 
-        A tenant sees its own; operators see all. `start` and `end` are days in UTC.
+        A tenant sees its own usage; operators see all. `start` and `end` are days in UTC.
         """
         caller = caller_of(request)
         is_operator = self._access.is_operator(request.headers)
@@ -179,7 +180,7 @@ class UsageApi:
         return JSONResponse(report.model_dump(exclude_none=not is_operator))
 
     async def rate(self, request: Request) -> FeedbackObject:
-        """Say whether the task of an answer succeeded, in place of what was said before."""
+        """Set whether the task of an answer succeeded. This replaces earlier feedback."""
         caller = caller_of(request)
         raw = await read_object(request, SMALL_BYTES, self._config.request_deadline_s)
         told = validate(FeedbackRequest, raw)
@@ -188,7 +189,7 @@ class UsageApi:
         return FeedbackObject(**told.model_dump())
 
     async def rating(self, request: Request, answer_id: str) -> FeedbackObject:
-        """The feedback on an answer."""
+        """Return the feedback on an answer."""
         if len(answer_id) > MAX_ID_CHARACTERS:
             raise InvalidRequest(f"id has at most {MAX_ID_CHARACTERS} characters", param="id")
         found = await self._store.rating(caller_of(request).principal.tenant, answer_id)
@@ -228,7 +229,7 @@ class UsageApi:
                 try:
                     await self._store.count_devices(pools)
                 except BatonError as error:
-                    log.debug("the time of devices is not counted now: %s", error.message)
+                    log.debug("the time of devices cannot be counted: %s", error.message)
             await asyncio.sleep(DEVICES_S)
 
 
@@ -240,7 +241,7 @@ def _shown(row: UsageRow, by: Sequence[Dimension]) -> dict[str, Any]:
 
 
 def _dimensions(text: str) -> tuple[Dimension, ...]:
-    """Raises InvalidRequest."""
+    """Parse the dimensions of a report. Raises InvalidRequest."""
     names = [name.strip() for name in text.split(",")]
     known = [one for one in DIMENSIONS if one in names]
     if len(set(names)) != len(names) or len(known) != len(names):
@@ -249,7 +250,7 @@ def _dimensions(text: str) -> tuple[Dimension, ...]:
 
 
 def _days(start: str, end: str, now: float) -> list[str]:
-    """The days of a question, by default the last ``USUAL_DAYS``. Raises InvalidRequest."""
+    """Return the days of a report, by default the last ``USUAL_DAYS``. Raises InvalidRequest."""
     last = _day(end, "end") or datetime.date.fromisoformat(day_of(now))
     first = _day(start, "start") or last - datetime.timedelta(days=USUAL_DAYS - 1)
     if first > last:

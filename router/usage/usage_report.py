@@ -1,4 +1,4 @@
-"""Sums of usage, grouped as a caller asks. Plain Python."""
+"""Sums of usage, grouped by requested dimensions. Plain Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 
 @dataclass(frozen=True, slots=True)
 class UsageEntry:
-    """A sum of one day."""
+    """One sum of one day."""
 
     place: tuple[str, str, str, str, str]
     """Day, tenant, key, class and agent, in the order of ``DIMENSIONS``."""
@@ -26,7 +26,7 @@ class UsageEntry:
 
 
 class UsageRow(BaseModel):
-    """Usage of one group. Names that are not grouped by are null."""
+    """Usage of one group. Dimensions that are not grouped by are null."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -36,20 +36,20 @@ class UsageRow(BaseModel):
     class_: str | None = None
     agent: str | None = None
     requests: int = 0
-    """Requests that were billed."""
+    """Number of billed requests."""
     input_tokens: int = 0
-    """Prompt tokens, cached ones included."""
+    """Prompt tokens, with cached ones."""
     cached_input_tokens: int = 0
     output_tokens: int = 0
     cost: str = "0"
-    """In dollars, exactly."""
+    """Exact cost in dollars."""
     successes: int = 0
-    """Answers whose feedback says that their task succeeded."""
+    """Number of answers whose feedback reports a success."""
     failures: int = 0
     cost_per_success: str | None = None
-    """``cost`` over ``successes``, in dollars; null without any."""
+    """``cost`` divided by ``successes``, in dollars; null without any."""
     mean_score: float | None = None
-    """Of the scores that feedback gave."""
+    """Mean of the scores in feedback."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _Group:
 def grouped(
     entries: Iterable[UsageEntry], by: Sequence[Dimension]
 ) -> tuple[list[UsageRow], UsageRow]:
-    """A row for each group, in the order of their names, and one for all together."""
+    """Return a row for each group, in the order of their names, and one for all together."""
     groups: dict[tuple[str, ...], _Group] = {}
     total = _Group()
     places = [DIMENSIONS.index(one) for one in by]

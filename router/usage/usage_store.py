@@ -1,4 +1,4 @@
-"""Reads the ledger's sums, and keeps feedback and the time of devices. All of it is in Redis.
+"""Reads the ledger's sums, and stores feedback and the time of devices, all in Redis.
 
 ``router/billing/ledger_scripts.py`` has the scripts, and lists the keys.
 """
@@ -30,16 +30,19 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a client says of an answer's task."""
+    """A client's feedback on an answer's task."""
 
     success: bool
     score: float | None = None
-    """0 to 1."""
+    """Quality of the result, 0 to 1."""
     comment: str = ""
 
 
 class UsageStore:
-    """Methods raise Unavailable while Redis does not answer. Owned by the router's event loop."""
+    """The usage data in Redis. Methods raise Unavailable while Redis does not answer.
+
+    Owned by the router's event loop.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class UsageStore:
         self._unix_clock = unix_clock
 
     async def entries(self, days: Sequence[str], tenant: str | None) -> list[UsageEntry]:
-        """The sums of some days, of one tenant or of all."""
+        """Return the sums of the given days, of one tenant or of all."""
         found = []
         async with _answered():
             for day in days:
@@ -75,7 +78,7 @@ class UsageStore:
                 yield (tenant, api_key, context_class, agent), letter, int(amount)
 
     async def device_seconds(self, days: Sequence[str]) -> dict[str, float]:
-        """Seconds of devices in some days, by pool."""
+        """Return the seconds of devices on the given days, by pool."""
         found: dict[str, float] = {}
         async with _answered():
             for day in days:
@@ -86,7 +89,7 @@ class UsageStore:
         return found
 
     async def count_devices(self, devices: Mapping[str, int]) -> None:
-        """Count the time since the last call of any router for these devices, by pool."""
+        """Add the time since the last call of any router for these devices, by pool."""
         day = usage_key(self._prefix, day_of(self._unix_clock()))
         keys = [f"{self._prefix}:usage:devices", f"{day}:devices"]
         args: list[str | int] = []
@@ -96,7 +99,7 @@ class UsageStore:
             await self._devices(keys=keys, args=args)
 
     async def used(self, budget: Budget) -> int:
-        """Nanodollars that are spent and held of a budget in its present period."""
+        """Return the nanodollars spent and held of a budget in its current period."""
         period = budget.period(self._unix_clock())
         async with _answered():
             told: Any = await self._client.hmget(
@@ -109,7 +112,7 @@ class UsageStore:
     # Feedback
 
     async def rate(self, tenant: str, answer_id: str, feedback: Feedback) -> None:
-        """Keep feedback on an answer in place of an earlier one. Raises NotFound."""
+        """Store feedback on an answer, replacing earlier feedback. Raises NotFound."""
         for _ in range(_TRIES):
             key, raw = await self._answer(tenant, answer_id)
             record = json.loads(raw)
@@ -124,15 +127,17 @@ class UsageStore:
             async with _answered():
                 if await self._feedback(keys=keys, args=args):
                     return
-        raise Unavailable("other feedback on this answer came at the same time", retry_after=1.0)
+        raise Unavailable(
+            "other feedback on this answer arrived at the same time; try again", retry_after=1.0
+        )
 
     async def rating(self, tenant: str, answer_id: str) -> Feedback | None:
-        """The feedback on an answer; None: it has none. Raises NotFound."""
+        """Return the feedback on an answer; None: it has none. Raises NotFound."""
         _, raw = await self._answer(tenant, answer_id)
         return _feedback_of(json.loads(raw))
 
     async def _answer(self, tenant: str, answer_id: str) -> tuple[str, bytes]:
-        """Where the record of an answer is, and what it says. Raises NotFound."""
+        """Return the key and the record of an answer. Raises NotFound."""
         now = self._unix_clock()
         hours = range(0, ANSWERS_KEPT_S, _HOUR_S)
         keys = [answers_key(self._prefix, tenant, now - back) for back in hours]
@@ -143,8 +148,8 @@ class UsageStore:
         place = next(((key, raw) for key, raw in zip(keys, found, strict=True) if raw), None)
         if place is None:
             raise NotFound(
-                "there is no such answer: feedback is taken for a day, on billed answers of the"
-                " key's tenant, at most 10,000 of an hour",
+                "there is no such answer: feedback is accepted for a day, on billed answers of the"
+                " key's tenant, at most 10,000 per hour",
                 param="id",
             )
         return place
@@ -157,7 +162,7 @@ def _feedback_of(record: Mapping[str, Any]) -> Feedback | None:
 
 
 def _changes(before: Feedback | None, now: Feedback) -> dict[str, int]:
-    """How feedback changes sums, by the letters of measures."""
+    """Return the changes of sums by feedback, by the letters of measures."""
     changes: dict[str, int] = {}
     for feedback, sign in ((before, -1), (now, 1)):
         if feedback is None:
@@ -173,10 +178,11 @@ def _changes(before: Feedback | None, now: Feedback) -> dict[str, int]:
 
 @asynccontextmanager
 async def _answered() -> AsyncIterator[None]:
-    """Raises Unavailable where Redis does not answer."""
+    """Raise Unavailable if Redis does not answer."""
     try:
         yield
     except (redis.RedisError, OSError):
         raise Unavailable(
-            "usage and feedback are in Redis, which does not answer now", retry_after=_RETRY_S
+            "usage and feedback are stored in Redis, which does not answer; try again later",
+            retry_after=_RETRY_S,
         ) from None

@@ -1,38 +1,39 @@
-"""Whether a worker is trusted with new streams: whole ones are counted, from placing to their end.
+"""The circuit breaker of a worker: it counts whole streams, from placement to their end.
 
     closed ─streams break again and again→ open
     open ─its pause is over→ half open: one new stream each pause
     half open ─one of them ends well, or the first has lasted ``TRIAL_S``→ closed
     half open ─one of them breaks→ open, for twice as long
 
-An answer that begins well and then breaks counts as broken. What breaks within a moment is one
-break, however many streams it takes along. Counts fade, so that long ago means nothing. The states
-are those of M. Nygard's circuit breaker ("Release It!", 2nd edition, 2018, chapter 5). Plain
-Python, ``now`` in seconds of any one clock; owned by the router's event loop.
+An answer that begins well and then breaks counts as broken. Streams that break within a moment
+count as one break. Counts decay, so that old events do not matter. The states are those of M.
+Nygard's circuit breaker ("Release It!", 2nd edition, 2018, chapter 5). Plain Python, ``now`` in
+seconds of any one clock; owned by the router's event loop.
 """
 
 from __future__ import annotations
 
 HALF_LIFE_S = 10.0
-"""What happened so long ago counts half."""
+"""Half-life of the counts, in seconds."""
 MAX_BREAKS = 2.5
-"""So many breaks in all, by what they count now, open it: three in quick succession."""
+"""The breaker opens above this decayed number of breaks: after three in quick succession."""
 MIN_SHARE = 1 / 3
-"""The share of the streams that must have broken, as well."""
+"""Minimum fraction of broken streams to open, in addition."""
 DOUBTFUL = 0.25
-"""What a break counts that may be another worker's fault. Where one of two at random is to blame,
-and the other try ends well, an innocent one comes to ``DOUBTFUL`` / (1 + ``DOUBTFUL``), a fifth:
-less than ``MIN_SHARE``, also while it is counted of few."""
+"""Weight of a break that may be another worker's fault. Suppose a faulty worker shares each break
+with a random other one, whose other streams end well. Then that innocent worker's share is
+``DOUBTFUL`` / (1 + ``DOUBTFUL``), a fifth. This is less than ``MIN_SHARE``, even at small counts.
+"""
 MOMENT_S = 0.25
-"""Streams that break within this time break together."""
+"""Streams that break within this time, in seconds, count as one break."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 TRIAL_S = 10.0
-"""A stream that has lasted this long without a break shows that the worker is well: whole answers
+"""A trial stream that has lasted this many seconds proves that the worker is well: whole answers
 may take minutes."""
 
 
 class Breaker:
-    """One worker's circuit breaker. It begins closed."""
+    """The circuit breaker of one worker. It starts closed."""
 
     def __init__(self) -> None:
         self.openings = 0
@@ -46,31 +47,31 @@ class Breaker:
         self._trial_at: float | None = None
 
     def is_closed(self, now: float) -> bool:
-        """Whether the worker is trusted."""
+        """Return whether the worker is trusted."""
         if self._opened_at is None:
             return True
         return self._trial_at is not None and now - self._trial_at >= TRIAL_S
 
     def allows(self, now: float) -> bool:
-        """Whether a new stream may go there."""
+        """Return whether a new stream may go to the worker."""
         return self.is_closed(now) or now >= self._next_trial
 
     def began(self, now: float) -> None:
-        """A stream goes there."""
+        """Record a new stream."""
         if not self.is_closed(now) and now >= self._next_trial:
             self._next_trial = now + self._pause_s
             if self._trial_at is None:
                 self._trial_at = now
 
     def ended_well(self, began_at: float, now: float) -> None:
-        """A stream that began at ``began_at`` has ended as it should."""
+        """Record the successful end of a stream that began at ``began_at``."""
         self._fade(now)
         self._whole += 1.0
         if self._opened_at is not None and began_at > self._opened_at:
             self._close()
 
     def broke(self, now: float, streams: int = 1, *, doubtful: bool = False) -> None:
-        """So many streams, at least one, have broken; ``doubtful``: maybe by another's fault."""
+        """Record at least one broken stream; ``doubtful``: it may be another worker's fault."""
         if self._opened_at is not None and self.is_closed(now):
             self._close()
         self._fade(now)
@@ -80,7 +81,7 @@ class Breaker:
             self._breaks += 1.0
         self._broke_at = now
         if self._opened_at is not None:
-            # Those that ran when it opened say nothing new.
+            # Streams that were running when the breaker opened give no new evidence.
             if self._trial_at is not None:
                 self._open(now, min(LONGEST_PAUSE_S, 2 * self._pause_s))
         elif self._breaks > MAX_BREAKS and self._share() >= MIN_SHARE:
@@ -98,7 +99,7 @@ class Breaker:
     def _close(self) -> None:
         self._opened_at = self._trial_at = None
         self._pause_s = FIRST_PAUSE_S
-        # What opened it is paid for.
+        # The breaks that opened it count no longer.
         self._breaks = self._broken = 0.0
 
     def _fade(self, now: float) -> None:

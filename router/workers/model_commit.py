@@ -1,6 +1,6 @@
 """Keeps a router and its workers at one commit of the model.
 
-Another commit may have another tokenizer or chat template: such a router would send other tokens.
+Another commit may have another tokenizer or chat template, so the router would send other tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def commit_of(records: Iterable[WorkerRecord], revision: str) -> str:
-    """The commit for a router that is to use ``revision``: that of the workers, if they have one.
+    """Return the commit for a router configured with ``revision``: that of the workers, if any.
 
-    Raises ConfigError where they have several, or where ``revision`` is another one's hash.
+    Raises ConfigError if they serve several, or if ``revision`` is the hash of another one.
     """
     commits = sorted({record.revision for record in records} - {""})
     if not commits:
@@ -37,15 +37,15 @@ def commit_of(records: Iterable[WorkerRecord], revision: str) -> str:
 
 
 class CommitCheck:
-    """Leaves out workers that serve another commit than the router has. Logs each one once."""
+    """Excludes workers that serve another commit than the router. Logs each one once."""
 
     def __init__(self, revision: str) -> None:
-        """``revision`` is the router's commit; empty where its model is not the hub's."""
+        """Create a check; ``revision`` is the router's commit, empty if its model is local."""
         self._revision = revision
         self._refused: set[str] = set()
 
     def alike(self, records: Mapping[str, WorkerRecord]) -> dict[str, WorkerRecord]:
-        """The workers that this router may use, by incarnation."""
+        """Return the workers that this router may use, by incarnation."""
         others = {
             name: record
             for name, record in records.items()

@@ -1,8 +1,8 @@
-"""Follows the registry: which workers there are, and which have died.
+"""Follows the registry: which workers exist, and which have died.
 
     listed → a link ─listed as dead for COLLECT_AFTER_S→ forgotten by registry and prefix index
 
-While the registry cannot be read, serving goes on with the last view; broken streams tell of dead
+While the registry cannot be read, the last view stays valid, and broken streams reveal dead
 workers. Owned by the router's event loop.
 """
 
@@ -26,14 +26,15 @@ from router.workers.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 REGISTRY_POLL_S = 0.25
-"""How often the registry is read."""
+"""Interval at which the registry is read, in seconds."""
 COLLECT_AFTER_S = 10.0
-"""How long a worker must be listed as dead before the index forgets it: after Redis was away, all
-are until their next heartbeat. Nothing is routed to a dead one in that time."""
+"""Seconds that a worker must be listed as dead before the index forgets it. After an outage of
+Redis, all are listed as dead until their next heartbeat. Dead workers get no requests in that time.
+"""
 
 
 class WorkerDiscovery:
-    """Keeps the links to workers in step with the registry."""
+    """Keeps the links to workers in sync with the registry."""
 
     def __init__(
         self,
@@ -54,20 +55,20 @@ class WorkerDiscovery:
         self._dead = SilenceWatch[str](COLLECT_AFTER_S)
         """Workers that the registry lists as dead."""
         self._read_at = time.monotonic()
-        """When the registry was read last, or this was made."""
+        """Time of the latest read of the registry, initially that of creation."""
         self._has_view = False
         self._can_read = True
         """Whether the last read succeeded."""
 
     @property
     def has_view(self) -> bool:
-        """Whether the registry was read."""
+        """Whether the registry was ever read."""
         return self._has_view
 
     async def run(self) -> None:
-        """Read the registry again and again, until cancelled."""
-        # A router that follows its workers no longer would be worse than any error.
-        errors = ErrorRow(log, "the registry could not be followed")
+        """Read the registry periodically, until cancelled."""
+        # An error must not stop this loop: the router's view would become outdated.
+        errors = ErrorRow(log, "an update from the registry failed")
         while True:
             with errors.caught():
                 try:
@@ -76,7 +77,8 @@ class WorkerDiscovery:
                     if self._can_read:
                         log.warning("the registry cannot be read: %s", error)
                     self._can_read = False
-                    # Perhaps no worker could renew its record: each dead one's time begins anew.
+                    # During an outage no worker could renew its record, so the time of each dead
+                    # one starts again.
                     self._dead.tick({}, time.monotonic())
             self._metrics.registry_age_seconds.set(time.monotonic() - self._read_at)
             for role in ("prefill", "decode"):
@@ -100,7 +102,7 @@ class WorkerDiscovery:
             await self._registry.forget(incarnation)
 
     def _log_health(self) -> None:
-        """Log the health where it has changed."""
+        """Log the health if it has changed."""
         health = self._links.health(local_prefill=self._local_prefill)
         if health == self._logged_health:
             return

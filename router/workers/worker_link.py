@@ -1,6 +1,7 @@
 """A connection to one worker, and whether requests may go there.
 
     connecting ─first message of the token stream→ up ─stream broken→ connecting (tries again)
+
     up ─suspected of hanging→ suspected ─a message, SUSPECT_S→ up
     up ─its engine stands still→ stalled ─a step ends→ up
     up ─streams break again and again→ left out, and tried (``router.workers.breaker``) → up
@@ -43,8 +44,8 @@ class PrefillStream:
         closed ─a request, ``open``→ open ─broken, or ended by the worker→ closed: its requests fail
         closed, open ─close()→ gone: its requests fail, and so does every other
 
-    It is opened by the first request, and again by the first after it broke, or to listen to a
-    worker. It starts and cancels prefills, and hands out what the worker says of each.
+    The first request opens it, and the first after a break. ``open`` opens it to monitor a worker.
+    It starts and cancels prefills, and passes on the worker's messages about each.
     """
 
     def __init__(self, channel: grpc.aio.Channel, incarnation: str) -> None:
@@ -56,18 +57,18 @@ class PrefillStream:
         self._life: asyncio.Task[None] | None = None
         self._is_gone = False
         self.messages = 0
-        """That have come, those that say nothing included."""
+        """Number of received messages, keepalives included."""
         self.breaks = 0
-        """How often the stream has ended while prefills were on it."""
+        """How often the stream has ended with prefills in flight."""
         self.load: worker_pb2.LoadSnapshot | None = None
-        """What the worker did when its latest message left, while the stream is open."""
+        """Load snapshot of the latest message, while the stream is open."""
 
     async def run(
         self, request: prefill_pb2.PrefillRequest
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         """Start a prefill, and follow it to its end. Closing the iterator aborts it at the worker.
 
-        Raises the BatonError that it fails with; WorkerFailed where the stream breaks.
+        Raises the BatonError that the prefill fails with, or WorkerFailed if the stream breaks.
         """
         if self._is_gone:
             raise self._ended()
@@ -91,7 +92,7 @@ class PrefillStream:
                 self._command(prefill_pb2.PrefillCommand(cancel=cancel))
 
     async def close(self) -> None:
-        """Every prefill fails, and is aborted at the worker."""
+        """Fail every prefill, and abort it at the worker."""
         self._is_gone = True
         if self._life is not None:
             await end_tasks([self._life])
@@ -102,12 +103,12 @@ class PrefillStream:
         self.open()
 
     def open(self) -> None:
-        """Open the stream, where it is closed: the worker says on it that it lives."""
+        """Open the stream if it is closed. The worker sends keepalives on it."""
         if self._life is None and not self._is_gone:
             self._life = spawn(self._live(), f"prefills {self._incarnation}")
 
     async def _live(self) -> None:
-        """One life of the stream."""
+        """Run the stream from its opening to its end."""
         call = self._stub.Prefills()
         writing = spawn(self._write(call), f"commands {self._incarnation}")
         failure: BatonError = self._ended()
@@ -116,8 +117,8 @@ class PrefillStream:
         except grpc.aio.AioRpcError as error:
             failure = error_from_rpc(error, self._incarnation)
         finally:
-            # Nothing is awaited before the stream is seen as closed, and its writer is cancelled:
-            # the next request opens another, with commands of its own.
+            # Mark the stream as closed and cancel its writer before any await: the next request
+            # opens another one, with commands of its own.
             self._life = None
             self.load = None
             self._commands.clear()
@@ -130,7 +131,9 @@ class PrefillStream:
             await end_tasks([writing])
 
     def _ended(self) -> WorkerFailed:
-        return WorkerFailed(f"worker {self._incarnation} computes no more prompts", retry_after=1.0)
+        return WorkerFailed(
+            f"worker {self._incarnation} has ended its stream of prefills", retry_after=1.0
+        )
 
     async def _read(self, call: Call) -> None:
         while True:
@@ -142,12 +145,14 @@ class PrefillStream:
                 self.load = message.load
             for event in message.events:
                 waiting = self._events.get((event.request_id, event.attempt))
-                # What was cancelled here may have gone on there for a moment.
+                # A cancelled prefill may have gone on at the worker for a moment.
                 if waiting is not None:
                     waiting.put_nowait(event)
 
     async def _write(self, call: Call) -> None:
-        """Send all that has gathered, in as few messages as hold it. Reading tells why it ends."""
+        """Send all pending commands in as few messages as possible. Errors are reported by the
+        reader.
+        """
         while True:
             await self._commanded.wait()
             self._commanded.clear()
@@ -164,13 +169,13 @@ def _error(end: prefill_pb2.PrefillEnd) -> BatonError:
 
 
 _COOL_DOWN_S = 1.0
-"""For how long nothing goes to a worker to which a call could not be made."""
+"""Seconds for which a worker gets no requests after a failed call."""
 SUSPECT_S = 5.0
-"""A worker that is suspected of hanging, and of which nothing is heard, is tried again after this:
-one that has nothing to do has nothing to say."""
+"""A suspected, still silent worker is tried again after this many seconds: an idle one may have
+nothing to send."""
 _MAX_OWED = 4096
-"""Aborts that are kept for a worker that cannot be reached; those of sequences are bounded by its
-places, and by how often these can be filled meanwhile."""
+"""Maximum number of aborts kept for an unreachable worker. Its places, and how often they can be
+refilled meanwhile, bound those of sequences."""
 
 TokenStream = grpc.aio.UnaryStreamCall[
     decode_pb2.StreamTokensRequest, decode_pb2.StreamTokensResponse
@@ -179,7 +184,7 @@ TokenStream = grpc.aio.UnaryStreamCall[
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """What is to end at a decode worker."""
+    """A request, or one of its choices, to end at a decode worker."""
 
     request_id: str
     attempt: int
@@ -188,33 +193,34 @@ class Abort:
 
 
 def error_from_gone(incarnation: str) -> WorkerFailed:
-    """What a request is told whose worker is no longer there."""
+    """Build the error of a request whose worker has left."""
     return WorkerFailed(f"worker {incarnation} is gone", retry_after=1.0)
 
 
 class WorkerLink:
-    """A connection to one incarnation."""
+    """A connection to one incarnation of a worker."""
 
     def __init__(self, record: WorkerRecord, plane: WorkerPlane = OPEN_PLANE) -> None:
-        """``plane``: how this router calls the worker. Raises ConfigError."""
+        """Create a link; ``plane``: how this router calls the worker. Raises ConfigError."""
         self.record = record
         self._renewal = None if plane.tls is None else Renewal(plane.tls)
         self.channel = plane.channel(record.address)
         self.prefills = PrefillStream(self.channel, record.incarnation)
         self.load: LoadSnapshot = record.load
         self.follower: asyncio.Task[None] | None = None
-        """Reads the token stream of a decode worker, watches the channel of a prefill worker."""
+        """Task that reads a decode worker's token stream, or watches a prefill worker's channel."""
         self.connected = False
         self.missing_since: float | None = None
-        """Since when neither the registry, which can be read, nor the stream of its prefills knows
-        of a prefill worker. A decode worker's stream is always there."""
-        self._heard_missing = 0
+        """When a prefill worker disappeared from the registry and stopped sending on its prefill
+        stream. None while the registry lists it, and for decode workers, whose stream is always
+        open."""
+        self._messages_missing = 0
         self.token_stream: TokenStream | None = None
-        """The one that is read now."""
+        """The current token stream."""
         self.token_messages = 0
-        """That have come on the token stream, those that say nothing included."""
+        """Number of messages on the token stream, keepalives included."""
         self.owed: deque[Abort] = deque(maxlen=_MAX_OWED)
-        """Aborts that have not arrived: they are sent again when the worker is heard."""
+        """Aborts that did not arrive: they are sent again with the worker's next message."""
         self.breaker = Breaker()
         self.broken_at = float("-inf")
         """When its token stream last broke after it had been up."""
@@ -224,89 +230,92 @@ class WorkerLink:
         self._failed_at = float("-inf")
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which reads its token stream or watches its channel, until ``close``."""
+        """Run ``work``, which reads the token stream or watches the channel, until ``close``."""
         self.follower = spawn(work, f"follow {self.record.incarnation}")
 
     async def close(self) -> None:
-        """End its streams and its connection."""
+        """Close the streams and the connection."""
         if self.follower is not None:
             await end_tasks([self.follower])
         await self.prefills.close()
         await self.channel.close()
 
     def shows_old_files(self) -> bool:
-        """Whether it has lost its connection, and others have what it showed replaced meanwhile.
+        """Return whether it is disconnected and its certificate files have been replaced.
 
-        Its channel would show the old ones for ever. True once.
+        Its channel would use the old ones forever. Returns True only once.
         """
         return not self.connected and self._renewal is not None and self._renewal.came()
 
     @property
     def messages(self) -> int:
-        """How many messages have come of the worker."""
+        """Number of messages received from the worker."""
         return self.token_messages + self.prefills.messages
 
     def miss(self, now: float) -> None:
-        """Note that the registry does not list it, maybe since Redis is read-only; listen to it."""
-        if self.missing_since is None or self.messages != self._heard_missing:
-            self.missing_since, self._heard_missing = now, self.messages
+        """Record that the registry does not list it, and monitor its prefill stream.
+
+        Redis may be read-only, so the worker may still be alive.
+        """
+        if self.missing_since is None or self.messages != self._messages_missing:
+            self.missing_since, self._messages_missing = now, self.messages
         self.prefills.open()
 
     def suspect(self, now: float) -> None:
-        """It is silent, and should not be: nothing more goes there until it is heard."""
+        """Mark it as hanging: it gets nothing more until it sends a message."""
         self._suspected_until = now + SUSPECT_S
         self._suspected_at = self.messages
 
     def is_suspected(self, now: float) -> bool:
-        """Whether it is taken to hang."""
+        """Return whether it is considered hanging."""
         return now < self._suspected_until and self.messages == self._suspected_at
 
     @property
     def engine_load(self) -> LoadSnapshot | worker_pb2.LoadSnapshot:
-        """The latest load that a stream has told, or that of the registry where there is none.
+        """Latest load reported on a stream, or that of the registry if there is none.
 
-        Both kinds say what the engine does.
+        Both types report the engine's steps.
         """
         if self.record.role == "decode" or self.prefills.load is None:
             return self.load
         return self.prefills.load
 
     def stall(self) -> None:
-        """Its engine ends no step: nothing more goes there until one has ended."""
+        """Mark its engine as stalled: it gets nothing more until a step has ended."""
         self._stalled_at = self.engine_load.engine_steps
 
     def is_stalled(self) -> bool:
-        """Whether it says that it lives, and still computes the step at which it was found."""
+        """Return whether its engine still runs the step at which it was marked as stalled."""
         if self._stalled_at is None:
             return False
         load = self.engine_load
         return load.steps_in_flight > 0 and load.engine_steps == self._stalled_at
 
     def hangs(self, now: float) -> bool:
-        """Whether it is to be left."""
+        """Return whether running requests should leave it."""
         return self.is_suspected(now) or self.is_stalled()
 
     def is_up(self, now: float, missing_s: float) -> bool:
-        """Whether new requests may go there; not to one that was missing for ``missing_s``."""
+        """Return whether new requests may go there; not if it was missing for ``missing_s``."""
         well = not self.hangs(now) and now - self._failed_at > _COOL_DOWN_S
         return well and self.is_ready(now, missing_s)
 
     def is_ready(self, now: float, missing_s: float) -> bool:
-        """Whether it is connected, and says that it takes requests."""
+        """Return whether it is connected and reports itself as ready."""
         if self.missing_since is not None and now - self.missing_since > missing_s:
             return False
         return self.record.state == "ready" and self.connected
 
     def lends(self, now: float) -> bool:
-        """Whether its cached blocks may be fetched: also while it is drained."""
+        """Return whether its cached blocks may be fetched; also while it drains."""
         known = self.record.state in ("ready", DRAINING)
         return known and self.connected and not self.is_suspected(now)
 
     @property
     def is_draining(self) -> bool:
-        """Whether what runs there is to go elsewhere."""
+        """Whether its running requests should migrate."""
         return self.record.state == DRAINING and self.connected
 
     def failed(self, now: float) -> None:
-        """A call could not be made: leave the worker alone for a moment."""
+        """Record a failed call: the worker gets nothing for a moment."""
         self._failed_at = now

@@ -1,11 +1,11 @@
-"""The router's connections to all workers, kept in step with the registry.
+"""The router's connections to all workers, kept in sync with the registry.
 
     connecting ─not in the registry→ closed
     up ─all decode workers' streams break within a moment→ cut off ─back, RETURN_S→ up, connecting
 
 The other states of a link are those of ``router.workers.worker_link``. A worker that the registry
-has lost is kept while it is up: Redis may have forgotten what is alive. Owned by the router's event
-loop.
+no longer lists is kept while it is up: Redis may have lost the record of a live worker. Owned by
+the router's event loop.
 """
 
 from __future__ import annotations
@@ -35,56 +35,56 @@ from router.workers.worker_link import Abort, TokenStream, WorkerLink, error_fro
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2
-"""Between a broken token stream and the next try."""
+"""Seconds between a broken token stream and the next try."""
 MOMENT_S = 0.05
-"""Streams that break within this time count as broken together. Sequences are moved only after it,
-so that another worker that fails under the same request does not count as cut off."""
+"""Streams that break within this time, in seconds, count as broken together. Sequences migrate only
+after it, so that another worker that fails under the same request does not count as cut off."""
 RETURN_S = 1.0
-"""Where the streams of all decode workers break together, the fault is in the network or in this
+"""If the streams of all decode workers break together, the fault is in the network or in this
 router. Requests wait this many seconds for them to come back."""
 _RETURN_POLL_S = 0.02
 SILENCE_S = 5.0
-"""A token stream sends a message every heartbeat; one that is silent this long is broken, or for
-``_SILENT_HEARTBEATS`` heartbeats where that is longer."""
+"""A token stream has a message per heartbeat. It counts as broken after this many silent seconds,
+or after ``_SILENT_HEARTBEATS`` heartbeats if that is longer."""
 _SILENT_HEARTBEATS = 3
 ABORT_DEADLINE_S = 2.0
-"""An abort that does not arrive in this time is left to the worker's own deadlines."""
+"""Timeout of an abort, in seconds. After it, the worker's own deadlines end the sequence."""
 
 
 Unsubscribe = Callable[[], None]
 
 
 class _Reader(NamedTuple):
-    """What takes the outputs of one attempt."""
+    """Callbacks for the outputs of one attempt."""
 
     on_output: Callable[[TokenOutput], None]
     on_lost: Callable[[Exception], None]
 
 
 class _Listener(NamedTuple):
-    """What is called when workers change."""
+    """Callbacks for changes of workers."""
 
     on_broken: Callable[[str, BatonError], None]
     on_draining: Callable[[WorkerLink], None]
 
 
 class WorkerLinks:
-    """All links by incarnation."""
+    """All links, by incarnation."""
 
     def __init__(
         self, router_id: str, *, heartbeat_s: float, plane: WorkerPlane = OPEN_PLANE
     ) -> None:
-        """``plane``: how this router calls workers."""
+        """Create an empty set of links; ``plane``: how this router calls workers."""
         self._plane = plane
         self._router_id = router_id
         self._readers: dict[tuple[str, int], _Reader] = {}
         self._listeners: list[_Listener] = []
         self._silence = SilenceWatch[TokenStream](max(SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s))
-        # A worker that lives renews its entry in this time, also after Redis was flushed.
+        # A live worker renews its entry in this time, even after Redis was flushed.
         self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
         self._links: dict[str, WorkerLink] = {}
         self._cut_off: set[str] = set()
-        """Decode workers whose streams broke together, the last ones that were up."""
+        """Decode workers whose streams broke together and left none up."""
         self._cut_off_at = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,8 +96,8 @@ class WorkerLinks:
     ) -> Unsubscribe:
         """Call ``on_broken`` with the incarnation of each decode worker whose stream has ended.
 
-        Its error is no WorkerFailed where no worker is to blame. ``on_draining`` gets the link of
-        each draining worker whenever the registry was read.
+        Its error is WorkerFailed only if the worker is to blame. ``on_draining`` gets the link of
+        each draining worker at every read of the registry.
         """
         listener = _Listener(on_broken, on_draining)
         self._listeners.append(listener)
@@ -110,9 +110,9 @@ class WorkerLinks:
         on_output: Callable[[TokenOutput], None],
         on_lost: Callable[[Exception], None],
     ) -> Unsubscribe:
-        """Call ``on_output`` with each output of an attempt; those of no reader are dropped.
+        """Call ``on_output`` with each output of an attempt; outputs without a reader are dropped.
 
-        ``on_lost`` gets the error where an output cannot be taken in.
+        ``on_lost`` gets the error if an output cannot be processed.
         """
         name = request_id, attempt
         self._readers[name] = _Reader(on_output, on_lost)
@@ -123,20 +123,20 @@ class WorkerLinks:
         return unsubscribe
 
     def get(self, incarnation: str) -> WorkerLink | None:
-        """The link to a worker; None where there is none."""
+        """Return the link to a worker; None if there is none."""
         return self._links.get(incarnation)
 
     def is_up(self, link: WorkerLink) -> bool:
-        """Whether new requests may go there."""
+        """Return whether new requests may go to the worker."""
         now = time.monotonic()
         if not link.is_up(now, self._missing_s):
             return False
         return link.breaker.allows(now) or link in self.up(link.record.role)
 
     def up(self, role: str) -> list[WorkerLink]:
-        """The links of a role that take requests.
+        """Return the links of a role that take requests.
 
-        Where no breaker allows any, all do: a worker that breaks is better than none.
+        If no breaker allows any, all do: an unreliable worker is better than none.
         """
         now = time.monotonic()
         links = [link for link in self._links.values() if link.record.role == role]
@@ -144,10 +144,10 @@ class WorkerLinks:
         return [link for link in ready if link.breaker.allows(now)] or ready
 
     def usable(self, role: str) -> list[WorkerLink]:
-        """The links of a role at which requests are placed.
+        """Return the links of a role at which requests are placed.
 
-        Where none is up, these are workers that hang or have just failed: such a worker may go on
-        in a moment, and a request that waits for it has lost nothing.
+        If none is up, these are workers that hang or have just failed. Such a worker may recover in
+        a moment, and a request that waits for it has lost nothing.
         """
         now = time.monotonic()
         return self.up(role) or [
@@ -157,15 +157,15 @@ class WorkerLinks:
         ]
 
     def is_usable(self, link: WorkerLink) -> bool:
-        """Whether it is among the ``usable`` ones of its role."""
+        """Return whether a link is among the ``usable`` ones of its role."""
         return self.is_up(link) or link in self.usable(link.record.role)
 
     def all(self) -> list[WorkerLink]:
-        """Every link."""
+        """Return every link."""
         return list(self._links.values())
 
     def is_cut_off(self) -> bool:
-        """Whether all decode workers went away together just now, and may be back in a moment."""
+        """Return whether all decode workers disconnected together just now and may soon be back."""
         if time.monotonic() - self._cut_off_at > RETURN_S:
             return False
         away = (link for name in self._cut_off if (link := self._links.get(name)) is not None)
@@ -174,9 +174,9 @@ class WorkerLinks:
         return is_without_prefill or any(not link.connected for link in away)
 
     def health(self, *, local_prefill: bool) -> tuple[str, str]:
-        """``ok``, ``degraded`` or ``down``, and the reason in words.
+        """Return ``ok``, ``degraded`` or ``down``, and the reason in words.
 
-        With ``local_prefill`` decode workers compute prompts where no prefill worker is up.
+        With ``local_prefill``, decode workers compute prompts if no prefill worker is up.
         """
         for role in ("decode", "prefill"):
             if not self.up(role):
@@ -185,9 +185,9 @@ class WorkerLinks:
         return "ok", ""
 
     def is_dead(self, incarnation: str) -> bool | None:
-        """Whether a lost worker has died. None: it is not known yet.
+        """Return whether a lost worker has died; None: not known yet.
 
-        A death is known once the registry does not list the worker and it cannot be reached.
+        It is dead once the registry does not list it and it cannot be reached.
         """
         link = self._links.get(incarnation)
         if link is None:
@@ -196,37 +196,37 @@ class WorkerLinks:
 
     async def returned(self, deadline: float) -> None:
         """Wait while the workers are cut off, until ``deadline`` on the monotonic clock."""
-        # Links come up in many ways, and the wait is short: polling is simple enough.
+        # Polling is enough: links come up in many ways, and the wait is short.
         while self.is_cut_off() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_RETURN_POLL_S)
 
     def _note_break(self, broken: WorkerLink) -> None:
-        """See whether others have broken together with it, and none is left."""
+        """Detect whether all decode workers' streams broke together with this one."""
         decode = [link for link in self._links.values() if link.record.role == "decode"]
         together = {
             link.record.incarnation
             for link in decode
             if abs(link.broken_at - broken.broken_at) < MOMENT_S
         }
-        # With a single worker, its end and a cut-off look the same.
+        # With a single worker, its death and a network failure look the same.
         is_all = len(together) > 1 or len(decode) == 1
         if is_all and not any(link.connected for link in decode):
             self._cut_off, self._cut_off_at = together, time.monotonic()
 
     def update(self, records: dict[str, WorkerRecord]) -> None:
-        """Take over the registry's view."""
+        """Apply the registry's view."""
         for incarnation, record in records.items():
             link = self._links.get(incarnation)
             owed: deque[Abort] = deque()
             if link is not None and (link.record.role != record.role or link.shows_old_files()):
-                # The same worker with other services, or this router with other certificates.
+                # The worker has changed its role, or this router its certificates.
                 owed = link.owed
                 self._let_go(incarnation)
                 link = None
             if link is None:
                 try:
                     link = WorkerLink(record, self._plane)
-                except ConfigError as error:  # certificates that are being replaced: later
+                except ConfigError as error:  # certificates are being replaced: retry later
                     log.warning("worker %s cannot be reached: %s", incarnation, error.message)
                     continue
                 log.info("worker %s joins at %s", incarnation, record.address)
@@ -252,7 +252,7 @@ class WorkerLinks:
                     listener.on_draining(link)
 
     def listen(self, now: float) -> None:
-        """Break the token streams on which nothing comes; to be called several times a second."""
+        """Break silent token streams; must be called several times a second."""
         open_ones = {
             link.token_stream: link.token_messages
             for link in self._links.values()
@@ -286,7 +286,7 @@ class WorkerLinks:
                 if isinstance(error, Unauthenticated) and not is_refused:
                     is_refused = True
                     log.error(
-                        "worker %s refuses this router, which has another secret: set"
+                        "worker %s rejects this router, whose secret differs: set"
                         " BATON_CLUSTER_SECRET to that of the cluster's launcher",
                         incarnation,
                     )
@@ -295,13 +295,13 @@ class WorkerLinks:
                     link.broken_at = time.monotonic()
                     await asyncio.sleep(MOMENT_S)
                     self._note_break(link)
-                self._tell_broken(incarnation, error)
+                self._report_broken(incarnation, error)
                 await asyncio.sleep(RECONNECT_S)
         finally:
             link.connected = False
-            self._tell_broken(incarnation, error_from_gone(incarnation))
+            self._report_broken(incarnation, error_from_gone(incarnation))
 
-    def _tell_broken(self, incarnation: str, error: BatonError) -> None:
+    def _report_broken(self, incarnation: str, error: BatonError) -> None:
         for listener in list(self._listeners):
             try:
                 listener.on_broken(incarnation, error)
@@ -309,7 +309,7 @@ class WorkerLinks:
                 log.exception("worker %s: the end of its stream could not be handled", incarnation)
 
     async def _read_stream(self, link: WorkerLink) -> BatonError:
-        """Read a token stream to its end; returns why it has ended."""
+        """Read a token stream to its end and return the reason of the end."""
         stub = decode_pb2_grpc.DecodeServiceStub(link.channel)
         call = stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=self._router_id))
         link.token_stream = call
@@ -341,8 +341,8 @@ class WorkerLinks:
             try:
                 reader.on_output(convert.output_from_proto(output))
             except Exception as error:
-                # Only this request fails.
-                log.exception("an output of request %s cannot be taken in", output.request_id)
+                # The error concerns only this request.
+                log.exception("an output of request %s cannot be processed", output.request_id)
                 reader.on_lost(error)
 
     async def abort(
@@ -354,9 +354,10 @@ class WorkerLinks:
         stop: bool,
         choice: int | None = None,
     ) -> None:
-        """End a request at a decode worker, or one of its choices. ``stop``: it has ended well.
+        """End a request, or one of its choices, at a decode worker. ``stop``: it has ended well.
 
-        A worker that cannot be reached is told when it is heard again. Never raises.
+        If the worker cannot be reached, the abort is sent again with its next message. Never
+        raises.
         """
         link = self._links.get(incarnation)
         if link is not None:
@@ -379,7 +380,7 @@ class WorkerLinks:
             link.owed.append(abort)
 
     def _send_owed(self, link: WorkerLink) -> None:
-        """The worker is heard again."""
+        """Send pending aborts again: the worker is reachable."""
         owed = list(link.owed)
         link.owed.clear()
         for abort in owed:

@@ -1,12 +1,13 @@
-"""When batches run, and how fast, so that they end in their windows. Pure functions.
+"""Decides when batches run, and how fast, so that they end in their windows. Pure functions.
 
-A batch runs at full speed, in the slack of other traffic, within ``batch_hours``. Outside of them
-it waits if the hours before its deadline suffice for it and for the batches of its tenant that are
-due earlier. If they do not, it runs outside of them too, evenly, at the share of the full speed
-that makes up for what is missing.
+Within ``batch_hours`` a batch runs at full speed, in the slack: the capacity that other traffic
+leaves. Outside of them it waits, if the hours before its deadline suffice for it and for the
+batches of its tenant that are due earlier. Otherwise it also runs outside of them, evenly, at the
+fraction of the full speed that makes up for the missing time.
 
-Work is counted in seconds of the slack: tokens of the lines that have no result, by the mean of
-those that have one, over the measured tokens per second. Tenants share the slack by weight.
+Work is measured in seconds of the slack. It is the tokens of the lines without a result, estimated
+by the mean of the others, divided by the measured tokens per second. Tenants share the slack by
+weight.
 """
 
 from __future__ import annotations
@@ -20,43 +21,43 @@ from dataclasses import dataclass
 from baton.config.daily_hours import DailyHours, seconds_of
 
 MARGIN = 1.25
-"""Factor of the predicted time: the slack at a later hour is not known."""
+"""Safety factor on the predicted time: the slack of later hours is not known."""
 MIN_LINES = 8
-"""Lines with a result from which the tokens of the others are estimated."""
+"""Number of finished lines needed to estimate the tokens of the others."""
 
 Spans = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchWork:
-    """What a batch has left to do."""
+    """The remaining work of a batch."""
 
     id: str
     tenant: str
     expires_at: float
-    """Unix seconds at which its window ends."""
+    """End of its window, in Unix seconds."""
     total: int
-    """Lines of its file."""
+    """Number of lines of its file."""
     done: int
-    """Lines that have a result."""
+    """Number of lines with a result."""
     tokens: int
-    """Tokens of prompts and answers of these."""
+    """Prompt and answer tokens of the finished lines."""
 
     @property
     def left(self) -> int:
-        """Lines that have no result."""
+        """Number of lines without a result."""
         return max(0, self.total - self.done)
 
     @property
     def tokens_per_line(self) -> float | None:
-        """The mean; None while too few lines have a result."""
+        """Mean tokens per line; None while too few lines have a result."""
         if self.done < min(MIN_LINES, self.total):
             return None
         return self.tokens / max(1, self.done)
 
 
 class SpeedState(enum.StrEnum):
-    """How a batch is run at this moment."""
+    """How a batch currently runs."""
 
     FULL_SPEED = "full_speed"
     PACED = "paced"
@@ -65,17 +66,17 @@ class SpeedState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """What is planned for a batch. Times are Unix seconds."""
+    """The plan for a batch. Times are Unix seconds."""
 
     state: SpeedState
     lines_per_s: float
     """Lines that may begin per second: infinite at full speed, 0 while the batch waits."""
     starts_at: float | None = None
-    """When a batch that waits goes on."""
+    """When a waiting batch continues."""
     ends_at: float | None = None
-    """Estimate of its end, the end of the window at the latest; None: not known yet."""
+    """Estimated end, at most the end of the window; None: not known yet."""
     late_lines: int = 0
-    """Estimate of the lines that have no answer when the window ends."""
+    """Estimated number of lines without an answer when the window ends."""
 
 
 def plan_batches(
@@ -85,12 +86,11 @@ def plan_batches(
     weights: Mapping[str, float],
     now: float,
 ) -> dict[str, BatchSchedule]:
-    """Plan all batches; returns the schedule of each by id.
+    """Plan all batches; return the schedule of each by id.
 
     ``tokens_per_s`` is the measured speed of all batches together at full speed; None while it is
-    not known. ``hours`` None is the whole day. ``weights`` are those of tenants, 1 for others.
-
-    A batch of unknown size or speed runs at full speed: its first lines show how long it takes.
+    not known. ``hours`` None is the whole day. ``weights`` are those of tenants, 1 for others. A
+    batch of unknown size or speed runs at full speed: its first lines show how long it takes.
     """
     by_tenant: dict[str, list[BatchWork]] = defaultdict(list)
     for work in sorted(works, key=lambda one: (one.expires_at, one.id)):
@@ -117,7 +117,7 @@ def _plan_tenant(
     next_begin: float,
     now: float,
 ) -> dict[str, BatchSchedule]:
-    """Plan the batches of a tenant, which has ``share`` of the slack; those due first come first.
+    """Plan the batches of a tenant, which has ``share`` of the slack; the earliest deadlines first.
 
     ``total_s``: seconds of the work of all tenants.
     """
@@ -129,14 +129,14 @@ def _plan_tenant(
             schedules[work.id] = BatchSchedule(SpeedState.FULL_SPEED, math.inf)
             continue
         ahead_s += own_s
-        # Others may have less work than their share of the slack.
+        # Other tenants may have less work than their share of the slack.
         work_s = min(ahead_s / share, total_s)
         missing = _missing_share(MARGIN * work_s, spans, now, work.expires_at)
-        # What the batches before it do outside of the hours counts for it too.
+        # The work of earlier batches outside of the hours counts for this one too.
         extra, speed = max(0.0, missing - speed), max(speed, missing)
         done_s, end = _progress(work_s, speed, spans, now, work.expires_at)
         late = min(1.0, (work_s - done_s) / max(own_s * work_s / ahead_s, 1e-9)) if own_s else 0.0
-        # A remainder of rounding is no line.
+        # Ignore rounding errors.
         late_lines = math.ceil(late * work.left - 1e-6)
         if next_begin <= now or extra >= 1.0 or not work.left:
             state, lines_per_s, starts_at = SpeedState.FULL_SPEED, math.inf, None
@@ -150,7 +150,7 @@ def _plan_tenant(
 
 
 def _work_s(work: BatchWork, tokens_per_s: float | None) -> float | None:
-    """Seconds of the whole slack that the rest of a batch takes; None: not known."""
+    """Return the seconds of the whole slack that the rest of a batch takes; None: not known."""
     per_line = work.tokens_per_line
     if per_line is None or not tokens_per_s:
         return None
@@ -162,7 +162,7 @@ def _spans(hours: DailyHours | None, now: float, end: float) -> Spans:
 
 
 def _missing_share(need_s: float, spans: Spans, now: float, end: float) -> float:
-    """The share of full speed outside of the hours that ``need_s`` takes beyond them; at most 1."""
+    """Return the share of full speed needed outside of the hours for ``need_s``; at most 1."""
     inside_s = seconds_of(spans, end)
     outside_s = max(0.0, end - now - inside_s)
     if need_s <= inside_s:
@@ -173,7 +173,7 @@ def _missing_share(need_s: float, spans: Spans, now: float, end: float) -> float
 def _progress(
     work_s: float, speed: float, spans: Spans, now: float, end: float
 ) -> tuple[float, float]:
-    """Seconds of ``work_s`` that are done by ``end``, and when all of it is, ``end`` at the latest.
+    """Return the seconds of ``work_s`` done by ``end``, and when all is done, at most ``end``.
 
     ``speed`` is that outside of ``spans``, as a share of the full speed.
     """

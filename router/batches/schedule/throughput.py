@@ -1,4 +1,4 @@
-"""Learns how many tokens per second batches get at full speed. ``now`` is passed in."""
+"""Learns the tokens per second of batches at full speed. ``now`` is passed in."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ MIN_LINES = 8
 NEW_SHARE = 0.3
 """Weight of a new measurement against the earlier ones."""
 BEHIND = 0.8
-"""Paced batches that get less than this share of their pace get all of the slack that there is."""
+"""Paced batches below this share of their pace use all of the available slack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the batches of a model have done since the table was made."""
+    """The totals of a model's batches since the table was created."""
 
     lines: int = 0
     tokens: int = 0
-    """Tokens of prompts and answers."""
+    """Prompt and answer tokens."""
     tokens_per_s: float | None = None
     """The learned speed; None: not known."""
 
 
 class Throughput:
-    """Measures over the time in which batches run. Idle time does not count."""
+    """Measures the speed while batches run. Idle time does not count."""
 
     def __init__(self) -> None:
         self._last_at = 0.0
@@ -36,13 +36,13 @@ class Throughput:
         self._passed_s = 0.0
         self._lines = self._tokens = 0
         self._asked = math.inf
-        """The lowest that was asked for in the measurement."""
+        """Lowest requested rate in the measurement."""
 
     def observe(self, progress: Progress, asked: float, now: float) -> float | None:
-        """Look again; returns the new speed in tokens per second if it has been learned just now.
+        """Add an observation; return the new speed in tokens per second if one was just learned.
 
-        ``asked``: tokens per second that batches ask for at this moment, infinite at full speed, 0
-        while none runs. ``now`` is monotonic, in seconds.
+        ``asked``: tokens per second that batches currently request, infinite at full speed, 0 while
+        none runs. ``now`` is monotonic, in seconds.
         """
         if self._last_asked > 0:
             self._passed_s += now - self._last_at
@@ -59,7 +59,7 @@ class Throughput:
 
 
 def _learned(known: float | None, rate: float, *, is_full: bool) -> float:
-    """A rate at a lower pace is only a lower bound of the speed."""
+    """Combine a measured rate with the known speed; at a lower pace it is only a lower bound."""
     if known is None:
         return rate
     if not is_full:

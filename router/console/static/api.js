@@ -9,7 +9,7 @@ export function key() {
   try {
     return sessionStorage.getItem(NAME) ?? "";
   } catch {
-    return inMemory; // no storage: until the page is left
+    return inMemory; // without storage, the key is kept until the page is left
   }
 }
 
@@ -19,7 +19,7 @@ function keep(value) {
     if (value) sessionStorage.setItem(NAME, value);
     else sessionStorage.removeItem(NAME);
   } catch {
-    // no storage: see above
+    // without storage, as above
   }
 }
 
@@ -28,20 +28,20 @@ export function authorization() {
   return known ? { Authorization: `Bearer ${known}` } : {};
 }
 
-/** Connects the dialog; calls `changed` after another key, or none, is chosen. */
+/** Wires the dialog; calls `changed` after the key is replaced or removed. */
 export function wireKey(changed) {
   const dialog = byId("key-dialog");
   const input = byId("key-input");
   const ask = (why) => {
     say(byId("key-why"), why);
-    // Several requests may be refused, one after another: what is typed meanwhile stays.
+    // Several requests may be refused in a row: keep what is typed meanwhile.
     if (dialog.open) return;
     input.value = "";
     dialog.showModal();
     input.focus();
   };
   byId("key-button").addEventListener("click", () =>
-    ask(key() ? "This tab has a key. Another one takes its place." : "Routers that have API keys ask for an operator's."),
+    ask(key() ? "This tab has a key. A new key replaces it." : "If the router has API keys, the console needs an operator's key."),
   );
   byId("key-cancel").addEventListener("click", () => dialog.close());
   byId("key-forget").addEventListener("click", () => {
@@ -52,9 +52,9 @@ export function wireKey(changed) {
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     const value = input.value.trim();
-    // A header takes no other characters, and fetch would refuse them without a message.
+    // A header allows no other characters, and fetch would reject them without a message.
     if (!/^[\x21-\x7e]+$/.test(value)) {
-      say(byId("key-why"), value ? "A key has no spaces and no special characters." : "Type a key first.");
+      say(byId("key-why"), value ? "A key has no spaces or special characters." : "Enter a key first.");
       return;
     }
     keep(value);
@@ -65,8 +65,8 @@ export function wireKey(changed) {
   return ask;
 }
 
-// Server-sent events are read from a fetch response: EventSource sends no Authorization header.
-/** The data of each event, as parsed JSON; "[DONE]" as it is. Ends with the stream. */
+// Server-sent events are read from a fetch response: EventSource cannot send an Authorization header.
+/** Yields the data of each event as parsed JSON, and "[DONE]" as text. Ends with the stream. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -91,7 +91,7 @@ export async function* events(response) {
   }
 }
 
-/** The error message of a failed response. */
+/** Returns the error message of a failed response. */
 export async function complaint(response) {
   try {
     const body = await response.json();

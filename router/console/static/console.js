@@ -20,7 +20,7 @@ function show(snapshot) {
   showHealth(snapshot);
   if (isPaused) return;
   say(byId("model"), snapshot.model);
-  say(byId("traffic-note"), snapshot.rate_s ? `rates of the last ${Math.round(snapshot.rate_s)} s, the rest of ${Math.round(snapshot.window_s)} s` : "");
+  say(byId("traffic-note"), snapshot.rate_s ? `Rates: last ${Math.round(snapshot.rate_s)} s. Percentiles: last ${Math.round(snapshot.window_s)} s.` : "");
   for (const part of parts) part.show(snapshot);
   for (const table of tables) table(snapshot);
 }
@@ -48,7 +48,7 @@ function showState(state, text) {
   document.body.classList.toggle("stale", latest !== null && state !== "live");
   const notice = byId("notice");
   notice.hidden = state !== "waiting";
-  if (state === "waiting") say(notice, "The router does not answer: the figures are the last that it told. It is asked again.");
+  if (state === "waiting") say(notice, "The router does not answer. These are its last figures; the console retries.");
   if (state !== before && (state === "waiting" || (state === "live" && before === "connecting" && latest !== null))) {
     announce(state === "live" ? "Connected again" : "The router does not answer");
   }
@@ -62,7 +62,7 @@ const askForKey = wireKey(() => feed.start());
 byId("pause").addEventListener("click", (event) => {
   isPaused = !isPaused;
   set(event.currentTarget, "aria-pressed", isPaused);
-  say(event.currentTarget, isPaused ? "Go on" : "Pause");
+  say(event.currentTarget, isPaused ? "Resume" : "Pause");
   if (!isPaused && latest) show(latest);
 });
 

@@ -45,7 +45,7 @@ export class Diagram {
     this.#say(snapshot, columns);
   }
 
-  /** The first so many of each role; where there are more, the busiest. */
+  /** Selects the workers of each role; if there are more than MOST, the busiest. */
   #columns(snapshot) {
     const columns = {};
     for (const role of ["prefill", "decode"]) {
@@ -81,7 +81,7 @@ export class Diagram {
   }
 
   #edges(transfers) {
-    // A field, as `places` is: what a row closes over is the snapshot that made it.
+    // A field, like `places`: the closure of a row keeps the snapshot that created it.
     this.most = Math.max(...transfers.map((one) => one.bytes_per_s), 1);
     keyed(this.edges, transfers, (one) => `${one.writer} ${one.receiver}`, () => {
       const node = svg("path", { class: "edge" });
@@ -97,7 +97,7 @@ export class Diagram {
     });
   }
 
-  /** Dots go along an edge, for the bytes that have come since the last snapshot. */
+  /** Moves dots along an edge, for the bytes received since the last snapshot. */
   #move(path) {
     const length = path.getTotalLength();
     for (let n = 0; n < DOTS; n += 1) {
@@ -137,9 +137,9 @@ export class Diagram {
 
   #say(snapshot, columns) {
     const { handoffs, transfers } = snapshot;
-    const text = `${columns.prefill.length} prefill and ${columns.decode.length} decode workers, ${transfers.length} pairs, ${bytes(handoffs.bytes_per_s)} of KV a second`;
+    const text = `${columns.prefill.length} prefill and ${columns.decode.length} decode workers, ${transfers.length} pairs, ${bytes(handoffs.bytes_per_s)} of KV per second`;
     set(this.svg, "aria-label", text);
-    const missing = snapshot.pages_missing ? `; ${snapshot.pages_missing} workers do not tell` : "";
+    const missing = snapshot.pages_missing ? `; ${snapshot.pages_missing} workers sent no figures` : "";
     say(byId("transfers-note"), `${bytes(handoffs.bytes_per_s)}/s of KV${missing}`);
   }
 }
@@ -148,7 +148,7 @@ function between(from, to) {
   const y1 = from.y + NODE.height / 2;
   const y2 = to.y + NODE.height / 2;
   if (from.x === to.x) {
-    // Within a column: a fetch of cached blocks.
+    // Within a column, KV moves by a fetch of cached blocks.
     const side = from.role === "prefill" ? from.x + NODE.width : from.x;
     const bend = from.role === "prefill" ? side + 60 : side - 60;
     return `M ${side} ${y1} C ${bend} ${y1} ${bend} ${y2} ${side} ${y2}`;

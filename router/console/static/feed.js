@@ -94,7 +94,7 @@ export class Feed {
     }
   }
 
-  /** An error of the page is no error of the connection. */
+  /** Shows a snapshot. An error of the page must not end the connection. */
   #told(snapshot) {
     try {
       this.onSnapshot(snapshot);

@@ -35,7 +35,7 @@ export class Playground {
     if (!snapshot.chat && !this.isElsewhere) {
       this.isElsewhere = true;
       for (const one of this.form.elements) one.disabled = true;
-      say(this.status, "This listener is for operators alone: the model is asked at the clients' one.");
+      say(this.status, "This listener serves operators only. Use the clients' listener to chat with the model.");
     }
   }
 
@@ -44,7 +44,7 @@ export class Playground {
     const question = text.value.trim();
     if (!question) return;
     if (!this.model) {
-      say(this.status, "The model is not known yet: wait for the first figures.");
+      say(this.status, "The model is not known yet: wait for the first snapshot.");
       return;
     }
     const messages = this.messages;
@@ -63,7 +63,7 @@ export class Playground {
     } finally {
       if (answer.textContent) messages.push({ role: "assistant", content: answer.textContent });
       else {
-        // A question without an answer is not part of what is sent next.
+        // A question without an answer is not sent again.
         messages.pop();
         answer.closest("li").remove();
       }
@@ -71,7 +71,7 @@ export class Playground {
     }
   }
 
-  /** Returns what to say of it once it is complete. */
+  /** Streams an answer; returns its status line. */
   async #stream(messages, most, temperature, answer) {
     say(this.status, "Answering …");
     const begun = performance.now();

@@ -9,7 +9,7 @@ const number = () => el("td", { class: "number" });
 
 export function showWorkers(snapshot) {
   const { workers } = snapshot;
-  say(byId("workers-note"), workers.length ? `${count(workers.length)}` : "none is registered");
+  say(byId("workers-note"), workers.length ? `${count(workers.length)}` : "none registered");
   keyed(byId("worker-rows"), workers, (worker) => worker.slot, (first) => {
     const role = el("span", { class: "tag" });
     const state = el("td");
@@ -43,7 +43,7 @@ export function showWorkers(snapshot) {
   });
 }
 
-/** A bar whose parts are shares of it, and the same in words. */
+/** A bar with parts by share, and the same as text. */
 function bar(names) {
   const parts = names.map((name) => el("i", { class: name }));
   const text = el("span", { class: "told" });
@@ -51,7 +51,7 @@ function bar(names) {
   return {
     node,
     update: (shares, told) => {
-      // Something is never drawn as nothing.
+      // A small share stays visible.
       parts.forEach((part, n) => {
         const width = shares[n] > 0 ? `max(2px, ${(100 * Math.min(1, shares[n])).toFixed(2)}%)` : "0";
         if (part.style.width !== width) part.style.width = width;
@@ -79,7 +79,7 @@ export function showPools(snapshot) {
 
 export function showHandoffs({ handoffs }) {
   facts("handoffs", [
-    ["Each second", rate(handoffs.per_s)],
+    ["Per second", rate(handoffs.per_s)],
     ["KV", `${bytes(handoffs.bytes_per_s)}/s`],
     ["Reserve to commit, p50", seconds(handoffs.seconds?.p50)],
     ["p95", seconds(handoffs.seconds?.p95)],
@@ -88,7 +88,7 @@ export function showHandoffs({ handoffs }) {
 }
 
 export function showQueues({ queues }) {
-  facts("queues", queues.length ? queues.map((one) => [one.tenant, count(one.waiting)]) : [["Nobody", "0"]]);
+  facts("queues", queues.length ? queues.map((one) => [one.tenant, count(one.waiting)]) : [["Empty", "0"]]);
 }
 
 function facts(id, pairs) {
@@ -110,7 +110,7 @@ export function wireLatency(again) {
 
 export function showLatency({ classes, window_s: window }) {
   const span = document.querySelector("input[name=span]:checked").value;
-  say(byId("latency-note"), span === "all" ? "since the router began" : `of the last ${Math.round(window)} s`);
+  say(byId("latency-note"), span === "all" ? "since the router started" : `of the last ${Math.round(window)} s`);
   keyed(byId("latency-rows"), classes, (one) => one.name, (first) => {
     const requests = number();
     const good = number();

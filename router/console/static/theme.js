@@ -8,7 +8,7 @@
       const found = localStorage.getItem(NAME);
       return ORDER.includes(found) ? found : "system";
     } catch {
-      return "system"; // no storage: each page starts with the system's
+      return "system"; // without storage, each page starts with the system's
     }
   };
   const show = (theme) => {
@@ -28,7 +28,7 @@
       try {
         localStorage.setItem(NAME, theme);
       } catch {
-        // no storage: see above
+        // without storage, as above
       }
     });
   });

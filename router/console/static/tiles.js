@@ -1,4 +1,4 @@
-// Figures at the top, each with a line of its last two minutes, and a table of them.
+// Tiles at the top, each with a chart of its last two minutes, and a table of their values.
 import { byId, count, dollars, el, keyed, rate, row, say, seconds, set, share, svg } from "./view.js";
 
 const KEPT_S = 120;
@@ -12,12 +12,12 @@ const p95 = (latency) => latency.lately?.p95 ?? null;
 const TILES = [
   { name: "Requests", unit: "/s", of: (s) => s.traffic.requests_per_s, show: rate, more: (s) => `${count(s.traffic.active)} running` },
   { name: "Output tokens", unit: "/s", of: (s) => s.traffic.output_tokens_per_s, show: rate, more: (s) => `${rate(s.handoffs.per_s)} handoffs/s` },
-  { name: "Prompt tokens", unit: "/s", of: (s) => s.traffic.prompt_tokens_per_s, show: rate, more: (s) => `${share(s.traffic.cached_share)} found cached` },
+  { name: "Prompt tokens", unit: "/s", of: (s) => s.traffic.prompt_tokens_per_s, show: rate, more: (s) => `${share(s.traffic.cached_share)} from cache` },
   { name: "TTFT p95", unit: "", of: (s) => p95(all(s).ttft), show: seconds, more: (s) => `p50 ${seconds(all(s).ttft.lately?.p50)}` },
   { name: "TPOT p95", unit: "", of: (s) => p95(all(s).tpot), show: seconds, more: (s) => `p50 ${seconds(all(s).tpot.lately?.p50)}` },
   { name: "Within SLO", unit: "", of: (s) => s.traffic.good_share, show: share, most: 1, more: (s) => `${rate(s.traffic.good_per_s)} good/s` },
   { name: "Waiting", unit: "", of: (s) => s.traffic.waiting + s.workers.reduce((sum, w) => sum + w.waiting, 0), show: count, more: (s) => `${count(s.traffic.shed)} shed, ${count(s.traffic.failed)} failed` },
-  { name: "Cost", unit: "/h", of: (s) => s.cost?.per_hour ?? null, show: dollars, more: (s) => s.cost ? `${dollars(s.cost.per_request)} a request; per million ${dollars(s.cost.per_million_input)} in, ${dollars(s.cost.per_million_output)} out` : "no prices" },
+  { name: "Cost", unit: "/h", of: (s) => s.cost?.per_hour ?? null, show: dollars, more: (s) => s.cost ? `${dollars(s.cost.per_request)} per request; per million tokens ${dollars(s.cost.per_million_input)} in, ${dollars(s.cost.per_million_output)} out` : "no prices" },
 ];
 
 export class Tiles {

@@ -1,6 +1,6 @@
-// Elements and figures: makes and changes elements, and formats numbers.
+// Creates and changes elements, and formats numbers.
 
-// Elements. Text goes in as text alone: nothing here reads HTML.
+// Text is inserted as text only: nothing here parses HTML.
 const SVG = "http://www.w3.org/2000/svg";
 
 function filled(node, attributes, children) {
@@ -19,7 +19,7 @@ export const svg = (tag, attributes = {}, ...children) =>
 
 export const byId = (id) => document.getElementById(id);
 
-/** Sets a text unless the node has it already, so that selections and screen readers stay. */
+/** Sets a text only if it differs, so that selections stay and screen readers do not repeat it. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -58,7 +58,7 @@ export function row(head, ...cells) {
   return el("tr", {}, el("th", { scope: "row" }, head), ...cells);
 }
 
-// Figures as people read them. An unknown one is a dash.
+// Formats numbers for people. An unknown number is a dash.
 export const DASH = "–";
 
 const known = (value) => value !== null && value !== undefined && Number.isFinite(value);

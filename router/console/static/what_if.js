@@ -1,4 +1,4 @@
-// What-if questions: what recent traffic would see with other numbers of workers.
+// What-if questions: the latency of recent traffic with other numbers of workers.
 import { authorization, complaint } from "./api.js";
 import { byId, DASH, el, row, say, seconds, share } from "./view.js";
 
@@ -10,7 +10,7 @@ const ROWS = [
   ["E2EL p50", (all) => all.e2el.lately?.p50, (one) => one.e2el_s.p50, seconds],
   ["E2EL p95", (all) => all.e2el.lately?.p95, (one) => one.e2el_s.p95, seconds],
   ["Within SLO", (all) => all.good_share, (one) => one.good_share, share],
-  ["Refused", () => null, (one) => one.shed_share, share],
+  ["Shed", () => null, (one) => one.shed_share, share],
   ["Prefill workers busy", () => null, (one) => one.prefill_busy, share],
   ["Decode workers busy", () => null, (one) => one.decode_busy, share],
 ];
@@ -66,7 +66,7 @@ export class WhatIf {
   #answer(answer, rate) {
     const [present, asked] = answer.shapes;
     const times = rate === 1 ? "" : `, ${rate} times the rate`;
-    say(byId("what-if-present"), `Simulated now: ${shape(present)}${times}`);
+    say(byId("what-if-present"), `Simulated, current workers: ${shape(present)}${times}`);
     say(byId("what-if-asked"), `Simulated: ${shape(asked)}${times}`);
     const measured = this.snapshot?.classes[0];
     byId("what-if-rows").replaceChildren(
@@ -78,7 +78,7 @@ export class WhatIf {
     byId("what-if-result").hidden = false;
     say(
       this.status,
-      `With ${shape(asked)} the present traffic would see a TTFT of ${seconds(asked.ttft_s.p95)} and a TPOT of ${seconds(asked.tpot_s.p95)} at p95, and ${share(asked.good_share)} within SLO. `
+      `With ${shape(asked)} the recent traffic would have a TTFT of ${seconds(asked.ttft_s.p95)} and a TPOT of ${seconds(asked.tpot_s.p95)} at p95, and ${share(asked.good_share)} within SLO. `
         + `Simulated from ${answer.requests} requests of ${seconds(answer.seconds)}.`,
     );
   }

@@ -57,14 +57,14 @@ async def test_live_values_follow_requests(stage: Stage, open_page: OpenPage) ->
         transfers = page.locator("#transfer-rows tr")
         await expect(transfers).to_contain_text(["prefill-0decode-0shm"])
         await page.get_by_role("button", name="Pause").click()
-        await expect(page.get_by_role("button", name="Go on")).to_be_visible()
+        await expect(page.get_by_role("button", name="Resume")).to_be_visible()
 
 
 async def test_chat_streams_an_answer_as_text(stage: Stage, open_page: OpenPage) -> None:
     async with open_page(console(stage)) as page:
         await live(page)
         question = "<img src=x onerror=alert(1)>"
-        await page.get_by_role("spinbutton", name="Most tokens").fill("12")
+        await page.get_by_role("spinbutton", name="Max tokens").fill("12")
         await page.get_by_label("Your message").fill(question)
         await page.keyboard.press("Enter")
         turns = page.locator("#chat-log li")
@@ -81,7 +81,7 @@ async def test_an_answer_can_be_stopped(
 ) -> None:
     async with open_page(console(stage)) as page:
         await live(page)
-        await page.get_by_role("spinbutton", name="Most tokens").fill("400")
+        await page.get_by_role("spinbutton", name="Max tokens").fill("400")
         await page.get_by_label("Your message").fill("Go on for ever")
         # The tiny model would be at its end before a browser has pressed a second button.
         with standing_engine(stage.cluster, "decode-0", monkeypatch):
@@ -97,13 +97,13 @@ async def test_what_if_is_answered(stage: Stage, open_page: OpenPage) -> None:
         await live(page)
         simulate = page.get_by_role("button", name="Simulate")
         await simulate.click()
-        await expect(page.locator("#what-if-status")).to_contain_text("ask again when there is")
+        await expect(page.locator("#what-if-status")).to_contain_text("try again when there is")
         await stage.ask(range(15))
         await page.get_by_role("spinbutton", name="Prefill workers").fill("2")
         await page.get_by_role("spinbutton", name="Decode workers").fill("3")
         await simulate.click()
         await expect(page.locator("#what-if-status")).to_contain_text(
-            "With 2 prefill + 3 decode the present traffic would see a TTFT of"
+            "With 2 prefill + 3 decode the recent traffic would have a TTFT of"
         )
         await expect(page.locator("#what-if-rows tr").first).to_contain_text(
             re.compile(r"TTFT p50.*\d m?s.*\d m?s")
@@ -130,7 +130,7 @@ async def test_keys(chat_model: Path, console_redis: str, open_page: OpenPage) -
         await field.fill("half a k")
         # What a refused request does, and this button, is the same.
         await page.evaluate("document.getElementById('key-button').click()")
-        await expect(page.locator("#key-why")).to_contain_text("ask for an operator's")
+        await expect(page.locator("#key-why")).to_contain_text("needs an operator's")
         await expect(field).to_have_value("half a k")
         await field.fill("wrong")
         # The dialog is closed by then, and opens again once the answer is read.

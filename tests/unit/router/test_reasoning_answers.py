@@ -344,7 +344,7 @@ async def test_batons_own_client_reads_it() -> None:
 async def test_what_cannot_be_over_grpc() -> None:
     effort = inference_pb2.ReasoningOptions(effort=inference_pb2.REASONING_EFFORT_NONE)
     for request, words in (
-        (inference_pb2.GenerateRequest(prompt="a", reasoning=effort), "with messages alone"),
+        (inference_pb2.GenerateRequest(prompt="a", reasoning=effort), "requires messages as input"),
         (
             grpc_request(reasoning=inference_pb2.ReasoningOptions(budget_tokens=1 << 31)),
             "reasoning.budget_tokens must be",

@@ -31,7 +31,7 @@ async def test_a_drain_and_what_cuts_it_short_are_in_the_audit_log(
     shutdown: Shutdown, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(shutdown.told.wait(), 10)
+    await asyncio.wait_for(shutdown.requested.wait(), 10)
     assert shutdown.in_order
     assert signals(caplog) == [("drain", "router-0", "SIGTERM")]
     os.kill(os.getpid(), signal.SIGTERM)
@@ -44,6 +44,6 @@ async def test_an_interrupt_ends_at_once_and_is_in_the_audit_log(
     shutdown: Shutdown, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.kill(os.getpid(), signal.SIGINT)
-    await asyncio.wait_for(shutdown.told.wait(), 10)
+    await asyncio.wait_for(shutdown.requested.wait(), 10)
     assert shutdown.at_once.is_set()
     assert signals(caplog) == [("stop", "router-0", "SIGINT")]

@@ -219,7 +219,7 @@ async def test_the_configurations_names_are_its_own(tmp_path: Path) -> None:
     access = Access(Config(keys=(mine,), keys_file=str(file)), metrics)
     for other in (key("ann", "other"), KeyConfig.model_copy(mine)):
         write_keys(file, [other])
-        with pytest.raises(ConfigError, match="has ann already"):
+        with pytest.raises(ConfigError, match="already has the key ann"):
             await KeyWatch(file, (mine,), access.set_keys, metrics).begin()
 
 

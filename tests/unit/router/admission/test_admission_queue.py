@@ -282,7 +282,7 @@ async def test_a_full_room() -> None:
     tasks = [room.start(name) for name in "ab"]
     await turns()
     assert room.done == ["a"]
-    with pytest.raises(Overloaded, match="1 requests wait already"):
+    with pytest.raises(Overloaded, match="the queue is full: 1 requests"):
         await room.visit("c")
     room.room.release("c")
     mine = room.start("d", "acme")

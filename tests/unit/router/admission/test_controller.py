@@ -427,7 +427,7 @@ def test_at_a_reduced_pace_a_long_prompt_leaves_the_other_prefill_workers_theirs
     cluster = Cluster(workers=4, slo_s=60.0, slo_tpot_s=0.05)
     cluster.offer("slow", 100, 1000)
     cluster.until(1.0)
-    cluster.admission._pacer.heard(in_time=False, took_s=100.0, now=cluster.now)
+    cluster.admission._pacer.observe(in_time=False, took_s=100.0, now=cluster.now)
     assert cluster.admission._pacer.share < 1.0
     for name, prompt in (("long", 20_000), ("a", 4000), ("b", 4000), ("c", 4000)):
         cluster.offer(name, prompt)

@@ -42,7 +42,7 @@ def test_one_prompt_of_more_than_four_seconds_of_work_per_worker_is_overload() -
 def test_it_stays_within_its_bounds(answers: list[bool]) -> None:
     pace = PrefillPacer()
     for in_time in answers:
-        pace.heard(in_time=in_time, took_s=1.0, now=0.0)
+        pace.observe(in_time=in_time, took_s=1.0, now=0.0)
         assert MIN_SHARE <= pace.share <= 1.0
 
 
@@ -50,7 +50,7 @@ def slowed(for_s: float = 100.0) -> PrefillPacer:
     """Answers were slow for some seconds, up to the moment 0."""
     pace = PrefillPacer()
     for number in range(100):
-        pace.heard(in_time=False, took_s=0.0, now=for_s * (number / 99 - 1))
+        pace.observe(in_time=False, took_s=0.0, now=for_s * (number / 99 - 1))
     assert pace.share == MIN_SHARE
     return pace
 
@@ -58,18 +58,18 @@ def slowed(for_s: float = 100.0) -> PrefillPacer:
 def test_it_rises_without_misses() -> None:
     pace = slowed()
     for _ in range(1000):
-        pace.heard(in_time=True, took_s=1.0, now=0.0)
+        pace.observe(in_time=True, took_s=1.0, now=0.0)
     assert pace.share == 1.0
 
 
 def test_as_many_misses_as_are_allowed_leave_it_where_it_is() -> None:
     pace = slowed()
     for _ in range(50):
-        pace.heard(in_time=True, took_s=1.0, now=0.0)
+        pace.observe(in_time=True, took_s=1.0, now=0.0)
     before = pace.share
     for number in range(1000):
         in_time = number % round(1 / MISSES) != 0
-        pace.heard(in_time=in_time, took_s=1.0, now=0.0)
+        pace.observe(in_time=in_time, took_s=1.0, now=0.0)
     assert abs(pace.share / before - 1) < 0.1
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_held_back_for_longer_than_the_disturbance_lasted(
     pace, now, since, until = PrefillPacer(), 0.0, None, 0.0
     for pause_s, in_time, took_s in answers:
         now += pause_s
-        pace.heard(in_time=in_time, took_s=took_s, now=now)
+        pace.observe(in_time=in_time, took_s=took_s, now=now)
         if not in_time:
             since = now - took_s if since is None else min(since, now - took_s)
             until = now
@@ -115,7 +115,7 @@ def test_it_is_gone_after_some_time_however_long_it_lasted() -> None:
 def test_misses_now_and_then_keep_it_low() -> None:
     pace = slowed()
     for number in range(1000):
-        pace.heard(in_time=number % 4 != 0, took_s=1.0, now=number / 10)
+        pace.observe(in_time=number % 4 != 0, took_s=1.0, now=number / 10)
     assert pace.share < 1.05 * MIN_SHARE
 
 
@@ -123,7 +123,7 @@ def test_a_miss_soon_after_prompts_are_held_back_no_more_belongs_to_the_same_dis
     pace = slowed(10.0)
     pace.look(15.0)
     assert pace.share == 1.0
-    pace.heard(in_time=False, took_s=1.0, now=16.0)
+    pace.observe(in_time=False, took_s=1.0, now=16.0)
     pace.look(28.0)
     assert pace.share < 1.0
     pace.look(16.0 + 26.0)
@@ -132,11 +132,11 @@ def test_a_miss_soon_after_prompts_are_held_back_no_more_belongs_to_the_same_dis
 
 def test_a_last_miss_before_an_idle_time_begins_no_disturbance_that_lasts_through_it() -> None:
     pace = PrefillPacer()
-    pace.heard(in_time=False, took_s=1.0, now=0.0)
+    pace.observe(in_time=False, took_s=1.0, now=0.0)
     pace.look(5.0)
     pace.forget()
     for second in range(3600, 3603):
-        pace.heard(in_time=False, took_s=1.0, now=float(second))
+        pace.observe(in_time=False, took_s=1.0, now=float(second))
     assert pace.share < 1.0
     pace.look(3605.1)
     assert pace.share == 1.0

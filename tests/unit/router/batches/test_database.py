@@ -107,7 +107,7 @@ def test_a_tenant_has_a_quota_of_bytes_and_so_have_all_together(database: Databa
     assert reserve("other", 1000) == 1000
     # What is left is the total's.
     assert database.uploads() == {"acme-u", "acme-v", "other-u"}
-    with pytest.raises(RequestTooLarge, match="there is no room"):
+    with pytest.raises(RequestTooLarge, match="the storage quota has room"):
         reserve("third", 1)
     database.release_uploads(["acme-v", "other-u"])
     assert reserve("third", 1) == 1
@@ -165,7 +165,7 @@ def test_batches_of_a_tenant_are_bounded(
     assert kept == ["batch_3", "batch_2"]
     for number in range(4, 6):
         database.add_batch(batch(f"batch_{number}"))
-    with pytest.raises(Overloaded, match="2 batches"):
+    with pytest.raises(Overloaded, match="2 unfinished batches"):
         database.add_batch(batch("batch_6"))
     database.add_batch(replace(batch("batch_7", "other"), input_file_id="file-2"))
 

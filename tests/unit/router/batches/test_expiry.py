@@ -15,8 +15,8 @@ from baton.errors import InvalidRequest, NotFound
 from router.batches.batch import Batch, BatchStatus
 from router.batches.batch_planner import BatchPlanner
 from router.batches.database import Database
-from router.batches.desk import check_expiry
 from router.batches.runner import SWEEP_S, BatchRunner
+from router.batches.service import check_expiry
 from router.batches.slots import LineSlots
 from router.batches.store import BatchStore
 from tests.support.router.batches_runner import DEADLINE_S, QUOTA, Process, running, stored_file

@@ -260,7 +260,7 @@ async def test_what_if() -> None:
         asked = {"prefill": 2, "decode": 2, "rate": 1.5}
         early = await served.http.post("/console/what-if", json=asked)
         assert early.status_code == 400
-        assert "ask again when there is traffic" in early.json()["error"]["message"]
+        assert "try again when there is more traffic" in early.json()["error"]["message"]
         now = asyncio.get_running_loop().time()
         for one in recent(12):
             served.front.stats.recent.add(

@@ -69,7 +69,7 @@ async def test_a_tenant_that_has_too_much_waiting_is_refused() -> None:
     turns = FairTurns("bodies", 2, max_waiting=2)
     work = Work(turns)
     await work.start("a1", "a2", "a3")
-    with pytest.raises(Overloaded, match="2 bodies of this tenant wait already") as found:
+    with pytest.raises(Overloaded, match="2 bodies of this tenant are already waiting") as found:
         async with turns.turn("a"):
             pass
     assert found.value.retry_after == 1.0

@@ -476,5 +476,5 @@ def test_harmony_is_the_format_of_calls_and_reasoning() -> None:
     assert dialect_for("auto", "harmony", None, lambda _: False) == found
     pairs: list[tuple[Any, Any]] = [("hermes", "harmony"), ("harmony", "think")]
     for calls, reasoning in pairs:
-        with pytest.raises(ConfigError, match="harmony is the format of both"):
+        with pytest.raises(ConfigError, match="harmony must be set for both"):
             dialect_for(calls, reasoning, None, lambda _: False)

@@ -44,4 +44,4 @@ async def test_whatever_goes_wrong_the_workers_are_watched(
     await asyncio.sleep(0.01)
     await end_tasks([watching])
     assert caplog.text.count("ValueError: a bug") == 1, "the first of a row is logged"
-    assert "the workers could not be watched; errors in a row: 3" in caplog.text
+    assert "the check for hung workers failed; errors in a row: 3" in caplog.text

@@ -95,7 +95,7 @@ async def test_earlier_calls() -> None:
 
 CALL = tools_pb2.ToolCall(id="1", name="f")
 BAD: list[tuple[Request, str]] = [
-    (Request(prompt="x", tools=tools_pb2.Tools(tools=[CLOCK])), "messages alone"),
+    (Request(prompt="x", tools=tools_pb2.Tools(tools=[CLOCK])), "requires messages"),
     (request_of(tools_pb2.Tools(tools=[tools_pb2.Tool()])), "name"),
     (request_of(tools_pb2.Tools(tools=[tools_pb2.Tool(name="f", parameters="{")])), "JSON"),
     (request_of(tools_pb2.Tools(tools=[tools_pb2.Tool(name="f", parameters="[]")])), "object"),
@@ -103,7 +103,7 @@ BAD: list[tuple[Request, str]] = [
         request_of(tools_pb2.Tools(tools=[CLOCK], allowed=["x"])),
         '"x", which is not among the tools',
     ),
-    (request_of(tools_pb2.Tools(mode=tools_pb2.TOOL_MODE_REQUIRED)), "needs tools"),
+    (request_of(tools_pb2.Tools(mode=tools_pb2.TOOL_MODE_REQUIRED)), "requires tools"),
     (request_of(messages=[Message(role="tool", content="x")]), "tool_call_id"),
     (request_of(messages=[Message(role="user", tool_calls=[CALL])]), "only an assistant"),
     (

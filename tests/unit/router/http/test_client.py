@@ -193,7 +193,7 @@ async def test_a_tenant_with_too_many_large_bodies_gets_a_retry_after(
     monkeypatch.setattr(client, "FairTurns", partial(FairTurns, max_waiting=0))
     bodies = BodyReader(LIMIT, 60.0, 512)
     await held.enter_async_context(bodies.object(Client(parts_of(LARGE)).request(), "a"))
-    with pytest.raises(Overloaded, match="of this tenant wait already") as found:
+    with pytest.raises(Overloaded, match="of this tenant are already waiting") as found:
         async with bodies.object(Client(parts_of(LARGE)).request(), "a"):
             pass
     assert found.value.retry_after == 1.0

@@ -17,7 +17,7 @@ from router.admin.worker_api import ClusterApi, WorkerApi
 from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.api import BatchesApi
 from router.batches.batch_planner import BatchPlanner
-from router.batches.desk import BatchDesk
+from router.batches.service import BatchService
 from router.console.api import ConsoleApi
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.http import openapi
@@ -51,7 +51,7 @@ async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     # Of these only the endpoints are looked at.
     more = (
-        BatchesApi(cast(BatchDesk, None), cast(BatchPlanner, None), front.config),
+        BatchesApi(cast(BatchService, None), cast(BatchPlanner, None), front.config),
         ConsoleApi(cast(ClusterDispatcher, None), front.stats, front.config, "tiny", access),
         WorkerApi(cast(WorkerControl, None), cast(PoolScaling, None), access, front.config),
         ClusterApi("1f2e3d", "tiny", cast(WorkerControl, None), cast(PoolScaling, None), access),

@@ -178,12 +178,12 @@ def test_what_cannot_be_a_transfer_teaches_nothing() -> None:
     costs = TransferCosts()
     costs.observe("p", "d", -1, 1.0)
     costs.observe("p", "d", 1, -1.0)
-    assert not costs.told
+    assert not costs.has_pairs
 
 
 def test_a_pair_that_has_told_nonsense_alone_can_be_forgotten() -> None:
     costs = TransferCosts()
     costs.observe("p", "d", 3, float("nan"))
-    assert not costs.told
+    assert not costs.has_pairs
     costs.forget("d")
     assert costs.line("p", "d") == pytest.approx(TRANSFER_DEFAULT[:2])

@@ -65,7 +65,7 @@ def test_a_bad_model_folder_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not JSON"):
         Tokenizer.load(path)
     (path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no JSON object"):
+    with pytest.raises(ConfigError, match="must contain a JSON object"):
         Tokenizer.load(path)
 
 

@@ -96,7 +96,7 @@ async def test_whatever_goes_wrong_the_registry_is_followed(
         TimeoutError("late"),
     ]
     async with followed([*failures, NOTHING, NOTHING]):
-        assert "could not be followed" in caplog.text
+        assert "an update from the registry failed" in caplog.text
         said = [one for one in caplog.records if "no request can be served" in one.message]
         assert len(said) == 1, "a change is logged, and no more"
 

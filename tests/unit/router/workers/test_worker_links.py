@@ -178,7 +178,7 @@ async def test_a_worker_of_another_secret_is_named_once(caplog: pytest.LogCaptur
         assert decode.streams == 0
         told = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
         assert len(told) == 1
-        assert "worker d refuses this router" in told[0]
+        assert "worker d rejects this router" in told[0]
         assert "BATON_CLUSTER_SECRET" in told[0]
     finally:
         await world.links.close()
@@ -588,7 +588,7 @@ async def test_an_output_that_cannot_be_taken_in_costs_its_request_alone(
             world.decode.says.put_nowait(output)
         await world.until(lambda: len(world.heard) == 2)
         assert world.lost == ["MemoryError"]
-        assert "an output of request r cannot be taken in" in caplog.text
+        assert "an output of request r cannot be processed" in caplog.text
         assert world.broken == []
         assert world.decode.streams == 1
 

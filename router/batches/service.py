@@ -1,4 +1,4 @@
-"""What a tenant does with files and batches."""
+"""The operations of tenants on files and batches, for every API."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from router.batches.store import KEPT_S, BatchStore, Incoming
 
 MAX_FILES = 10_000
 MAX_BATCHES = 100
-"""In one page of a list, as at OpenAI."""
+"""Maximum number of entries in one page of a list, as at OpenAI."""
 DEFAULT_BATCHES = 20
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, KEPT_S
-"""How long a file may be kept, in seconds; as at OpenAI."""
+"""Bounds of the time for which a file is kept, in seconds, as at OpenAI."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """Part of a list."""
+    """One page of a list."""
 
     entries: Sequence[T]
     has_more: bool
 
 
-class BatchDesk:
-    """Checks what is asked, and asks the store. Raises BatonError. Owned by the event loop."""
+class BatchService:
+    """Checks requests and runs them in the store. Raises BatonError. Owned by the event loop."""
 
     def __init__(
         self,
@@ -49,7 +49,9 @@ class BatchDesk:
         on_change: Callable[[], None],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``model`` is the id of what is served; ``on_change`` hears that there is work to do."""
+        """Create it; ``model`` is the served model's id, ``on_change`` is called when there is
+        work.
+        """
         self._store = store
         self._model = model
         self._max_line_bytes = config.max_body_bytes
@@ -66,13 +68,13 @@ class BatchDesk:
     async def add_file(
         self, incoming: Incoming, filename: str, expires_s: int | None
     ) -> StoredFile:
-        """Keep a batch's input, which has arrived. Each of its lines is checked.
+        """Store an uploaded batch input, and check each of its lines.
 
         Raises InvalidRequest that names the first bad line, and RequestTooLarge.
         """
         check_expiry(expires_s, "expires_after")
         await incoming.flush()
-        # One after another: reading JSON takes the interpreter from the event loop.
+        # Check one file at a time: parsing JSON holds the interpreter lock.
         async with self._checking:
             await asyncio.to_thread(self._check_lines, incoming.path)
         return await incoming.keep(filename, "batch", expires_s)
@@ -80,7 +82,7 @@ class BatchDesk:
     async def files(
         self, tenant: str, purpose: str, after: str, limit: int, *, ascending: bool
     ) -> Page[StoredFile]:
-        """From the one behind ``after`` on; ``purpose`` "" is any. Raises InvalidRequest."""
+        """Return the files after ``after``; ``purpose`` "" is any. Raises InvalidRequest."""
         _check_limit(limit, MAX_FILES)
         if not self._store.used:
             return Page((), has_more=False)
@@ -96,19 +98,19 @@ class BatchDesk:
         return Page(found[:limit], len(found) > limit)
 
     async def file(self, tenant: str, file_id: str) -> StoredFile:
-        """Raises NotFound."""
+        """Return a file. Raises NotFound."""
         self._check_used("file")
         return await self._store.ask(Database.file, file_id, tenant, self._now())
 
     async def content(self, tenant: str, file_id: str) -> Path:
-        """Where a file's contents are. Raises NotFound."""
+        """Return the path of a file's contents. Raises NotFound."""
         path = self._store.path(await self.file(tenant, file_id))
         if not path.exists():
             raise NotFound("the file's contents are gone", param="file_id")
         return path
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
-        """Raises NotFound, and InvalidRequest while a batch needs it."""
+        """Delete a file. Raises NotFound, and InvalidRequest while a batch needs it."""
         self._check_used("file")
         await self._store.delete_file(file_id, tenant)
 
@@ -123,7 +125,7 @@ class BatchDesk:
         metadata: Mapping[str, str],
         output_expires_s: int | None,
     ) -> Batch:
-        """Begin a batch. Raises InvalidRequest and NotFound."""
+        """Start a batch. Raises InvalidRequest and NotFound."""
         if endpoint not in ENDPOINTS:
             raise InvalidRequest(
                 f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint"
@@ -149,7 +151,7 @@ class BatchDesk:
         return batch
 
     async def batches(self, tenant: str, after: str, limit: int) -> Page[Batch]:
-        """Newest first, from the one behind ``after`` on. Raises InvalidRequest."""
+        """Return batches, newest first, after ``after``. Raises InvalidRequest."""
         _check_limit(limit, MAX_BATCHES)
         if not self._store.used:
             return Page((), has_more=False)
@@ -157,14 +159,14 @@ class BatchDesk:
         return Page(found[:limit], len(found) > limit)
 
     async def batch(self, tenant: str, batch_id: str) -> Batch:
-        """Raises NotFound."""
+        """Return a batch. Raises NotFound."""
         self._check_used("batch")
         return await self._store.ask(Database.batch, batch_id, tenant)
 
     async def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """End a batch early; the results that there are become its files.
+        """End a batch early. Its results so far become its files.
 
-        Raises NotFound, and InvalidRequest where it has ended.
+        Raises NotFound, and InvalidRequest if it has ended.
         """
         self._check_used("batch")
         batch = await self._store.ask(Database.cancel, batch_id, tenant, self._now())
@@ -175,12 +177,12 @@ class BatchDesk:
         return int(self._unix_clock())
 
     def _check_used(self, what: str) -> None:
-        """Nothing is made on the disk for a question about what cannot be there."""
+        """Raise NotFound if nothing was ever stored, so that a query creates no files on disk."""
         if not self._store.used:
             raise NotFound(f"there is no such {what}", param=f"{what}_id")
 
     def _check_lines(self, path: Path) -> None:
-        """Raises InvalidRequest that names the first bad line."""
+        """Check all lines of a file. Raises InvalidRequest that names the first bad line."""
         with path.open("rb") as file:
             _, faults = find_faults(file, self._max_line_bytes)
         if faults:
@@ -188,10 +190,10 @@ class BatchDesk:
 
 
 def check_expiry(seconds: int | None, param: str) -> None:
-    """Raises InvalidRequest."""
+    """Check the time for which a file is kept. Raises InvalidRequest."""
     if seconds is not None and not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
         raise InvalidRequest(
-            f"{param}: between {MIN_EXPIRY_S} and {MAX_EXPIRY_S} seconds are possible",
+            f"{param} must be between {MIN_EXPIRY_S} and {MAX_EXPIRY_S} seconds",
             param=param,
         )
 
