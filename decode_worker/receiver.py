@@ -253,7 +253,7 @@ class ReserveQueue:
             asyncio.get_running_loop().call_soon(self.serve)
 
     def check_again(self) -> None:
-        """Serve even if counts show no room: blocks that others have read return without a notice."""
+        """Serve even if counts show no room: blocks return from readers without a notice."""
         queue = self._preempted or self._others
         if queue:
             queue[0][0].min_blocks = 0

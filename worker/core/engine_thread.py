@@ -84,7 +84,7 @@ class EngineThread:
             self._done(plan, result)
 
     def _begun(self, plan: StepPlan) -> Ending | Exception:
-        """Start a step. Returns a function that waits for its end, or the error if it cannot start."""
+        """Start a step. Returns a function that waits for its end, or an error."""
         try:
             return self._runner.start(plan)
         except Exception as error:
