@@ -381,7 +381,7 @@ def test_the_fingerprint_is_compared_before_anything_else() -> None:
         receiver.reserve(wrong, 10.0)
     with pytest.raises(GeometryMismatch, match=r"layers=9.*layers=1"):
         receiver.reserve(replace(wrong, fingerprint="model"), 10.0)
-    with pytest.raises(HandoffError, match="decode-0:0 is gone; here is decode-0:1"):
+    with pytest.raises(HandoffError, match="decode-0:0 is gone; this worker is decode-0:1"):
         receiver.reserve(replace(offer, incarnation="decode-0:0"), 10.0)
     with pytest.raises(ContextLengthExceeded, match="50 tokens leave no room"):
         receiver.reserve(offer, 10.0)

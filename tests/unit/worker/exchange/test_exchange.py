@@ -215,7 +215,7 @@ async def test_a_restarted_receiver_gets_nothing_that_was_meant_for_its_former_l
 ) -> None:
     writer, receiver = await make_worker("prefill-0"), await make_worker("decode-0")
     former = Peer("decode-0:0", receiver.peer.address)
-    with pytest.raises(HandoffError, match="decode-0:0 is gone; here is decode-0:1"):
+    with pytest.raises(HandoffError, match="decode-0:0 is gone; this worker is decode-0:1"):
         await writer.exchange.outbound(former)
 
 
