@@ -38,7 +38,8 @@ def rank_transports(offered: Collection[str], supported: Collection[str]) -> tup
     common = tuple(name for name in TRANSPORTS if name in offered and name in supported)
     if not common:
         raise HandoffError(
-            f"no transport in common: the peer has {_listed(offered)}, this worker {_listed(supported)}"
+            f"no transport in common: the peer has {_listed(offered)}; this worker has"
+            f" {_listed(supported)}"
         )
     return common
 

@@ -243,8 +243,8 @@ class Outbound:
         self.fit = check_geometry(self._identity.geometry, self.geometry)
         if self.fit is Fit.CONVERTIBLE and not transport.copies_out:
             raise HandoffError(
-                f"{self.peer.incarnation} chose {transport.name}, which cannot send converted blocks: "
-                f"it has {self.geometry}, this worker has {self._identity.geometry}"
+                f"{self.peer.incarnation} chose {transport.name}, which cannot send converted"
+                f" blocks: it has {self.geometry}, this worker has {self._identity.geometry}"
             )
 
     def _shard_with(self, peer: Peer) -> ShardLayout | None:
