@@ -47,7 +47,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> torch.Tensor:
 
 
 def gate_launch(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> Launch:
-    """The launch of ``gated``."""
+    """The launch that computes ``gated`` into ``out``."""
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() != 2:
         raise ValueError("gate and up must have the same shape [rows, inner] and type")
     check_strides(gate, "gate")

@@ -47,7 +47,7 @@ def embed_launch(
     embedding: torch.Tensor,
     scale: float,
 ) -> Launch:
-    """The launch of ``embed``."""
+    """The launch that computes ``embed`` into ``out``."""
     if token_ids.dtype != torch.int32 or drawn.dtype != torch.int64:
         raise ValueError("token_ids must be int32, and drawn must be int64")
     check_strides(embedding, "the embedding")

@@ -72,7 +72,7 @@ def norm_launch(
     eps: float,
     added_weight: torch.Tensor | None = None,
 ) -> Launch:
-    """The launch of ``add_norm``."""
+    """The launch that computes ``add_norm`` into ``out``."""
     rows, hidden = residual.shape
     if hidden > _WIDEST:
         raise ValueError(f"rows of {hidden} numbers are too long: at most {_WIDEST}")

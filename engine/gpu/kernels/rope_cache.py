@@ -234,7 +234,7 @@ def rope_cache_launch(
     key_weight: torch.Tensor | None,
     eps: float,
 ) -> Launch:
-    """The launch of ``rope_cache``."""
+    """The launch that computes ``rope_cache``, with the queries into ``out``."""
     _check(queries, keys, values, blocks, table, positions, slots, query_weight, key_weight)
     tokens, heads, dim = queries.shape
     kv_heads = keys.shape[1]

@@ -113,7 +113,7 @@ def fixed_linear(
 def fixed_linear_launch(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Launch:
-    """The launch of ``fixed_linear``."""
+    """The launch that computes ``fixed_linear`` into ``out``."""
     rows, inputs = x.shape
     outputs = len(weight)
     if weight.shape != (outputs, inputs) or weight.dtype != x.dtype:

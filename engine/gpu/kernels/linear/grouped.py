@@ -145,7 +145,7 @@ def grouped_linear(
 def grouped_linear_launch(
     out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, routing: Routing, *, gathers: bool
 ) -> Launch:
-    """The launch of ``grouped_linear``."""
+    """The launch that computes ``grouped_linear`` into ``out``."""
     experts, outputs, inputs = weights.shape
     pairs = len(routing.order)
     rows = pairs // routing.choices if gathers else pairs
