@@ -371,7 +371,7 @@ async def test_none_that_works_names_each_and_why(make_world: MakeWorld) -> None
     error = await world.refusal(Request(open=hello("shm", "grpc")))
     assert "shm: shm cannot; grpc: grpc cannot" in error.message
     error = await world.refusal(Request(open=hello("gloo")))
-    assert "the peer has gloo; here is grpc, shm" in error.message
+    assert "the peer has gloo; this worker has grpc, shm" in error.message
 
 
 async def test_a_pair_is_opened_first_and_once(world: World) -> None:
@@ -657,7 +657,7 @@ async def test_bytes_that_never_come_are_given_up_though_their_writer_lives(
         assert world.link.is_closed is gives_up
     error = await ending(call)
     assert error.code == "deadline_exceeded"
-    assert "batch 0 of prefill-0:1 has not come" in error.message
+    assert "batch 0 of prefill-0:1 did not arrive" in error.message
 
 
 async def test_a_writer_that_reopens_its_pair_ends_the_old_one(world: World) -> None:

@@ -242,7 +242,7 @@ def test_a_context_that_cuda_refuses_is_an_ordinary_refusal(
 ) -> None:
     offer = machine.offer(READER_GPU)
     machine.cuda.errors["cuDevicePrimaryCtxRetain"] = 201
-    with pytest.raises(HandoffError, match="no context of device 0"):
+    with pytest.raises(HandoffError, match="no context for device 0"):
         transport.accept(WRITER, offer)
 
 
