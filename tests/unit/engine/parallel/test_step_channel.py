@@ -98,7 +98,7 @@ def test_strangers_are_not_let_in() -> None:
     out_of_range = FollowerChannel(leader.address, 5, WAIT_S)
     with socket.create_connection((HOST, leader.address.port)) as nobody:
         nobody.shutdown(socket.SHUT_WR)
-        with pytest.raises(WorkerFailed, match=r"ranks \[1\] of 2 did not come"):
+        with pytest.raises(WorkerFailed, match=r"ranks \[1\] of 2 did not connect"):
             leader.accept(1.0)
     for stranger in (wrong, out_of_range):
         assert stranger.frame() is None

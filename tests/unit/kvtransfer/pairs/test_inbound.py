@@ -345,7 +345,7 @@ async def test_a_fallback_of_blocks_that_are_converted_is_a_warning(
     with caplog.at_level(logging.WARNING, inbound_module.__name__):
         await world.open(message)
     [(_, text)] = fallbacks(caplog)
-    assert "by grpc instead of shm: it sends blocks as they lie" in text
+    assert "by grpc instead of shm: it sends blocks unconverted" in text
 
 
 @pytest.mark.parametrize(

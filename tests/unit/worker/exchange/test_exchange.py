@@ -168,7 +168,7 @@ async def test_the_best_that_both_have_is_used(make_worker: MakeWorker) -> None:
 async def test_nothing_in_common_is_an_error_that_names_both(make_worker: MakeWorker) -> None:
     writer = await make_worker("prefill-0", "shm")
     receiver = await make_worker("decode-0", "grpc")
-    with pytest.raises(HandoffError, match="the peer has shm; here is grpc"):
+    with pytest.raises(HandoffError, match="the peer has shm; this worker has grpc"):
         await writer.exchange.outbound(receiver.peer)
     assert writer.exchange.pairs() == {}
 
