@@ -1,10 +1,10 @@
 """Prompts that the decode worker computes itself: no handoff, the sequence stays where it is.
 
-    admitted ─room→ queued ─first token→ a sequence like any other
-    admitted, queued ─no room, cancelled, aborted, deadline, failure→ gone
+    admitted ─blocks taken→ queued ─first token→ a sequence like any other
+    admitted, queued ─no room, cancelled, aborted, deadline, failure→ ended
 
-A prompt takes all its blocks before it is queued, by the same rule as a handoff's ticket, so that
-promised blocks stay promised. Owned by the worker's event loop.
+A prompt takes all its blocks before it is queued, by the same rule as a handoff's ticket. So blocks
+that are promised to tickets stay available. Owned by the worker's event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from worker.role import WorkerContext
 
 
 class LocalPrefill:
-    """Opens the sinks of prompts that stay here. Prompts and waiting reserves take turns."""
+    """Opens sinks for local prompts. Local prompts and waiting reserves take turns."""
 
     def __init__(
         self,
@@ -35,9 +35,10 @@ class LocalPrefill:
         end: Callable[[Sequence], None],
         turn: Callable[[], int | None],
     ) -> None:
-        """``keep`` gets each sequence before it is queued; ``end`` ends it, if it is there.
+        """``keep`` receives each sequence before it is queued; ``end`` ends it, if it is still
+        there.
 
-        ``turn`` returns how many reserves were answered, while others wait; else None.
+        ``turn`` returns the number of answered reserves while others wait, and None otherwise.
         """
         self.context = context
         self.receiver = receiver
@@ -45,7 +46,7 @@ class LocalPrefill:
         self.end = end
         self._turn = turn
         self._placed_at: int | None = None
-        """The turn in which a prompt was placed here while reserves waited."""
+        """The turn in which a local prompt was last placed while reserves waited."""
 
     def open(
         self,
@@ -64,24 +65,24 @@ class LocalPrefill:
         book = self.receiver.blocks.book
         book.check_alive(attempt)
         if book.find(attempt) is not None:
-            raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} is placed")
+            raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} is already placed")
         return LocalSink(self, updates, deadline)
 
     def check_turn(self, spec: SequenceSpec) -> None:
-        """Raises NoRoom where it is the turn of a reserve that waits."""
+        """Raise NoRoom if the next turn belongs to a waiting reserve."""
         turn = self._turn()
         if turn is not None and turn == self._placed_at and not spec.preemptions:
             raise NoRoom("reserves wait for room here", retry_after=RETRY_AFTER_S)
 
     def take_turn(self) -> None:
-        """Note that a prompt is placed."""
+        """Record that a prompt takes this turn."""
         self._placed_at = self._turn()
 
 
 class LocalSink:
-    """Implements ``worker.prefill.flow.Sink``: the sequence goes on where it is computed.
+    """Implements ``worker.prefill.flow.Sink``: the sequence continues on this worker.
 
-    The token stream repeats its first token, and has those of the request's other choices.
+    The token stream repeats its first token, and carries those of the request's other choices.
     """
 
     def __init__(self, prompts: LocalPrefill, updates: PromptUpdates, deadline: float) -> None:
@@ -93,24 +94,24 @@ class LocalSink:
         self._updates = updates
         self._deadline = deadline
         self._queued: Sequence | None = None
-        """The sequence, from the time when it is queued until it is committed."""
+        """The sequence, from its queueing until its commit."""
 
     async def reserve(self, sequence: Sequence) -> None:
-        """Check the room: nothing is brought for a prompt that is refused.
+        """Check the room before anything is fetched for the prompt.
 
         Raises NoRoom, HandoffError.
         """
         spec, now = sequence.spec, self._receiver.blocks.clock()
         self._prompts.check_turn(spec)
-        # Before the prompt is hashed.
+        # Checks the count first, before the prompt is hashed.
         self._receiver.check_count(spec.choices - 1, spec, now)
         held = self._held(sequence)
         self._receiver.check_room(self._missing(sequence, held), held, spec, now)
 
     def _held(self, sequence: Sequence) -> list[int]:
-        """The cached blocks before the last token, whose logits are needed in any case.
+        """The cached blocks before the last token, whose logits are always needed.
 
-        None for a prompt that is scored: then all logits are needed.
+        Empty for a prompt that is scored, since that needs all logits.
         """
         if sequence.scores_prompt:
             return []
@@ -121,27 +122,29 @@ class LocalSink:
         return self._pool.match(hashes[:most])
 
     def _missing(self, sequence: Sequence, leading: list[int]) -> int:
-        """Blocks that the prompt takes after ``leading``, and those that siblings write first."""
+        """Number of blocks to allocate after ``leading``, including one for each sibling's first
+        write."""
         prompt = -(-len(sequence.token_ids) // self._limits.block_size)
         return prompt - len(leading) + sequence.spec.choices - 1
 
     async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
-        """Take the other blocks, queue the sequence, and return the token of its first choice.
+        """Take the other blocks, queue the sequence, and return the first tokens of its choices.
 
-        Raises NoRoom, DeadlineExceeded, and what has ended the sequence.
+        Raises NoRoom, DeadlineExceeded, and the error that has ended the sequence.
         """
         self._queue(sequence, blocks)
         while (left := self._deadline - time.monotonic()) > 0:
             update = await self._updates.next(left)
             if update is not None and update.token_ids:
                 return [first_of(update)]
-        # Ends what has expired, this sequence included.
+        # Ends everything that has expired, including this sequence.
         self._context.core.schedule_steps()
         self._updates.check()
         raise deadline_passed()
 
     def _queue(self, sequence: Sequence, leading: list[int]) -> None:
-        """Take the blocks after ``leading``, which are the sequence's from now on or given back."""
+        """Take the blocks after ``leading``. The sequence owns ``leading`` now, or they are
+        released."""
         held = self._held(sequence)
         if len(held) > len(leading):
             self._pool.pin(held)
@@ -155,7 +158,7 @@ class LocalSink:
             self._pool.release(leading)
             raise
         self._prompts.take_turn()
-        # An attempt is placed once: a reserve that comes late for it is refused.
+        # An attempt is placed only once: a late reserve for it is refused.
         self._receiver.blocks.book.bury(attempt_of(sequence), now)
         sequence.cached_tokens = len(leading) * self._limits.block_size
         self._prompts.keep(sequence)
@@ -165,10 +168,10 @@ class LocalSink:
         self._context.core.add_computed(sequence, blocks, sequence.cached_tokens)
 
     async def commit(self, firsts: list[FirstToken]) -> None:
-        """Let the sequence run on until it ends or is aborted."""
+        """Keep the sequence running until it ends or is aborted."""
         self._queued = None
 
     async def close(self) -> None:
-        """End a sequence that was not committed."""
+        """End the sequence unless it was committed."""
         if self._queued is not None:
             self._prompts.end(self._queued)

@@ -1,13 +1,13 @@
-"""The receiving end of handoffs: judges offers, reserves blocks, commits sequences.
+"""The receiving end of handoffs: checks offers, reserves blocks, commits sequences.
 
-The states of a ticket are those of ``kvtransfer.tickets``. A reserve that finds no room waits:
+``kvtransfer.tickets`` has the states of a ticket. A reserve that finds no room waits:
 
     waiting ─at the head of the queue, and there is room→ served
-    waiting ─its caller leaves, its attempt ends, the worker takes nothing more→ gone
+    waiting ─its caller leaves, its attempt ends, the worker takes nothing more→ ended
 
-Sequences that have lost their blocks before come first. Only the head of the queue is checked. So a
-queue of any length costs no more than one entry, and small prompts cannot always overtake a large
-one. Owned by the event loop; ``now`` is passed in.
+Preempted sequences come first. Only the head of the queue is checked. So a queue of any length
+costs no more than one entry, and small prompts cannot always overtake a large one. Owned by the
+event loop; ``now`` is passed in.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from worker.exchange.block_receiver import BlockReceiver
 
 @dataclass(slots=True)
 class Offer:
-    """What a writer says of itself and of the sequence that it wants to hand over.
+    """A handoff that a writer offers: the writer's identity, and the sequence.
 
-    An offer that waits for room keeps its hashes, so that its prompt is hashed once.
+    An offer that waits for room keeps its hashes, so that its prompt is hashed only once.
     """
 
     fingerprint: str
@@ -41,13 +41,13 @@ class Offer:
     writer: str
     spec: SequenceSpec
     deadline: float | None = None
-    """In seconds of this worker's monotonic clock; None: it counts from the promise."""
+    """Deadline in seconds of this worker's monotonic clock. None until blocks are promised."""
     hashes: list[bytes] | None = None
-    """Hashes of the full hash blocks of its tokens, once they were needed."""
+    """Hashes of the tokens' full hash blocks, once they have been needed."""
     min_blocks: int = 0
-    """How many must be available before another look at the cache is worthwhile."""
+    """Blocks that must be available before another lookup in the cache is worthwhile."""
     spare: list[int] = field(default_factory=list)
-    """Blocks for what its siblings write first, one each, once it has a ticket."""
+    """Blocks for the first writes of siblings, one each; set with the ticket."""
 
     @property
     def attempt(self) -> AttemptName:
@@ -56,7 +56,7 @@ class Offer:
 
 
 class HandoffReceiver:
-    """Judges offers; the blocks' own receiver does the rest."""
+    """Checks offers, and reserves their blocks through the block receiver."""
 
     def __init__(
         self,
@@ -72,20 +72,20 @@ class HandoffReceiver:
         self._pool: BlockPool = scheduler.pool
         self._identity = Identity(incarnation, fingerprint, geometry)
         self._promised: dict[str, Offer] = {}
-        """By ticket."""
+        """Offers with an open ticket, by ticket id."""
         self._spare = 0
-        """Blocks, and as many places, promised to siblings."""
+        """Number of blocks promised to siblings. The same number of places is promised."""
         self._room = Room(scheduler)
         self._unsubscribe = blocks.subscribe(self._released)
 
     def close(self) -> None:
-        """Take no notice of tickets any more; idempotent."""
+        """Unsubscribe from tickets; idempotent."""
         self._unsubscribe()
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
         """Promise blocks. Raises HandoffError, NoRoom or ContextLengthExceeded.
 
-        Where a count alone shows that there is no room, the prompt is not hashed. The offer keeps
+        If the counts alone show that there is no room, the prompt is not hashed. The offer keeps
         hashes that were computed.
         """
         self.check_offer(offer)
@@ -95,7 +95,9 @@ class HandoffReceiver:
             if known.writer == offer.writer and known.is_open:
                 known.renew(now)
                 return known
-            raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} has a ticket")
+            raise TicketEnded(
+                f"request {spec.request_id} attempt {spec.attempt} already has a ticket"
+            )
         limits = self._scheduler.limits
         self.check_count(max(offer.min_blocks, spec.choices - 1), spec, now)
         if offer.hashes is None:
@@ -113,21 +115,18 @@ class HandoffReceiver:
             now=now,
             geometry=offer.geometry,
         )
-        # Nobody but this worker ever writes to these: they need no quarantine.
+        # Only this worker writes to these blocks, so they need no quarantine.
         offer.spare = self._pool.allocate(spec.choices - 1)
         self._promised[ticket.ticket_id] = offer
         self._spare += len(offer.spare)
         return ticket
 
     def check_offer(self, offer: Offer) -> None:
-        """Check that it could be taken if there were room.
-
-        Raises HandoffError, ContextLengthExceeded, and TicketEnded after an abort.
-        """
+        """Check that the offer would be accepted if there were room."""
         writer = Identity(offer.writer, offer.fingerprint, offer.geometry)
         check_peer(self._identity, writer, offer.incarnation)
         spec = offer.spec
-        # The first token comes along; what is left must be more than nothing, or it never ends.
+        # The first token arrives with the handoff. At least one more must be left to generate.
         if len(spec.token_ids) + 1 >= self._scheduler.limits.context_length:
             raise ContextLengthExceeded(
                 f"{len(spec.token_ids)} tokens leave no room to generate: "
@@ -139,7 +138,7 @@ class HandoffReceiver:
         self.blocks.book.check_alive(offer.attempt)
 
     def _blocks(self, spec: SequenceSpec) -> int:
-        """Blocks of its tokens, and one that each sibling writes first."""
+        """Number of blocks for the tokens, and one for each sibling's first write."""
         return -(-len(spec.token_ids) // self._scheduler.limits.block_size) + spec.choices - 1
 
     def check_room(self, count: int, pinned: list[int], spec: SequenceSpec, now: float) -> None:
@@ -147,30 +146,31 @@ class HandoffReceiver:
         self._room.check(count, pinned, spec, promised=self._places, now=now)
 
     def check_count(self, count: int, spec: SequenceSpec, now: float) -> None:
-        """Check the room without a look at the cache: see ``Room.check_count``. Raises NoRoom."""
+        """Check the room without a cache lookup: see ``Room.check_count``. Raises NoRoom."""
         self._room.check_count(count, spec, promised=self._places, now=now)
 
     @property
     def _places(self) -> int:
-        """Places that are promised."""
+        """Number of promised places in the batch."""
         return len(self.blocks.book) + self._spare
 
     def promised(self, ticket_id: str) -> SequenceSpec | None:
-        """What an open ticket is for."""
+        """The sequence that an open ticket is for; None if there is no such ticket."""
         found = self._promised.get(ticket_id)
         return None if found is None else found.spec
 
     def promises(self, router_id: str, but: str = "") -> bool:
-        """Whether a ticket is open for a sequence of this router, beside the ticket ``but``."""
+        """Whether a ticket other than ``but`` is open for a sequence of this router."""
         return any(
             offer.spec.router_id == router_id and ticket_id != but
             for ticket_id, offer in self._promised.items()
         )
 
     def commit(self, ticket_id: str, writer: str, now: float) -> tuple[Offer, Ticket]:
-        """The sequence may run. Its blocks are those that the ticket has pinned, then the others.
+        """End a ticket because its sequence may run. Its blocks are the pinned, then the missing
+        ones.
 
-        Raises HandoffError where something is missing.
+        Raises HandoffError if bytes are missing.
         """
         ticket = self.blocks.commit(ticket_id, writer, now)
         offer = self._promised.pop(ticket_id)
@@ -178,7 +178,7 @@ class HandoffReceiver:
         return offer, ticket
 
     def _released(self, ticket: Ticket, error: BatonError) -> None:
-        """A ticket has ended before its commit."""
+        """Forget a ticket that ended before its commit."""
         promised = self._promised.pop(ticket.ticket_id, None)
         if promised is not None:
             self._spare -= len(promised.spare)
@@ -186,40 +186,42 @@ class HandoffReceiver:
 
 
 MAX_WAITING = 256
-"""Reserves in the queue; each keeps a prompt in memory."""
+"""Maximum reserves in the queue; each keeps a prompt in memory."""
 FULL_RETRY_S = 1.0
-"""Seconds after which a writer that finds the queue full may ask again."""
+"""Seconds after which a writer that finds the queue full may try again."""
 
 
 _Waiting = tuple[Offer, asyncio.Future[Ticket]]
-"""An offer, and its answer. Done: the caller has left, or it was answered out of its turn."""
+"""An offer, and its answer. The answer is done if the caller has left, or was answered early."""
 
 
 class ReserveQueue:
-    """Offers that are answered at once where there is room, else in their turn."""
+    """Queue of offers: answered at once if there is room, and else in order."""
 
     def __init__(self, reserve: Callable[[Offer], Ticket], max_waiting: int = MAX_WAITING) -> None:
-        """``reserve`` promises blocks; it raises NoRoom where there is none."""
+        """``reserve`` promises blocks; it raises NoRoom if there are none."""
         self._reserve = reserve
         self._max_waiting = max_waiting
         self._preempted: deque[_Waiting] = deque()
         self._others: deque[_Waiting] = deque()
         self._serves_soon = False
         self.answered = 0
-        """Reserves that were answered in their turn; read only."""
+        """Number of reserves that were answered from the queue; read only."""
 
     def __len__(self) -> int:
         """The number of waiting reserves."""
         return len(self._preempted) + len(self._others)
 
     def add(self, offer: Offer) -> asyncio.Future[Ticket]:
-        """Promise blocks as soon as there is room, and it is the offer's turn.
+        """Promise blocks as soon as there is room and it is the offer's turn.
 
-        A caller that cancels the future waits no more. Raises what ``reserve`` raises where the
-        offer need not wait, and NoRoom where the queue is full.
+        A caller that cancels the future leaves the queue. Raises what ``reserve`` raises if the
+        offer need not wait, and NoRoom if the queue is full.
         """
         if len(self) >= self._max_waiting:
-            raise NoRoom(f"{self._max_waiting} others wait for room here", retry_after=FULL_RETRY_S)
+            raise NoRoom(
+                f"{self._max_waiting} other handoffs wait for room here", retry_after=FULL_RETRY_S
+            )
         answer: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
         queue = self._preempted if offer.spec.preemptions else self._others
         queue.append((offer, answer))
@@ -230,7 +232,7 @@ class ReserveQueue:
         return answer
 
     def serve(self) -> None:
-        """Answer as many as there is room for."""
+        """Answer as many reserves as there is room for."""
         self._serves_soon = False
         while queue := self._preempted or self._others:
             offer, answer = queue[0]
@@ -245,24 +247,24 @@ class ReserveQueue:
             queue.popleft()
 
     def serve_soon(self) -> None:
-        """Serve waiting reserves: blocks or places may have come back."""
+        """Serve waiting reserves soon, because blocks or places may be free again."""
         if len(self) and not self._serves_soon:
             self._serves_soon = True
             asyncio.get_running_loop().call_soon(self.serve)
 
     def check_again(self) -> None:
-        """Serve even where counts show no room: blocks that others read come back unnoticed."""
+        """Serve even if counts show no room: blocks return from readers without a notice."""
         queue = self._preempted or self._others
         if queue:
             queue[0][0].min_blocks = 0
             self.serve_soon()
 
     def end(self, attempt: AttemptName, error: BatonError) -> None:
-        """Answer the reserve of an attempt that is over with an error, if it waits."""
+        """Fail the waiting reserve of an attempt that is over, if there is one."""
         self._refuse(error, lambda offer: offer.attempt == attempt)
 
     def close(self, error: BatonError) -> None:
-        """Answer all with an error: the worker takes nothing more."""
+        """Fail all waiting reserves: the worker accepts nothing more."""
         self._refuse(error, lambda offer: True)
 
     def _refuse(self, error: BatonError, concerns: Callable[[Offer], bool]) -> None:

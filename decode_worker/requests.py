@@ -1,8 +1,8 @@
-"""What a decode worker does for requests: handoffs, steps, aborts.
+"""The requests of a decode worker: handoffs, steps, aborts.
 
-    reserve ─room, a ticket→ bytes arrive ─commit→ running ─a message a step→ ended
+    reserve ─room, a ticket→ bytes arrive ─commit→ running ─a message per step→ ended
 
-Prompts that are computed here take the way of ``decode_worker.local_prefill``.
+``decode_worker.local_prefill`` handles prompts that are computed here.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from worker.services import Keepalive
 log = logging.getLogger(__name__)
 
 ROUTER_GRACE_S = 5.0
-"""Sequences of a router that has had no stream open for this long are ended."""
+"""Seconds without an open token stream after which a router's sequences are ended."""
 
 
 class DecodeRequests:
     """All requests of a decode worker. Owned by the worker's event loop."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
-        """``estimates`` say when cached blocks of local prompts are fetched; None: new ones."""
+        """``estimates`` decide when cached blocks of local prompts are fetched; None: new ones."""
         self.context = context
         self.closing = asyncio.Event()
         """Set once the worker stops."""
         self.clock = context.exchange.receiver.clock
-        """The clock of peers' silence; deadlines are on the monotonic clock."""
+        """The clock for the silence of peers. Deadlines use the monotonic clock."""
         self.sequences = RunningSequences(context.settings.slot, self.clock)
         self._deadlines: dict[AttemptName, float] = {}
-        """Of requests that have tickets. A sequence has its own, which the scheduler keeps."""
+        """Deadlines of requests that have tickets. The scheduler keeps those of sequences."""
         self.receiver = HandoffReceiver(
             context.engine.scheduler,
             context.exchange.receiver,
@@ -60,7 +60,7 @@ class DecodeRequests:
             incarnation=context.incarnation,
         )
         self.reserves = ReserveQueue(self.reserve)
-        # Blocks of tickets that end may be what a reserve waits for.
+        # A reserve may wait for the blocks of a ticket that ends.
         self._unsubscribe = context.exchange.receiver.subscribe(
             lambda _ticket, _error: self.reserves.serve_soon()
         )
@@ -77,22 +77,22 @@ class DecodeRequests:
     def has_work_of(self, router_id: str, but: str = "") -> bool:
         """Whether a sequence of this router runs here, waits, or is being handed over.
 
-        The ticket ``but`` does not count.
+        The ticket ``but`` is ignored.
         """
         return self.receiver.promises(router_id, but) or bool(self.sequences.attempts(router_id))
 
     # Handoffs
 
     def request_reserve(self, offer: Offer) -> asyncio.Future[Ticket]:
-        """``reserve`` as soon as there is room, and it is the offer's turn.
+        """Call ``reserve`` as soon as there is room and it is the offer's turn.
 
-        A caller that cancels the future waits no more. Raises Unavailable where the worker takes
+        A caller that cancels the future leaves the queue. Raises Unavailable if the worker accepts
         nothing more, and what ``ReserveQueue.add`` raises.
         """
         if self.closing.is_set():
             raise stopping()
         if self.receiver.blocks.book.find(offer.attempt) is not None:
-            # The reserve was answered before, and the answer was lost.
+            # The reserve was answered before, and its answer was lost.
             asked: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
             asked.set_result(self.reserve(offer))
             return asked
@@ -102,27 +102,27 @@ class DecodeRequests:
         return self.reserves.add(offer)
 
     def reserve(self, offer: Offer) -> Ticket:
-        """See ``HandoffReceiver.reserve``. Its grammar is compiled while its blocks arrive.
+        """See ``HandoffReceiver.reserve``. The grammar is compiled while the blocks arrive.
 
-        Raises NoRoom, and Unavailable where the worker takes nothing more.
+        Raises NoRoom, and Unavailable if the worker accepts nothing more.
         """
         self.context.intake.check()
         if offer.deadline is None:
             offer.deadline = time.monotonic() + offer.spec.deadline_s
         ticket = self.receiver.reserve(offer, self.clock())
         if offer.spec.sampling.grammar is not None:
-            # Where too many others wait to be compiled, its commit begins it.
+            # If too many other grammars wait to be compiled, the commit starts this one.
             with contextlib.suppress(Overloaded):
                 self.context.grammars.begin(offer.spec.sampling.grammar, offer.spec.cache_salt)
         if not self.has_work_of(offer.spec.router_id, but=ticket.ticket_id):
-            # From now on its stream has keepalives more often.
+            # From now on, the router's stream needs keepalives more often.
             self.sequences.outbox(offer.spec.router_id).hurry()
         self._deadlines[ticket.attempt] = offer.deadline
         self.context.core.schedule_soon()
         return ticket
 
     def must_wait(self, ticket_id: str) -> bool:
-        """Whether a commit has to wait: for bytes, or for its sequence's grammar."""
+        """Whether a commit has to wait, for bytes or for its sequence's grammar."""
         spec = self.receiver.promised(ticket_id)
         if spec is not None and spec.sampling.grammar is not None:
             return True
@@ -132,9 +132,9 @@ class DecodeRequests:
     async def commit_when_complete(
         self, ticket_id: str, writer: str, firsts: list[FirstToken]
     ) -> int:
-        """``commit``, as soon as every byte is in place and its grammar is compiled.
+        """Call ``commit`` once every byte is in place and the grammar is compiled.
 
-        Raises what has ended the ticket, or InvalidGrammar.
+        Raises the error that has ended the ticket, or InvalidGrammar.
         """
         whole = self.receiver.blocks.whole(ticket_id)
         if whole is not None:
@@ -143,7 +143,7 @@ class DecodeRequests:
         spec, matcher = self.receiver.promised(ticket_id), None
         if spec is not None and spec.sampling.grammar is not None:
             deadline = self._deadlines[(spec.request_id, spec.attempt)]
-            # Compiling has no bound of its own: the caller's deadline bounds it.
+            # The caller's deadline bounds the compilation.
             with self.receiver.blocks.holding(ticket_id, writer):
                 matcher = await self.context.grammars.ready(
                     spec.sampling.grammar, spec.cache_salt, deadline
@@ -157,10 +157,10 @@ class DecodeRequests:
         firsts: list[FirstToken],
         matcher: TokenMatcher | None = None,
     ) -> int:
-        """Join a handed-off sequence and its siblings to the batch.
+        """Add a handed-off sequence and its siblings to the batch.
 
-        ``firsts`` are their first tokens, ``matcher`` is that of its grammar. Returns the bytes
-        that crossed the wire. Raises HandoffError, TicketEnded.
+        ``firsts`` are their first tokens, and ``matcher`` belongs to their grammar. Returns the
+        bytes that were transferred. Raises HandoffError, TicketEnded.
         """
         now = time.monotonic()
         offer, ticket = self.receiver.commit(ticket_id, writer, self.clock())
@@ -177,7 +177,8 @@ class DecodeRequests:
         self.sequences.keep(sequence)
         self.context.core.add_computed(sequence, blocks, len(spec.token_ids))
         forks = self._fork(sequence, firsts[1:])
-        # Sent again: a prefill worker that dies before its answer loses nothing.
+        # The first tokens are sent again: if the prefill worker dies before it answers, none is
+        # lost.
         for choice, first in zip((sequence, *forks), firsts, strict=True):
             self.sequences.send(
                 choice, (first.token_id,), () if first.logprobs is None else (first.logprobs,)
@@ -188,7 +189,7 @@ class DecodeRequests:
         return ticket.expected_bytes
 
     def _fork(self, sequence: Sequence, others: list[FirstToken]) -> list[Sequence]:
-        """Let a sequence's siblings run, where there are any; then each of them may have ended."""
+        """Start a sequence's siblings, if there are any. Each of them may have ended afterwards."""
         if not others:
             return []
         scheduler = self.context.engine.scheduler
@@ -199,12 +200,12 @@ class DecodeRequests:
         return forks
 
     def _end_local(self, sequence: Sequence) -> None:
-        """End a prompt that was given up before its first token, if it is still here."""
+        """End a local prompt that was given up before its first token, if it is still here."""
         if sequence in self.sequences:
             self.abort(attempt_of(sequence))
 
     def abort(self, attempt: AttemptName, choice: int | None = None) -> None:
-        """End a request in whatever state it is, or one of its choices that runs; idempotent."""
+        """End a request in any state, or one of its running choices; idempotent."""
         if choice is None:
             self.receiver.blocks.abort(attempt, self.clock())
             self.reserves.end(attempt, _aborted())
@@ -214,10 +215,10 @@ class DecodeRequests:
         self.context.core.schedule_steps()
 
     def abort_handoff(self, attempt: AttemptName) -> None:
-        """A writer gives up: its ticket ends, idempotent.
+        """End the ticket of a writer that gives up; idempotent.
 
-        A sequence that was committed runs on, since its writer may not know that it was: the
-        router ends what runs.
+        A committed sequence continues, because its writer may not know about the commit. The router
+        ends sequences that run.
         """
         self.receiver.blocks.abort(attempt, self.clock())
         self.reserves.end(attempt, _aborted())
@@ -225,7 +226,7 @@ class DecodeRequests:
         self.context.core.schedule_steps()
 
     def _forget(self, attempt: AttemptName, choice: int | None = None) -> list[Sequence]:
-        """Remove a request, or one of its choices. Returns the sequences that were kept of it."""
+        """Remove a request, or one of its choices. Returns the sequences that were removed."""
         gone = self.sequences.forget(attempt, choice)
         if not self.sequences.has(attempt):
             self._deadlines.pop(attempt, None)
@@ -233,17 +234,17 @@ class DecodeRequests:
         return gone
 
     def expire(self, now: float) -> None:
-        """End the requests whose deadline has come, and those of routers that have gone."""
+        """End requests whose deadline has passed, and those of routers that are gone."""
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 self.abort(attempt)
         for router_id in self.sequences.lost_routers(ROUTER_GRACE_S):
-            log.info("router %s has gone: its sequences end", router_id)
+            log.info("router %s is gone: its sequences end", router_id)
             for attempt in self.sequences.attempts(router_id):
                 self.abort(attempt)
 
     def end_all(self) -> None:
-        """End every sequence and ticket. Streams that see ``closing`` end."""
+        """End every sequence and ticket. Streams end when they see ``closing``."""
         self.closing.set()
         self.reserves.close(stopping())
         self.receiver.blocks.close()
@@ -279,13 +280,13 @@ class DecodeRequests:
                 self.sequences.send_end(sequence)
 
     def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
-        """The step of these sequences failed: they end with an error."""
+        """End sequences whose step failed, with an error."""
         for sequence in sequences:
             self._fail(sequence, error)
         self.sequences.flush()
 
     def on_expire(self, sequences: list[Sequence]) -> None:
-        """These sequences end with an error."""
+        """End sequences whose deadline has passed, with an error."""
         self.on_fail(sequences, DeadlineExceeded("the request's deadline has passed"))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
@@ -302,5 +303,5 @@ def _aborted() -> TicketEnded:
 
 
 def stopping() -> Unavailable:
-    """The error of a call that comes to a worker that stops."""
+    """The error for calls to a worker that is stopping."""
     return Unavailable("this decode worker is stopping")

@@ -1,4 +1,4 @@
-"""The decode role, as a worker mounts it: its gRPC services, and its life."""
+"""The decode role of a worker: its gRPC services, heartbeat and end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DecodeRole(DecodeRequests):
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._prefills, server)
 
     async def heartbeat(self) -> None:
-        """End what has expired. Raises WorkerFailed where the engine hangs."""
+        """End what has expired. Raises WorkerFailed if the engine hangs."""
         now = time.monotonic()
         self.expire(now)
         self.hand_back()

@@ -1,7 +1,7 @@
 """Whether a decode worker has room for one more sequence.
 
-One rule for tickets and for prompts that the worker computes itself. Plain Python, ``now`` in
-seconds of any one clock; owned by the event loop.
+Tickets and local prompts follow the same rule. Plain Python; ``now`` is in seconds of any one
+clock. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from baton.request import AttemptName, SequenceSpec
 from engine.scheduling.scheduler import Scheduler
 
 RETRY_AFTER_S = 0.05
-"""How soon a writer that found no room may ask again: about one decode step."""
+"""Seconds after which a writer that found no room may try again: about one decode step."""
 _SHARE_OF_PLACES = 0.25
-"""Share of a worker's places that a request of many choices needs at a time."""
+"""Maximum share of a worker's places that a request with many choices needs at a time."""
 CLAIM_S = 0.5
-"""Seconds after which a claim that is not renewed has lapsed: its request has gone elsewhere."""
+"""Seconds after which a claim lapses unless it is renewed: its request has gone elsewhere."""
 
 
 class Claims:
-    """Preempted sequences that wait for room, in their order; they come before new ones.
+    """Preempted sequences that wait for room, in order; they come before new ones.
 
-    A claim lasts as long as its request asks again and again.
+    A claim lasts while its request keeps asking.
     """
 
     def __init__(self) -> None:
@@ -34,16 +34,16 @@ class Claims:
         return first == attempt
 
     def make(self, attempt: AttemptName, now: float) -> None:
-        """Add an attempt that has found no room; one that has a claim keeps its place."""
+        """Add an attempt that has found no room; an existing claim keeps its place."""
         self._until[attempt] = now + CLAIM_S
 
     def drop(self, attempt: AttemptName) -> None:
-        """Remove an attempt that has its room; idempotent."""
+        """Remove an attempt that has got its room; idempotent."""
         self._until.pop(attempt, None)
 
 
 class Room:
-    """The rule for tickets and for prompts that the worker computes itself."""
+    """The rule by which tickets and local prompts get room."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -52,10 +52,11 @@ class Room:
     def check(
         self, count: int, pinned: list[int], spec: SequenceSpec, *, promised: int, now: float
     ) -> None:
-        """Check the room for one more sequence next to ``promised`` places.
+        """Check the room for one more sequence, in addition to ``promised`` places.
 
-        It needs the cached blocks ``pinned`` and ``count`` more. Preempted sequences come first, in
-        the order in which they ask. Raises NoRoom, and HandoffError where there will never be any.
+        The sequence needs the cached blocks ``pinned`` and ``count`` more. Preempted sequences come
+        first, in the order in which they ask. Raises NoRoom, and HandoffError if there can never be
+        room.
         """
         self.check_ever(count + len(pinned))
         self.check_count(
@@ -67,12 +68,12 @@ class Room:
         """Check that the worker has ``count`` blocks in total. Raises HandoffError."""
         total = self._scheduler.pool.total
         if count > total:
-            raise HandoffError(f"{count} blocks wanted: this worker has {total}")
+            raise HandoffError(f"{count} blocks needed: this worker has only {total}")
 
     def check_count(self, count: int, spec: SequenceSpec, *, promised: int, now: float) -> None:
-        """Like ``check``, without a look at the cache: ``count`` blocks must be available.
+        """Like ``check``, without a cache lookup: ``count`` blocks must be available.
 
-        It promises nothing, and claims as ``check`` does. Raises NoRoom.
+        It promises nothing, and makes a claim as ``check`` does. Raises NoRoom.
         """
         attempt = (spec.request_id, spec.attempt)
         try:
@@ -87,19 +88,18 @@ class Room:
     def _check(self, count: int, choices: int, promised: int) -> None:
         """Check blocks and places. Raises NoRoom.
 
-        A sequence that becomes ``choices`` sequences need not have a place for all at once, or a
-        request for many would wait until nothing else runs: beyond a share of the places they take
-        turns.
+        A request with many choices need not have a place for all of them at once. Otherwise it
+        would wait until nothing else runs. Beyond a share of the places, its choices take turns.
         """
         scheduler = self._scheduler
         sequences = len(scheduler.running) + len(scheduler.waiting)
         most = scheduler.limits.max_sequences
         wanted = min(choices, max(1, int(most * _SHARE_OF_PLACES)))
         if sequences + promised + wanted > most:
-            raise NoRoom("every sequence's place is taken", retry_after=RETRY_AFTER_S)
+            raise NoRoom("all places of the batch are taken", retry_after=RETRY_AFTER_S)
         if scheduler.has_preempted:
             raise NoRoom("preempted sequences come first", retry_after=RETRY_AFTER_S)
-        # One block more for each sequence, so that a new one does not preempt the running ones.
+        # One more block for each sequence, so that a new one does not preempt the running ones.
         available = scheduler.pool.available
         if count + sequences > available:
-            raise NoRoom(f"{count} blocks wanted, {available} available", retry_after=RETRY_AFTER_S)
+            raise NoRoom(f"{count} blocks needed, {available} available", retry_after=RETRY_AFTER_S)

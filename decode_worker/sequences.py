@@ -1,4 +1,4 @@
-"""The sequences that decode here, and what their routers get: a message a step.
+"""The sequences that decode here, and the messages to their routers: one per step.
 
     kept ─steps→ tokens ─end, error, abort, handed back→ forgotten
 
@@ -22,10 +22,10 @@ from worker.prefill.flow import attempt_of
 
 
 class Outbox:
-    """Outputs on their way to one router: a message a step, with all sequences of the router.
+    """Outputs for one router: a message per step, with all sequences of the router.
 
-    A stream that opens takes the place of the one before it. A router that reads slowly finds
-    several steps in one message; what waits for it is bounded by its sequences' ``max_tokens``.
+    A new stream replaces the previous one. A router that reads slowly finds several steps in one
+    message. The ``max_tokens`` of its sequences bound what waits for it.
     """
 
     def __init__(self, now: float) -> None:
@@ -40,68 +40,68 @@ class Outbox:
         self._outputs.append(output)
 
     def flush(self) -> None:
-        """A step is over: what was put may go."""
+        """Allow the outputs of a step that is over to be sent."""
         if self._outputs:
             self._filled.set()
 
     def hurry(self) -> None:
-        """The next message is to go at once, whatever it has."""
+        """Send the next message at once, even if it is empty."""
         self._filled.set()
 
     def open(self) -> int:
-        """A stream begins to read. Returns its number."""
+        """Start to read with a new stream. Returns its number."""
         self._reader += 1
         self._is_read = True
-        # The stream before it, if it still waits, finds that its time is over.
+        # The previous stream, if it still waits, finds that it is replaced.
         self._filled.set()
         return self._reader
 
     def is_current(self, reader: int) -> bool:
-        """Whether this stream is the one that is to read."""
+        """Whether this stream is the newest one."""
         return reader == self._reader
 
     def close(self, reader: int, now: float) -> None:
-        """A stream has ended."""
+        """Record that a stream has ended."""
         if self.is_current(reader):
             self._is_read = False
             self._unread_since = now
 
     def unread_for(self, now: float) -> float:
-        """Seconds since a stream was open; 0 while one is."""
+        """Seconds since a stream was last open; 0 while one is."""
         return 0.0 if self._is_read else now - self._unread_since
 
     async def wait(self, timeout_s: float) -> None:
-        """Until there is something to take, or ``timeout_s`` are over."""
+        """Wait until there are outputs, or until ``timeout_s`` have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._filled.wait()
 
     def take(self) -> list[TokenOutput]:
-        """What has gathered."""
+        """Take the outputs that have gathered."""
         self._filled.clear()
         outputs, self._outputs = self._outputs, []
         return outputs
 
 
 class RunningSequences:
-    """Sequences by request and choice, their spans, and the outboxes of their routers."""
+    """Sequences by request and choice, their trace spans, and the outboxes of their routers."""
 
     def __init__(self, worker: str, clock: Callable[[], float]) -> None:
-        """``worker`` is its slot, ``clock`` that of routers' silence, in seconds."""
+        """``worker`` is this worker's slot. ``clock`` measures routers' silence, in seconds."""
         self._worker = worker
         self._clock = clock
         self._choices: dict[AttemptName, dict[int, Sequence]] = {}
-        """The choices of each request by number, those that have not begun yet included."""
+        """The choices of each request by number, including those that have not begun."""
         self._spans: dict[int, Span] = {}
-        """Each from the sequence's first token here, or its queueing, to its end."""
+        """The span of each sequence, from its first token here, or its queueing, to its end."""
         self._outboxes: dict[str, Outbox] = {}
-        """By router."""
+        """The outbox of each router, by its id."""
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._choices.get(attempt_of(sequence), {}).values()
 
     def has(self, attempt: AttemptName) -> bool:
-        """Whether a choice of a request is here."""
+        """Whether any choice of a request is here."""
         return attempt in self._choices
 
     def each(self) -> list[Sequence]:
@@ -109,7 +109,7 @@ class RunningSequences:
         return [each for choices in self._choices.values() for each in choices.values()]
 
     def attempts(self, router_id: str) -> list[AttemptName]:
-        """The requests of a router."""
+        """The attempts of a router's requests."""
         return [
             attempt
             for attempt, choices in self._choices.items()
@@ -117,14 +117,14 @@ class RunningSequences:
         ]
 
     def keep(self, sequence: Sequence) -> None:
-        """Add a sequence, with its siblings, that joins the batch or is queued."""
+        """Add a sequence and its siblings when it joins the batch or is queued."""
         choices = (sequence, *sequence.siblings)
         self._choices[attempt_of(sequence)] = {choice.choice: choice for choice in choices}
         for choice in choices:
             self._begin_span(choice)
 
     def forget(self, attempt: AttemptName, choice: int | None = None) -> list[Sequence]:
-        """Remove a request, or one of its choices. Returns the sequences that were kept of it."""
+        """Remove a request, or one of its choices. Returns the sequences that were removed."""
         choices = self._choices.get(attempt, {})
         if choice is None:
             gone = list(choices.values())
@@ -147,7 +147,7 @@ class RunningSequences:
             self._spans[sequence.sequence_id] = span
 
     def _end_span(self, sequence: Sequence, error: BatonError | None = None) -> None:
-        """Idempotent."""
+        """End a sequence's span; idempotent."""
         span = self._spans.pop(sequence.sequence_id, None)
         if span is None:
             return
@@ -164,10 +164,10 @@ class RunningSequences:
             fail_span(span, error)
         span.end()
 
-    # What their routers get
+    # Messages to routers
 
     def outbox(self, router_id: str) -> Outbox:
-        """A router's outbox, made when it is first needed."""
+        """A router's outbox; it is made when it is first needed."""
         if router_id not in self._outboxes:
             self._outboxes[router_id] = Outbox(self._clock())
         return self._outboxes[router_id]
@@ -178,7 +178,7 @@ class RunningSequences:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """Add tokens that a sequence has got to its router's next message."""
+        """Add a sequence's new tokens to the next message to its router."""
         spec = sequence.spec
         output = TokenOutput(
             spec.request_id,
@@ -192,9 +192,9 @@ class RunningSequences:
         self.outbox(spec.router_id).put(output)
 
     def send_end(self, sequence: Sequence, error: BatonError | None = None) -> None:
-        """Add the end of a sequence to its router's next message, after all its tokens.
+        """Add a sequence's end to the next message to its router, after all its tokens.
 
-        Without an ``error`` the sequence has lost its blocks, and is handed back.
+        Without an ``error``, the sequence has lost its blocks and is handed back.
         """
         spec = sequence.spec
         output = TokenOutput(
@@ -211,7 +211,7 @@ class RunningSequences:
         self.outbox(spec.router_id).put(output)
 
     def flush(self) -> None:
-        """A step is over: send the messages."""
+        """Send the messages of a step that is over."""
         for outbox in self._outboxes.values():
             outbox.flush()
 

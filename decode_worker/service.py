@@ -1,12 +1,12 @@
-"""DecodeService: handoffs in, tokens out to the routers.
+"""DecodeService: receives handoffs, and sends tokens to the routers.
 
 A writer has one stream for its calls:
 
     open ─the writer leaves, the worker stops→ ended
 
 A commit waits for bytes and for its grammar. A reserve waits for room and for the other ranks of
-this worker. Other calls go on meanwhile. What waits when the stream ends is given up: it has done
-nothing yet. Owned by the worker's event loop.
+this worker. Other calls continue meanwhile. Calls that still wait when the stream ends are given
+up: they have changed nothing yet. Owned by the worker's event loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HandoffsContext = grpc.aio.ServicerContext[Request, Response]
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """Turns messages into what is done for requests."""
+    """Translates messages into calls of ``DecodeRequests``."""
 
     def __init__(self, requests: DecodeRequests) -> None:
         self._requests = requests
@@ -60,7 +60,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        """See decode.proto. Without tokens an empty message says that the worker lives."""
+        """See decode.proto. An empty message without tokens shows that the worker is alive."""
         requests = self._requests
         outbox = requests.sequences.outbox(request.router_id)
         reader = outbox.open()
@@ -79,7 +79,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             outbox.close(reader, requests.clock())
 
     def _messages(self, outputs: list[TokenOutput]) -> Iterator[decode_pb2.StreamTokensResponse]:
-        """At least one message: it shows that the worker lives."""
+        """Yield at least one message, because it shows that the worker is alive."""
         if not outputs:
             yield self._message()
         for some in by_size(map(convert.output_to_proto, outputs)):
@@ -100,10 +100,10 @@ class HandoffStream:
         self._context = context
         self._waiting: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
-        """One answer is written at a time."""
+        """Held while an answer is written."""
 
     async def run(self, calls: AsyncIterator[Request]) -> None:
-        """Answer calls until the writer leaves. Raises Unavailable where the worker stops."""
+        """Answer calls until the writer leaves. Raises Unavailable if the worker stops."""
         if self._requests.closing.is_set():
             raise stopping()
         reading = asyncio.create_task(self._read(calls), name="handoffs-read")
@@ -145,11 +145,11 @@ class HandoffStream:
         answer = asyncio.create_task(self._reserve_in_time(request, asked), name="reserve")
         self._waiting.add(answer)
         answer.add_done_callback(self._waiting.discard)
-        # A task that is cancelled before it begins has not awaited what was asked.
+        # A task that is cancelled before it begins has not awaited the future.
         answer.add_done_callback(lambda _: _give_up(asked))
 
     async def _reserve_in_time(self, request: Request, asked: asyncio.Future[Ticket]) -> None:
-        """Answer once there is room, and all ranks of this worker let the writer in."""
+        """Answer once there is room, and all ranks of this worker accept the writer."""
         response = Response(call=request.call)
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
@@ -183,7 +183,7 @@ class HandoffStream:
                     self._requests.abort_handoff((request.abort.request_id, request.abort.attempt))
                     response.abort.SetInParent()
                 case _:
-                    raise HandoffError("this decode worker does not know that call")
+                    raise HandoffError("this decode worker does not know the call")
         except Exception as failure:
             _refuse(response, failure)
         return response
@@ -230,6 +230,6 @@ def _refuse(response: Response, failure: Exception) -> None:
 
 
 def _give_up(asked: asyncio.Future[Ticket]) -> None:
-    """Nothing waits for the answer to a reserve any more: take the reserve out of the queue."""
+    """Withdraw a reserve whose answer is no longer needed."""
     if not asked.cancel() and not asked.cancelled():
         asked.exception()

@@ -42,17 +42,19 @@ from engine.speculation.model_drafter import FilledSlots, ModelDrafter, Sampler
 from engine.speculation.speculation import MAX_DRAFT_TOKENS, StepSpeculation, make_speculation
 
 _CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
-"""512 tokens up to a context of 1024, and fewer behind that, so that a step stays short."""
+"""Maximum of a chunk's tokens times its keys: 512 tokens up to a context of 1024, and fewer after
+that, so that a step stays short."""
 
 
 def build_engine(
     settings: EngineSettings, allocate: Allocate | None = None, ranks: FormedGroup | None = None
 ) -> Engine:
-    """Load the model and take the memory, that of the KV blocks by ``allocate``.
+    """Load the model and allocate memory; that of the KV blocks comes from ``allocate``.
 
-    Of several ``ranks`` this one leads: it loads its shard, and the others compute theirs.
+    If there are several ``ranks``, this one leads. It loads its shard, and the others compute
+    theirs.
 
-    Raises ConfigError with what to change, and WorkerFailed where another rank is lost.
+    Raises ConfigError with what to change, and WorkerFailed if another rank is lost.
     """
     source = model_source(settings, ranked=ranks is not None)
     # The files are hashed while they are loaded.
@@ -69,7 +71,7 @@ def build_engine(
 def build_follower(
     settings: EngineSettings, group: RankGroup, allocate: Allocate | None = None
 ) -> tuple[FollowerModel, KvCache]:
-    """What another rank than 0 has of an engine: its shard of the model, and of all KV blocks.
+    """Build the engine parts of a rank other than 0: its shard of the model, and its KV blocks.
 
     Raises ConfigError and WorkerFailed, as ``build_engine`` does.
     """
@@ -98,7 +100,7 @@ def _kv_cache(loaded: LoadedModel, allocate: Allocate | None, draft: ModelConfig
 
 
 def _assembled(loaded: LoadedModel, draft: Draft | None, runner: ModelRunner, name: str) -> Engine:
-    """The engine around its runner; ``name`` is the fingerprint of the weights."""
+    """Build the engine around its runner; ``name`` is the fingerprint of the weights."""
     source, cache = loaded.source, runner.cache
     settings, config, device = source.settings, source.config, source.device
     grammars = grammars_of(
@@ -133,16 +135,17 @@ def _assembled(loaded: LoadedModel, draft: Draft | None, runner: ModelRunner, na
 
 
 def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str, rotation: str) -> str:
-    """An engine's, of those of its weights and the drafter's and the KV type's name: 32 hex digits.
+    """An engine's fingerprint: 32 hex digits.
 
-    ``drafter`` is empty where no drafter has KV, ``rotation`` where it is the model's own.
+    It covers the weights' and the drafter's fingerprints, and the name of the KV type. ``drafter``
+    is empty if no drafter has KV. ``rotation`` is empty if it is the model's own.
     """
     text = f"{weights}:{kv}:{arithmetic}" + (f":{drafter}" if drafter else "") + rotation
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _rotation(settings: EngineSettings, config: ModelConfig) -> str:
-    """What names the rotary factors, where ``max_model_len`` may have chosen others."""
+    """Names the rotary factors if ``max_model_len`` may have chosen others; else empty."""
     scalings = (rope.scaling for rope in config.ropes)
     short = any(
         isinstance(one, LongRopeScaling) and config.context_length <= one.original_context
@@ -152,7 +155,7 @@ def _rotation(settings: EngineSettings, config: ModelConfig) -> str:
 
 
 def _arithmetic(device: torch.device) -> str:
-    """What decides the last bits: the GPU's model and torch, or the build of the CPU's decoder."""
+    """Names what decides the last bits: GPU model and torch, or the build of the CPU's decoder."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"cpu {library_build()}"
@@ -168,14 +171,14 @@ def _runner(
     speculation: StepSpeculation | None,
     leader: Leader | None,
 ) -> ModelRunner:
-    """With the fastest step model that there is for the device."""
+    """Make the runner with the fastest step model for the device."""
     source, model = loaded.source, loaded.model
     settings, vocab_size = source.settings, source.config.vocab_size
     device = cache.data.device
     embedder = Embedder(model)
     copy = None if leader is None else leader.copier(cache.copy)
     if loaded.weights is not None:
-        # Here, and below: what is for GPUs would take a worker on a CPU half a second to import.
+        # Imported here, and below: GPU modules would cost a worker on a CPU half a second.
         from engine.gpu.decoder import gpu_decoder  # noqa: PLC0415
         from engine.gpu.runner import GpuRunner  # noqa: PLC0415
         from engine.gpu.speculation import make_overlap_speculation  # noqa: PLC0415
@@ -192,16 +195,17 @@ def _runner(
 
 
 def _step_model(model: DecoderModel, cache: KvGroup, name: str) -> StepModel:
-    """The CPU's own decoder where it has what the model needs; ``name`` is the weights'."""
+    """The C++ decoder if it supports the model, or torch; ``name`` is the weights' fingerprint."""
     if model.context is not None:
-        # Between a layer's KV and its attention the C++ stops for nobody.
+        # Ranks exchange KV between a layer's KV and its attention, where the C++ decoder cannot
+        # stop.
         return _torch_model(model, cache)
     found = cpu_decoder(model, cache, PackedCache(cache_dir()), name)
     return found or _torch_model(model, cache)
 
 
 def _torch_model(model: DecoderModel, cache: KvGroup) -> StepModel:
-    """Steps in plain torch, of all ranks where they divide prompts."""
+    """Steps in plain torch, over all ranks if they divide prompts."""
     found = TorchStepModel(model, cache, cache.data.device)
     if model.context is None:
         return found
@@ -209,23 +213,23 @@ def _torch_model(model: DecoderModel, cache: KvGroup) -> StepModel:
 
 
 def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> None:
-    """Raises ConfigError where a row's bits depend on the batch that it is computed in.
+    """Raise ConfigError if a row's bits depend on the batch in which it is computed.
 
-    The CPU's own decoder adds the products of a row in an order that the row alone decides, always:
-    there the promise costs nothing. The GPU's takes kernels of that kind when it is told. Torch's
+    The C++ decoder always adds the products of a row in an order that depends only on the row.
+    There, determinism costs nothing. The GPU decoder selects such kernels on request. Torch's
     matrix products split their sums by the shape of the batch.
     """
     if not isinstance(step_model, TorchStepModel):
         return
     if settings.dtype != "bfloat16":
         raise ConfigError(
-            f"deterministic is kept in bfloat16 on a CPU, and dtype is {settings.dtype}: take dtype"
-            " bfloat16, or leave deterministic out"
+            f"deterministic needs dtype bfloat16 on a CPU, and dtype is {settings.dtype}: set dtype"
+            " bfloat16, or remove deterministic"
         )
     raise ConfigError(
-        "deterministic needs Baton's own kernels, and torch is to compute this model here: install"
-        " a C++ compiler (g++), take a block_size that is a multiple of 16, or leave deterministic"
-        " out; heads whose size is no multiple of 16 cannot be served so"
+        "deterministic needs Baton's own kernels, and torch computes this model here: install"
+        " a C++ compiler (g++), set block_size to a multiple of 16, or remove deterministic."
+        " Models with a head size that is no multiple of 16 cannot be deterministic"
     )
 
 
@@ -234,15 +238,15 @@ def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> Non
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """A smaller model that drafts."""
+    """A smaller model that drafts tokens."""
 
     config: ModelConfig
     model: DecoderModel
     name: str
-    """Its weights' fingerprint."""
+    """Fingerprint of its weights."""
 
     def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
-        """Over the cache's group ``drafter``."""
+        """Make the drafter over the cache's group ``drafter``."""
         assert cache.drafter is not None, "a draft model has a group of the cache"
         step_model = _step_model(self.model, cache.drafter, self.name)
         filled = FilledSlots(cache.drafter)
@@ -253,7 +257,7 @@ Draft = SmallModel | EagleHead | MedusaHeads
 
 
 def _load_draft(loaded: LoadedModel) -> Draft | None:
-    """The drafter's model, where there is one. Raises ConfigError where it cannot be served."""
+    """Load the drafter's model, if there is one. Raises ConfigError if it cannot be served."""
     source, target = loaded.source, loaded.model
     settings, device, dtype = source.settings, source.device, source.dtype
     if drafter_of(settings, device) not in ("draft", *HEADS):

@@ -30,45 +30,45 @@ _CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is built from; ``engine.build`` builds it."""
+    """Settings of an engine; ``engine.build`` builds it."""
 
     model_path: Path
     dtype: str = "bfloat16"
     device: str = "auto"
-    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: a GPU where there is one."""
+    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``, which selects a GPU if there is one."""
     threads: int = 0
-    """Compute threads on the CPU; 0 leaves torch's own choice."""
+    """Compute threads on the CPU; 0: torch's default."""
     block_size: int = 16
     kv_pool_bytes: int = 1 << 30
-    """Memory for blocks on the CPU."""
+    """Memory for KV blocks on the CPU, in bytes."""
     gpu_memory_fraction: float = 0.9
-    """Share of the GPU's memory for everything that this engine needs there."""
+    """Share of the GPU's memory that this engine may use in total."""
     chunk_tokens: int = 0
-    """Maximum tokens of a step; 0 takes 512 on the CPU and 8192 on a GPU."""
+    """Maximum tokens of a step; 0: 512 on the CPU and 8192 on a GPU."""
     max_sequences: int = 64
     quantization: str = "auto"
-    """As ``engine.model.weights.load_weights`` takes it."""
+    """Quantization of the weights, as in ``engine.model.weights.load_weights``."""
     hash_block_size: int = 0
-    """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
+    """Tokens of a hash block, a divisor of ``block_size``; 0: ``block_size``."""
     kv_dtype: str = "auto"
-    """The cache's: ``auto`` for ``dtype``, ``int8``, ``fp8``, or a plain type."""
+    """KV type of the cache: ``auto`` for ``dtype``, ``int8``, ``fp8``, or a plain type."""
     lossiest_kv_dtype: str = ""
-    """The lossiest type of the caches that exchange KV, by name, for the fingerprint; empty: this
-    one's."""
+    """The lossiest KV type among the caches that exchange KV, for the fingerprint; empty: this
+    cache's type."""
     deterministic: bool = False
-    """Whether what cannot keep a row's bits the same in every batch is refused."""
+    """Whether to refuse a setup in which a row's bits depend on its batch."""
     drafter: str = "none"
-    """What guesses tokens: of ``engine.speculation.speculation.DRAFTERS``, or ``auto``: ``ngram``
-    on a CPU, and ``none`` on a GPU."""
+    """The speculative method: one of ``engine.speculation.speculation.DRAFTERS``, or ``auto``,
+    which is ``ngram`` on a CPU and ``none`` on a GPU."""
     divides_context: bool = False
-    """Whether several ranks divide the tokens of prompts, and have all weights and KV each; else
-    they divide the model."""
+    """Whether several ranks divide the tokens of prompts. Each then has all weights and KV;
+    otherwise the ranks divide the model."""
     draft_model: Path | None = None
-    """The smaller model's folder, for the drafter ``draft``; its weights stay as the files hold
-    them. Of ``eagle`` and ``medusa`` the heads' folder."""
+    """Folder of the smaller model for the drafter ``draft``, whose weights keep the type of the
+    files, or of the heads for ``eagle`` and ``medusa``."""
     max_model_len: int = 0
-    """Maximum tokens of a sequence, which the KV pool must have room for; 0 takes the model's own,
-    or as many as there is room for."""
+    """Maximum tokens of a sequence; the KV pool must have room for them. 0: the model's own limit,
+    or less if the pool is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,16 @@ class Engine:
     pool: BlockPool
     scheduler: Scheduler
     fingerprint: str
-    """Of what decides the KV: weights, their quantization, the tokenizer, the lossiest KV type of
-    those that share it, a drafter's weights if it has KV too, and, where a row's bits are promised,
-    what computes them. Engines with another one share no KV."""
+    """Hash of everything that determines the KV: weights, their quantization, the tokenizer, the
+    lossiest KV type of the workers that share it, and a drafter's weights if it has KV. If a row's
+    bits are deterministic, it also covers what computes them. Engines with different fingerprints
+    share no KV."""
     grammars: CompiledGrammars
-    """Those that sequences follow, in the tokens of the model's tokenizer.json."""
+    """Compiled grammars over the tokens of the model's tokenizer.json."""
     storage: Storage | None = None
-    """How its weights and their KV are held; None where there are no weights."""
+    """How weights and KV are stored; None if there are no weights."""
     quantization: str = ""
-    """How most of its weights are held: int8, int4 or fp8; empty: they are not quantized."""
+    """Quantization of most of the weights: int8, int4 or fp8; empty if they are not quantized."""
 
     @property
     def cache(self) -> KvCache:
@@ -100,7 +101,7 @@ class Engine:
 
 
 def device_of(settings: EngineSettings) -> torch.device:
-    """Where it is to compute. Raises ConfigError for what there is not."""
+    """The device to compute on. Raises ConfigError if it does not exist."""
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,14 +112,12 @@ def device_of(settings: EngineSettings) -> torch.device:
     if device is None or device.type not in _CHUNK_TOKENS:
         raise ConfigError(f"device {name!r} is unknown; known: auto, cpu, cuda, cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device {name} was asked for, but torch finds {torch.cuda.device_count()} GPUs"
-        )
+        raise ConfigError(f"device is {name}, but torch finds {torch.cuda.device_count()} GPUs")
     return device
 
 
 def drafter_of(settings: EngineSettings, device: torch.device) -> str:
-    """What guesses tokens: of ``DRAFTERS``. Raises ConfigError for one that there is not."""
+    """The speculative method, one of ``DRAFTERS``. Raises ConfigError for an unknown one."""
     if settings.drafter == "auto":
         # On a GPU no drafter was measured yet.
         return "ngram" if device.type == "cpu" else "none"
@@ -127,19 +126,19 @@ def drafter_of(settings: EngineSettings, device: torch.device) -> str:
         raise ConfigError(f"drafter {settings.drafter!r} is unknown; known: {known}")
     if device.type != "cpu" and settings.drafter not in TOKEN_DRAFTERS:
         raise ConfigError(
-            f"drafter {settings.drafter} runs on CPUs alone; known on a GPU: auto,"
+            f"drafter {settings.drafter} runs only on CPUs; known on a GPU: auto,"
             f" {', '.join(TOKEN_DRAFTERS)}"
         )
     return settings.drafter
 
 
 def chunk_tokens(settings: EngineSettings, device: torch.device, ranks: int = 1) -> int:
-    """Maximum tokens of a step; ``ranks`` divide the tokens of prompts."""
+    """Maximum tokens of a step; ``ranks`` is the number of ranks that divide prompts."""
     return settings.chunk_tokens or _CHUNK_TOKENS[device.type] * ranks
 
 
 def max_rows(settings: EngineSettings, device: torch.device) -> int:
-    """Maximum rows of a step of sequences that decode: a token of a draft is a row of its own."""
+    """Maximum rows of a decode step: each token of a draft is a row of its own."""
     drafted = MAX_IN_A_STEP if drafter_of(settings, device) != "none" else 0
     return settings.max_sequences + drafted
 
@@ -154,10 +153,10 @@ def make_sequence(
     deadline: float = math.inf,
     next_id: Callable[[], int] | None = None,
 ) -> Sequence:
-    """A sequence for this engine: its stop tokens and its hash key come from the model.
+    """Make a sequence for this engine: its stop tokens and its hash key come from the model.
 
-    The rest is as ``Sequence`` takes it. ``next_id`` gives the siblings' ids where the spec has
-    several choices; without it the first one alone is made.
+    The other arguments are those of ``Sequence``. ``next_id`` returns the siblings' ids if the spec
+    has several choices; without it only the first choice is made.
     """
     sampling = spec.sampling
     eos = engine.config.eos_ids if sampling.ends_at_eos else ()

@@ -1,4 +1,4 @@
-"""Loads a rank's part of a model: its weights, on its device, before there is a KV cache."""
+"""Loads a rank's part of a model onto its device, before there is a KV cache."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What is to be loaded, and where: settings that were checked."""
+    """A model to load, and its checked settings."""
 
     settings: EngineSettings
     config: ModelConfig
-    """The whole model's."""
+    """Configuration of the whole model, even if a rank loads only a part."""
     device: torch.device
     dtype: torch.dtype
 
@@ -44,7 +44,7 @@ class LoadedModel:
     source: ModelSource
     model: DecoderModel
     weights: GpuWeights | None
-    """As the kernels of a GPU take them; None on a CPU."""
+    """Weights in the form that a GPU's kernels need; None on a CPU."""
     bytes_per_weight: tuple[float, float]
     """See ``engine.model.weights.bytes_per_weight``."""
     quantization: QuantKind | None
@@ -52,17 +52,17 @@ class LoadedModel:
 
     @property
     def context_ranks(self) -> int:
-        """Ranks that divide prompts."""
+        """Number of ranks that divide prompts."""
         return 1 if self.model.context is None else self.model.context.group.ranks
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that divide the model, and with it each block of KV."""
+        """Number of ranks that divide the model, and with it each block of KV."""
         return 1 if self.model.rank is None else self.model.rank.shard.ranks
 
 
 def model_source(settings: EngineSettings, *, ranked: bool) -> ModelSource:
-    """Check what is to be loaded; ``ranked``: by several ranks. Raises ConfigError.
+    """Check the settings of a model; ``ranked`` means several ranks. Raises ConfigError.
 
     Sets the compute threads of the process.
     """
@@ -80,17 +80,16 @@ def model_source(settings: EngineSettings, *, ranked: bool) -> ModelSource:
 def load_model(source: ModelSource, group: RankGroup | None) -> LoadedModel:
     """Load the model, or the part of a rank of ``group``. Raises ConfigError.
 
-    Weights are held by the result alone: what is packed or fused in their place must not be kept
-    twice.
+    Only the result refers to the weights, so that weights are freed once they are packed or fused.
     """
     settings, device = source.settings, source.device
     model, per_weight, kind = _decoder(source, group)
     if device.type == "cpu":
         return LoadedModel(source, model, None, per_weight, kind)
-    # Slow to import, and of no use on CPUs.
+    # Imported here: it is slow to import, and CPUs do not need it.
     from engine.gpu.fused_weights import gpu_weights  # noqa: PLC0415
 
-    # Takes the layers out of the model.
+    # Removes the layers from the model.
     weights = gpu_weights(model, deterministic=settings.deterministic)
     return LoadedModel(source, model, weights, per_weight, kind)
 
@@ -115,15 +114,15 @@ def _decoder(
 
 
 def _check_ranks(settings: EngineSettings) -> None:
-    """Raises ConfigError for what several ranks do not do."""
+    """Raise ConfigError for settings that several ranks do not support."""
     degree = "cp" if settings.divides_context else "tp"
     if settings.deterministic:
         raise ConfigError(
-            f"deterministic is not promised with {degree} above 1: sums have another order there;"
-            f" take {degree} 1"
+            f"deterministic needs {degree} 1: with more ranks, sums are computed in another order;"
+            f" set {degree} to 1"
         )
     if settings.drafter in ("draft", *HEADS):
         raise ConfigError(
-            f"drafter {settings.drafter} has KV or weights that are not divided among ranks: take"
+            f"drafter {settings.drafter} has KV or weights that cannot be divided among ranks: use"
             f" drafter ngram or none with {degree} above 1"
         )

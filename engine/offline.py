@@ -1,6 +1,6 @@
 """Offline inference: prompts and answers on one engine, without a cluster.
 
-The reference for the cluster's answers, in tests and benchmarks.
+Tests and benchmarks use it as the reference for the cluster's answers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class OfflineOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: tuple[float, ...] = ()
-    """fp32 [hidden_size], where it is wanted."""
+    """Embedding, fp32 [hidden_size]; empty unless it is wanted."""
 
 
 def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[OfflineOutput]:
-    """Run all sequences to their ends, batched as the scheduler sees fit.
+    """Run all sequences to their ends, batched by the scheduler.
 
-    A spec of several choices has that number of answers, one after another.
+    A spec with several choices has the same number of answers, one after another.
     """
     ids = itertools.count()
     first = [make_sequence(engine, next(ids), spec, next_id=lambda: next(ids)) for spec in specs]
@@ -47,9 +47,9 @@ def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[OfflineOutpu
 
 
 def compile_grammar(engine: Engine, sequence: Sequence) -> None:
-    """Make a sequence follow its grammar, if it has one. Raises InvalidGrammar.
+    """Let a sequence follow its grammar, if it has one. Raises InvalidGrammar.
 
-    Compiles in the caller's thread. In a worker, sequences get their matchers from its gate.
+    It compiles on the caller's thread. In a worker, the gate compiles grammars.
     """
     grammar = sequence.spec.sampling.grammar
     if grammar is not None:

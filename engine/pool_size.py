@@ -1,4 +1,4 @@
-"""How many KV blocks an engine has room for, when its weights and a step have their memory."""
+"""How many KV blocks fit into the memory that weights and steps leave."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def pool_blocks(loaded: LoadedModel, draft: ModelConfig | None) -> int:
-    """Blocks that every rank has room for. Raises ConfigError where these are too few.
+    """Number of blocks that every rank has room for. Raises ConfigError if these are too few.
 
-    ``draft`` is the drafter's configuration, where it has KV.
+    ``draft`` is the drafter's configuration, if it has KV.
     """
     source, model, weights = loaded.source, loaded.model, loaded.weights
     settings, config, device = source.settings, source.config, source.device
@@ -30,12 +30,12 @@ def pool_blocks(loaded: LoadedModel, draft: ModelConfig | None) -> int:
     size = block_bytes(model.config, settings.block_size, kv, draft)
     pool = settings.kv_pool_bytes if weights is None else _gpu_pool_bytes(settings, weights, device)
     if model.rank is not None and device.type == "cpu":
-        # The pool's memory is the worker's: all of its ranks share it.
+        # All ranks share the pool's memory, which is the worker's.
         ranks = model.rank.shard.ranks
         own = (config_of(config, shard_of(config, rank, ranks)) for rank in range(ranks))
         size = sum(block_bytes(one, settings.block_size, kv) for one in own)
     if model.context is not None and device.type == "cpu":
-        # The same, and each of them has all of a block.
+        # All ranks share the pool's memory, and each of them has whole blocks.
         size *= model.context.group.ranks
     blocks = pool // size
     if model.context is not None and device.type != "cpu":
@@ -48,16 +48,17 @@ def pool_blocks(loaded: LoadedModel, draft: ModelConfig | None) -> int:
 
 
 def _check_room(settings: EngineSettings, blocks: int, size: int, device: torch.device) -> None:
-    """Raises ConfigError where the pool is too small: ``size`` is what a block takes of it."""
+    """Raise ConfigError if the pool is too small; ``size`` is the size of a block in bytes."""
     advice = (
         "raise kv_pool_mib"
         if device.type == "cpu"
-        else "raise gpu_memory_fraction, lower chunk_tokens or max_sequences, or quantise the"
+        else "raise gpu_memory_fraction, lower chunk_tokens or max_sequences, or quantize the"
         " weights"
     )
     if blocks < 2:
         raise ConfigError(
-            f"the KV pool holds {max(0, blocks)} blocks of {size} bytes, and needs 2; {advice}"
+            f"the KV pool has room for {max(0, blocks)} blocks of {size} bytes, and needs 2;"
+            f" {advice}"
         )
     needed = -(-settings.max_model_len // settings.block_size)
     if blocks < needed:
@@ -73,9 +74,9 @@ def _mib(size: int) -> str:
 
 
 def _gathered_blocks(loaded: LoadedModel) -> int:
-    """Blocks of the memory that the exchange of a layer among ranks takes.
+    """Number of blocks whose memory the ranks' exchange of a layer takes instead.
 
-    That is all copies of a step's KV.
+    The exchange holds all copies of a step's KV.
     """
     settings = loaded.source.settings
     tokens = chunk_tokens(settings, loaded.source.device, loaded.context_ranks)
@@ -83,7 +84,7 @@ def _gathered_blocks(loaded: LoadedModel) -> int:
 
 
 def _gpu_pool_bytes(settings: EngineSettings, weights: GpuWeights, device: torch.device) -> int:
-    """Memory left for KV blocks when the weights are on the GPU and a step has its memory."""
+    """Bytes left for KV blocks next to the weights and the memory of a step."""
     from engine.gpu.memory_plan import StepLimits, memory_plan  # noqa: PLC0415
 
     limits = StepLimits(
@@ -99,10 +100,10 @@ def _gpu_pool_bytes(settings: EngineSettings, weights: GpuWeights, device: torch
         ranks=1 if weights.rank is None else weights.rank.shard.ranks,
     )
     planned = memory_plan(weights.config, limits).total
-    # What loading has left in torch's allocator, but for what lies between weights.
+    # Returns to CUDA what loading left in torch's allocator, except for gaps between weights.
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved(device)
-    # Of the whole memory rather than of what is free: another worker of this GPU may not have
-    # taken its share yet.
+    # Computed from total rather than free memory: another worker of this GPU may not have allocated
+    # its share yet.
     free, total = torch.cuda.mem_get_info(device)
     return min(int(total * settings.gpu_memory_fraction) - held, int(free * 0.95)) - planned

@@ -1,10 +1,10 @@
-"""What a step must do at least, and how long that takes at best (Williams et al., Roofline: An
+"""The minimum work of a step, and the minimum time that it takes.
 
-Insightful Visual Performance Model for Multicore Architectures, 2009).
-
-Counted are the weights, the KV and their arithmetic. Activations, which mostly stay in caches, and
-norms, rotations and sampling, which are small beside them, are not: these are floors. What the
-device can do at best, its memory bandwidth and its rate of matrix products, is measured.
+Source: Williams et al., Roofline: An Insightful Visual Performance Model for Multicore
+Architectures, 2009. The work consists of the weights, the KV and their arithmetic. It excludes
+activations, which mostly stay in caches, and norms, rotations and sampling, which are small in
+comparison. So the times are lower bounds. The device's memory bandwidth and its rate of matrix
+products are measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device was measured to do."""
+    """Measured peak rates of the device."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -55,58 +55,58 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a model is held."""
+    """How a model is stored."""
 
     weight_bytes: float
-    """Of one weight of the layers' matrices, its part of a scale included."""
+    """Bytes per weight of the layers' matrices, including its part of a scale."""
     head_weight_bytes: float
-    """The same of the head's."""
+    """Bytes per weight of the head."""
     kv_token_bytes: float
-    """KV of one token in all layers."""
+    """Bytes of KV per token in all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """A step against the ceilings."""
+    """A step compared with the ceilings."""
 
     work: Work
     ceilings: Ceilings
     seconds: float
-    """What it took."""
+    """Seconds that the step took."""
 
     @property
     def memory_s(self) -> float:
-        """The floor by bytes."""
+        """Minimum seconds for the bytes."""
         return self.work.bytes / self.ceilings.bytes_per_s
 
     @property
     def arithmetic_s(self) -> float:
-        """The floor by operations."""
+        """Minimum seconds for the operations."""
         return self.work.operations / self.ceilings.operations_per_s
 
     @property
     def mbu(self) -> float:
-        """Achieved over measured bandwidth."""
+        """Achieved divided by measured bandwidth."""
         return self.memory_s / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Achieved over measured operations per second."""
+        """Achieved divided by measured operations per second."""
         return self.arithmetic_s / self.seconds
 
     @property
     def bound(self) -> Bound:
-        """By the higher floor."""
+        """Which of the two minimum times is longer."""
         return "memory" if self.memory_s >= self.arithmetic_s else "arithmetic"
 
     @property
     def over_floor(self) -> float:
-        """How many times the higher floor it took."""
+        """Time of the step as a multiple of the longer minimum time."""
         return self.seconds / max(self.memory_s, self.arithmetic_s)
 
 
 def step_work(config: ModelConfig, storage: Storage, rows: Sequence[PlanRow]) -> Work:
-    """Of one step that computes ``rows``."""
+    """The work of one step that computes ``rows``."""
     tokens = sum(row.count for row in rows)
     sampled = sum(row.sample for row in rows)
     head = config.vocab_size * config.hidden_size
@@ -124,14 +124,15 @@ def step_work(config: ModelConfig, storage: Storage, rows: Sequence[PlanRow]) ->
 
 
 def total(works: Iterable[Work]) -> Work:
-    """Of several steps."""
+    """The sum of several steps' work."""
     return sum(works, Work(0.0, 0.0, 0.0))
 
 
 def _matrix_weights(config: ModelConfig, tokens: int) -> tuple[float, float]:
-    """Weights of all layers' matrices that a step reads, and those that each token meets.
+    """Weights of all layers' matrices that a step reads, and those that each token uses.
 
-    Of a mixture of experts, a step reads those that its tokens meet if each chooses alike.
+    In a mixture of experts, a step is assumed to read the experts that its tokens would use if each
+    token chose at random.
     """
     hidden = config.hidden_size
     wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -149,7 +150,7 @@ def _matrix_weights(config: ModelConfig, tokens: int) -> tuple[float, float]:
 
 
 def _attention(config: ModelConfig, row: PlanRow) -> tuple[int, int]:
-    """Over all layers: (tokens whose KV is read or written, pairs of a query and a key)."""
+    """Totals over all layers: (tokens whose KV is read or written, pairs of a query and a key)."""
     moved = pairs = 0
     for window, layers in _layers_by_window(config.windows):
         reach = window or row.start + row.count
@@ -161,28 +162,29 @@ def _attention(config: ModelConfig, row: PlanRow) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _layers_by_window(windows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Each distinct window, and how many layers have it: there are one or two of dozens."""
+    """The number of layers with each distinct window; there are only one or two windows."""
     return tuple(Counter(windows).items())
 
 
 def _pairs(length: int, reach: int) -> int:
-    """Keys that the queries of the first ``length`` tokens see, at most ``reach`` each."""
+    """Number of keys that the queries of the first ``length`` tokens see, at most ``reach``
+    each."""
     short = min(length, reach)
     return short * (short + 1) // 2 + (length - short) * reach
 
 
 _WARM, _REPETITIONS = 2, 7
 _MEMORY_BYTES = {"cpu": 1 << 29, "cuda": 1 << 30}
-"""Far more than any cache holds."""
+"""Bytes to stream: far more than any cache holds."""
 _PRODUCTS = {
     "cpu": ((1024, 1024, 4096), (2048, 2048, 2048), (1024, 4096, 4096)),
     "cuda": ((8192, 8192, 8192), (4096, 4096, 16384)),
 }
-"""Rows, inputs, outputs: the best of them counts."""
+"""Shapes of matrix products as (rows, inputs, outputs); the fastest counts."""
 
 
 def elapsed(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes, on a GPU by its own clock (CUDA events)."""
+    """Seconds that ``work`` takes; on a GPU, by its own clock (CUDA events)."""
     if device.type != "cuda":
         began = time.perf_counter()
         work()
@@ -197,7 +199,8 @@ def elapsed(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def best_elapsed(device: torch.device, work: Callable[[], object]) -> float:
-    """The shortest of seven, after two that do not count: other work on the machine only adds."""
+    """The shortest of seven runs after two warm-up runs: other work on the machine only adds
+    time."""
     for _ in range(_WARM):
         work()
     return min(elapsed(device, work) for _ in range(_REPETITIONS))
@@ -205,10 +208,11 @@ def best_elapsed(device: torch.device, work: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Memory bandwidth and the rate of matrix products in ``dtype``, with the threads that torch
+    """Measure memory bandwidth and the rate of matrix products in ``dtype``.
 
-    has at the moment. The bandwidth is that of reading on a CPU, which is what steps do most, and
-    that of copying on a GPU, bytes read and bytes written together, as is the custom there.
+    Uses torch's current number of threads. On a CPU the bandwidth is that of reading, which is most
+    of a step. On a GPU it is that of copying, where bytes read and bytes written both count, as is
+    customary.
     """
     return Ceilings(_bytes_per_s(device), _operations_per_s(device, dtype))
 

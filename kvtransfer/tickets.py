@@ -3,16 +3,16 @@
     RESERVED ─first bytes→ RECEIVING ─commit→ COMMITTED (the sequence owns the blocks)
     RESERVED, RECEIVING ─abort, expiry, failure→ RELEASED ─last copy ended→ its blocks are free
 
-A released ticket is quarantined while a copy into its blocks is under way. On every transport the
-receiver does the copying, asks here before each copy, and so closes the only path to its blocks: a
-writer that was stopped and wakes later finds nothing to spoil.
+A released ticket is quarantined while a copy into its blocks is running. On every transport, the
+receiver does the copying and asks here before each copy. So this closes the only path to its
+blocks: a writer that was stopped and wakes later cannot damage them.
 
-Every rank of a receiver keeps a ticket of its own, for what it is to get of each rank of the
-writer; on rank 0 lies the one that counts. It is complete once the other ranks have told that
-theirs are, and quarantined until they have told that nothing is copied there any more.
+Every rank of a receiver has its own ticket, for what it receives from each rank of the writer. The
+ticket on rank 0 is decisive. It is complete once the other ranks have reported theirs as complete.
+It is quarantined until they have reported that no copy is running any more.
 
 ``TicketBook`` has all tickets of a rank, and the tombstones of early aborts. ``TicketReceiver`` is
-the part of receiving that all ranks share: only a ticket's own writer brings bytes and renews it.
+the part of receiving that all ranks share: only a ticket's own writer may send bytes and renew it.
 
 Plain Python: data and ``now`` in, data out. Owned by the event loop of its rank.
 """
@@ -31,7 +31,7 @@ _Runs = list[tuple[int, int]]
 
 
 class TicketState(enum.Enum):
-    """See the module's text."""
+    """State of a ticket; see the module's text."""
 
     RESERVED = "reserved"
     RECEIVING = "receiving"
@@ -40,16 +40,16 @@ class TicketState(enum.Enum):
 
 
 class Purpose(enum.Enum):
-    """What a ticket's blocks are for."""
+    """The use of a ticket's blocks."""
 
     HANDOFF = "handoff"
     """A sequence that its writer hands over."""
     PULL = "pull"
-    """Cached blocks that the worker itself has asked its writer for."""
+    """Cached blocks that the worker itself has requested from the writer."""
 
 
 class Ticket:
-    """One promise of one rank."""
+    """A promise of blocks on one rank."""
 
     def __init__(
         self,
@@ -66,10 +66,11 @@ class Ticket:
         shards: Sequence[ShardLayout] = (),
         others: Iterable[int] = (),
     ) -> None:
-        """``missing`` are the blocks to be written, ``pinned`` those held already.
+        """``missing`` are the blocks to be written, ``pinned`` those that are cached already.
 
-        ``shards``: what this rank gets, where the writer or the receiver has several ranks; none:
-        whole blocks, of ``block_bytes``. ``others``: the receiver's other ranks, on its rank 0.
+        ``shards``: what this rank receives, if the writer or the receiver has several ranks; empty:
+        whole blocks of ``block_bytes``. ``others``: the receiver's other ranks, given on its rank
+        0.
         """
         self.ticket_id = ticket_id
         self.attempt = attempt
@@ -84,28 +85,27 @@ class Ticket:
         self.state = TicketState.RESERVED
         self.copies = 0
         self._holds = 0
-        """Waiting commits. Their writer renews nothing any more, since all bytes have landed."""
+        """Number of waiting commits. Their writer no longer renews, since all bytes have
+        arrived."""
         self._shards = {shard.shard.source_rank: shard for shard in shards}
         self._awaited = {rank: self._all_of(rank) for rank in self._shards or (0,)}
-        """By the writer's rank: of each missing block the runs of bytes, (start, end), that nobody
-
-        has begun to copy.
-        """
+        """Runs of bytes (start, end) that no copy has begun for, by writer's rank and missing
+        block."""
         self._lacking = set(others)
         """Ranks whose own part is not complete."""
         self._others = frozenset(self._lacking)
         self._copying: set[int] = set()
-        """Ranks where copies may be under way although it is released."""
+        """Ranks where copies may still run although the ticket is released."""
         self._bytes_of_others = 0
 
     def _all_of(self, rank: int) -> dict[int, _Runs]:
-        """What a rank of the writer has to bring."""
+        """The runs that a rank of the writer has to send."""
         size, shard = self._part_bytes(rank), self._shards.get(rank)
         count = range(len(self.missing))
         return {i: [(0, size)] for i in count if shard is None or shard.shard.has(i)}
 
     def _part_bytes(self, rank: int) -> int:
-        """What a rank of the writer has of a block; 0 for one that has nothing."""
+        """Bytes of a block that a rank of the writer has; 0 if it has none."""
         if not self._shards:
             return 0 if rank else self.block_bytes
         return self._shards[rank].block_bytes if rank in self._shards else 0
@@ -122,33 +122,33 @@ class Ticket:
 
     @property
     def is_quarantined(self) -> bool:
-        """Whether a copy into its released blocks is still under way."""
+        """Whether a copy into its released blocks is still running."""
         return self.state is TicketState.RELEASED and (self.copies > 0 or bool(self._copying))
 
     @property
     def expected_bytes(self) -> int:
-        """Of its own rank, and what the others have told."""
+        """Bytes expected on its own rank, and those that the others have reported."""
         if not self._shards:
             return len(self.missing) * self.block_bytes
         own = sum(len(self._all_of(rank)) * self._part_bytes(rank) for rank in self._shards)
         return own + self._bytes_of_others
 
     def renew(self, now: float) -> None:
-        """A heartbeat or data of the writer."""
+        """Renew the lease, after a heartbeat or data of the writer."""
         if self.is_open:
             self.expires_at = now + self.lease_s
 
     def hold(self, writer: str) -> None:
-        """Keep the lease until ``let_go``: a commit waits for the receiver itself.
+        """Keep the lease until ``let_go``, because a commit waits for the receiver itself.
 
-        Raises TicketEnded where the ticket is not open for that writer.
+        Raises TicketEnded if the ticket is not open for that writer.
         """
         if not self.is_open or writer != self.writer:
             raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
         self._holds += 1
 
     def let_go(self, now: float) -> None:
-        """End one ``hold``: a whole lease begins."""
+        """End one ``hold``: a full lease begins."""
         self._holds -= 1
         self.renew(now)
 
@@ -157,19 +157,19 @@ class Ticket:
 
     @property
     def awaited_bytes(self) -> int:
-        """Bytes that nobody has begun to copy."""
+        """Number of bytes that no copy has begun for."""
         runs = (run for blocks in self._awaited.values() for run in blocks.values())
         return sum(end - start for each in runs for start, end in each)
 
     def begin_copy(
         self, targets: Sequence[int], offset: int, length: int, now: float, rank: int = 0
     ) -> tuple[int, ...] | None:
-        """Permission to copy the same part of some missing blocks, as one copy.
+        """Allow one copy of the same part of some missing blocks.
 
-        ``targets`` count the missing blocks from 0, ``rank`` is the writer's. Returns the blocks to
-        write to, None where all of it is in place or being copied already. Raises TicketEnded once
-        it is no longer open, HandoffError for parts that cannot be, or of which some are there and
-        some are not.
+        ``targets`` are numbers of missing blocks from 0; ``rank`` is the writer's. Returns the
+        blocks to write to, or None if all of the part is in place or being copied already. Raises
+        TicketEnded once the ticket is no longer open. Raises HandoffError for impossible parts, or
+        if only some of them are there already.
         """
         if not self.is_open:
             raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
@@ -186,14 +186,14 @@ class Ticket:
         if not any(awaited):
             return None
         if not all(awaited):
-            raise HandoffError(f"ticket {self.ticket_id}: some of a batch's bytes came twice")
+            raise HandoffError(f"ticket {self.ticket_id}: some of a batch's bytes arrived twice")
         for target in targets:
             _strike(blocks, target, offset, offset + length)
         self.copies += 1
         return tuple(self.missing[target] for target in targets)
 
     def _is_awaited(self, blocks: dict[int, _Runs], target: int, start: int, end: int) -> bool:
-        """Whether all of it is; False if none is. Raises HandoffError for a part of it."""
+        """Whether all of a part is awaited; False if none is. Raises HandoffError for a mixture."""
         runs = blocks.get(target, [])
         if runs == [(start, end)]:
             return True
@@ -204,21 +204,21 @@ class Ticket:
         return False
 
     def end_copy(self) -> None:
-        """A copy for which ``begin_copy`` gave a block has ended, well or not."""
+        """End a copy for which ``begin_copy`` returned blocks, successful or not."""
         self.copies -= 1
 
     def shorten(self, count: int) -> list[int]:
-        """Only the first ``count`` missing blocks are wanted: the writer has no more.
+        """Keep only the first ``count`` missing blocks, because the writer has no more.
 
-        Returns the blocks that are no longer promised. Raises TicketEnded once it is no longer
-        open, HandoffError while copies are under way: they might be into those.
+        Returns the blocks that are no longer promised. Raises TicketEnded once the ticket is no
+        longer open, and HandoffError while copies run, since they might be into those blocks.
         """
         if not self.is_open:
             raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
         if not 0 <= count <= len(self.missing) or self.copies:
             raise HandoffError(
-                f"ticket {self.ticket_id} cannot be cut to {count} of {len(self.missing)} blocks "
-                f"while {self.copies} copies are under way"
+                f"ticket {self.ticket_id} cannot be shortened to {count} of {len(self.missing)}"
+                f" blocks while {self.copies} copies are running"
             )
         self.missing, dropped = self.missing[:count], self.missing[count:]
         self._awaited = {
@@ -228,7 +228,8 @@ class Ticket:
         return dropped
 
     def commit(self, writer: str) -> None:
-        """The blocks become the sequence's. Raises TicketEnded, or HandoffError if bytes lack."""
+        """Give the blocks to the sequence. Raises TicketEnded, or HandoffError if bytes are
+        missing."""
         if not self.is_open or writer != self.writer:
             raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
         if not self.is_complete:
@@ -246,21 +247,21 @@ class Ticket:
         self._copying = set(self._others)
         return True
 
-    # Of a receiver's rank 0
+    # For a receiver's rank 0
 
     def rank_filled(self, rank: int, count: int) -> None:
-        """Another rank has all its bytes, ``count``."""
+        """Record that another rank has all its bytes, ``count``."""
         if rank in self._lacking:
             self._lacking.discard(rank)
             self._bytes_of_others += count
 
     def rank_freed(self, rank: int) -> None:
-        """Nothing is copied on another rank any more, once it was released."""
+        """Record that no copy is running on another rank any more, after the release."""
         self._copying.discard(rank)
 
 
 def _strike(blocks: dict[int, _Runs], target: int, start: int, end: int) -> None:
-    """A copy of this part of a block begins."""
+    """Remove a part of a block from the runs, because its copy begins."""
     if blocks[target] == [(start, end)]:
         del blocks[target]
         return
@@ -275,12 +276,13 @@ def _strike(blocks: dict[int, _Runs], target: int, start: int, end: int) -> None
 
 
 TOMBSTONE_S = 60.0
-"""An abort that overtakes its reserve is remembered this long: longer than any retry of a call."""
+"""Seconds for which an abort that arrives before its reserve is remembered: longer than any retry
+of a call."""
 MAX_TOMBSTONES = 10_000
 
 
 class TicketBook:
-    """Keeps tickets until they end."""
+    """All tickets of a rank, until they end."""
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}
@@ -294,29 +296,30 @@ class TicketBook:
         return iter(list(self._tickets.values()))
 
     def add(self, ticket: Ticket) -> None:
-        """Raises TicketEnded if its attempt was aborted before."""
+        """Add a ticket. Raises TicketEnded if its attempt was aborted before."""
         self.check_alive(ticket.attempt)
         self._tickets[ticket.ticket_id] = ticket
         self._of_attempt[ticket.attempt] = ticket.ticket_id
 
     def check_alive(self, attempt: AttemptName) -> None:
-        """Raises TicketEnded for an attempt with a tombstone."""
+        """Raise TicketEnded for an attempt with a tombstone."""
         if attempt in self._tombstones:
             raise TicketEnded(f"request {attempt[0]} was aborted before its blocks were reserved")
 
     def get(self, ticket_id: str) -> Ticket:
-        """Raises TicketEnded for an unknown one: it has ended, or never was."""
+        """The ticket with an id. Raises TicketEnded if it is unknown: it has ended, or never
+        existed."""
         ticket = self._tickets.get(ticket_id)
         if ticket is None:
             raise TicketEnded(f"ticket {ticket_id} is unknown here")
         return ticket
 
     def find_id(self, ticket_id: str) -> Ticket | None:
-        """A ticket, if it has not ended."""
+        """The ticket with an id; None if it has ended."""
         return self._tickets.get(ticket_id)
 
     def find(self, attempt: AttemptName) -> Ticket | None:
-        """The ticket of an attempt, if it has one."""
+        """The ticket of an attempt; None if it has none."""
         ticket_id = self._of_attempt.get(attempt)
         return None if ticket_id is None else self._tickets.get(ticket_id)
 
@@ -333,11 +336,11 @@ class TicketBook:
         self._of_attempt.pop(ticket.attempt, None)
 
     def expired(self, now: float) -> list[Ticket]:
-        """Open tickets whose lease is over."""
+        """Open tickets whose lease has expired."""
         return [ticket for ticket in self._tickets.values() if ticket.has_expired(now)]
 
     def sweep(self, now: float) -> None:
-        """Drop tombstones that have served their time."""
+        """Drop expired tombstones."""
         while self._tombstones and next(iter(self._tombstones.values())) <= now:
             self._tombstones.popitem(last=False)
 
@@ -346,11 +349,11 @@ class TicketReceiver:
     """The shared part of ``kvtransfer.pairs.inbound_pair.TicketKeeper``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """``clock`` is that of leases, in seconds; see ``baton.liveness.listening``."""
+        """``clock`` measures leases, in seconds; see ``baton.liveness.listening``."""
         self.clock = clock
         self.book = TicketBook()
         self._transports: dict[str, str] = {}
-        """By what the bytes of a ticket came last."""
+        """The transport that last carried bytes of each ticket."""
 
     def begin_copy(
         self,
@@ -363,7 +366,7 @@ class TicketReceiver:
         now: float,
         rank: int = 0,
     ) -> tuple[int, ...] | None:
-        """See ``Ticket.begin_copy``. TicketEnded too for a ticket of another writer."""
+        """See ``Ticket.begin_copy``. Also raises TicketEnded for a ticket of another writer."""
         ticket = self.book.get(ticket_id)
         if ticket.writer != writer:
             raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")
@@ -372,7 +375,7 @@ class TicketReceiver:
         return blocks
 
     def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
-        """A writer's heartbeat. Returns the tickets that it must no longer write to."""
+        """Process a writer's heartbeat. Returns the tickets that it must no longer write to."""
         ended = []
         for ticket_id in ticket_ids:
             ticket = self.book.find_id(ticket_id)

@@ -1,4 +1,4 @@
-"""The pushing side of one handoff.
+"""The sending side of one handoff.
 
     (no ticket) ─reserve→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED
     RESERVED, RECEIVING ─abort→ RELEASED
@@ -34,17 +34,17 @@ from worker.role import WorkerContext
 log = logging.getLogger(__name__)
 
 MIN_WIRE_S = 0.02
-"""Layers are sent before their blocks are complete if the wire is busy for that long with what a
-step computes: to look at the step, and to send more batches, takes cores from it, and costs the
-first token more than a fast wire would gain."""
+"""Layers are sent before their blocks are complete if the wire needs at least this many seconds for
+a step's blocks. Watching the step and sending more batches takes CPU time from the step. On a fast
+wire, that would cost the first token more than it gains."""
 MIN_SLICE_S = 0.01
-"""So long the wire is to be busy with the layers that are sent at a time."""
+"""Minimum seconds that the wire needs for the layers that are sent at a time."""
 ABORT_DEADLINE_S = 2.0
-"""An abort that does not arrive in this time is left to the lease."""
+"""Seconds to wait for an abort to arrive; afterwards the lease ends the ticket."""
 
 
 class Handoff:
-    """One ticket at one decode worker, seen from its writer."""
+    """A ticket at a decode worker, from the writer's side."""
 
     def __init__(
         self,
@@ -56,30 +56,30 @@ class Handoff:
         deadline: float,
         on_broken: Callable[[Exception], None],
     ) -> None:
-        """``staging`` is for blocks that must be converted.
+        """``staging`` holds blocks that must be converted.
 
         ``deadline`` is the request's, in seconds of this worker's monotonic clock. ``on_broken``
-        gets the error of a transfer that fails.
+        receives the error of a transfer that fails.
         """
         self.peer = peer
         self.ticket_id = ""
         self.pinned_blocks = 0
         self.without_drafter = False
-        """Whether the receiver wants nothing of a drafter, from ``reserve`` on."""
+        """Whether the receiver wants no KV of the drafter; set by ``reserve``."""
         self._context = context
         self._spec = spec
         self._deadline = deadline
         self._on_broken = on_broken
         self._span: Span = INVALID_SPAN
-        """From ``reserve`` to the commit, or to the end without one."""
+        """Span of the handoff, from ``reserve`` to the commit, or to the end without one."""
         self._puts: PutPlan
         self._use = ExitStack()
         self._staging = staging
         self._converted: ConvertedBlocks | None = None
-        """The sequence's blocks as the receiver has them, where its geometry is another one."""
+        """The sequence's blocks in the receiver's geometry, if that differs."""
         self._pair: Outbound | None = None
         self._calls: HandoffCalls
-        """Those of the pair: they fail when it breaks."""
+        """The pair's calls; they fail when the pair fails."""
         self._push: BlockPush | None = None
         self._committed = False
 
@@ -90,9 +90,9 @@ class Handoff:
         return left
 
     async def reserve(self) -> None:
-        """Get a ticket; waits for room as long as the request has time. Raises BatonError."""
+        """Get a ticket; waits for room until the request's deadline. Raises BatonError."""
         self._span = begin_span("handoff", self._spec.trace)
-        # What the receiver does with the sequence is below it.
+        # Makes the receiver's spans children of this one.
         self._spec = replace(self._spec, trace=context_of(self._span, self._spec.trace))
         self._pair = await self._context.exchange.outbound(self.peer)
         self._calls = self._context.exchange.handoff_calls(self._pair)
@@ -137,14 +137,15 @@ class Handoff:
 
     @property
     def transport(self) -> str:
-        """How its blocks travel, by name; once reserved."""
+        """Name of the transport that carries the blocks; valid after ``reserve``."""
         assert self._pair is not None, "no pair"
         return self._pair.transport
 
     def computed(self, block_table: list[int], tokens: int) -> None:
-        """The first ``tokens`` of the sequence's tokens are: push what is missing and complete.
+        """Push the blocks that are missing at the receiver and complete after ``tokens`` tokens.
 
-        Blocks are the receiver's; the last of them is complete when the last token is.
+        The block table has the receiver's block size. The last block is complete when the last
+        token is.
         """
         assert self._pair is not None, "no pair"
         assert self._push is not None, "no ticket"
@@ -156,18 +157,18 @@ class Handoff:
         self._send(block_table, self._puts.blocks_done(blocks - self.pinned_blocks))
 
     def sends_layers(self, tokens: int) -> bool:
-        """Whether layers of the next ``tokens`` tokens are worth sending while others are computed.
+        """Whether to send layers of the next ``tokens`` tokens while other layers are computed.
 
-        What is converted is converted whole. A layer that rank 0 has stored is stored on all ranks.
+        Converted blocks are sent whole. A layer that rank 0 has stored is stored on all ranks.
         """
         if self._converted is not None:
             return False
         return self._wire_s(tokens // self._context.engine.cache.block_size) >= MIN_WIRE_S
 
     def computing(self, block_table: list[int], blocks: int, layers: int) -> None:
-        """Some layers of blocks that are being computed are complete, up to block ``blocks``.
+        """Push complete layers of blocks that are still being computed, up to block ``blocks``.
 
-        They are pushed if the wire takes its time for them.
+        They are pushed only if the wire needs long enough for them.
         """
         puts = self._puts
         wire_s = self._wire_s(blocks - self.pinned_blocks - puts.whole)
@@ -192,7 +193,7 @@ class Handoff:
             self._on_broken(error)
 
     async def commit(self, firsts: Sequence[FirstToken]) -> int:
-        """Let the sequence run there, as soon as the last byte has landed.
+        """Let the sequence run at the receiver, as soon as the last byte has arrived.
 
         ``firsts`` are the first tokens of the sequence and its siblings. Returns the bytes pushed.
         Raises BatonError.
@@ -203,7 +204,7 @@ class Handoff:
         request.commit.ticket_id = self.ticket_id
         request.commit.writer = self._context.incarnation
         convert.write_first_tokens(request.commit, firsts)
-        # The receiver waits for the bytes: that spares a round trip after the last of them.
+        # The receiver waits for the bytes, which saves a round trip after the last of them.
         answer = self._calls.call(request, self._left())
         self._push.done.add_done_callback(lambda pushed: _fail_with(answer, pushed))
         response = await answer
@@ -213,9 +214,9 @@ class Handoff:
         return response.commit.bytes
 
     async def close(self) -> None:
-        """End what is not committed, here and at the receiver. Never raises, idempotent.
+        """End an uncommitted handoff, here and at the receiver. Never raises; idempotent.
 
-        Afterwards nobody reads the blocks any more: they may be given back.
+        Afterwards nothing reads the blocks any more, so they may be released.
         """
         if self._push is not None and not self._push.done.done():
             self._push.cancel()
@@ -224,7 +225,7 @@ class Handoff:
             self._span.end()
         if not self._committed and self._pair is not None:
             self._committed = True
-            # First: then the receiver gives up what is on its way, and says so.
+            # Aborts first: the receiver then drops the bytes in flight and confirms it.
             await self._abort()
         if self._push is not None:
             await asyncio.wait([self._push.done])
@@ -234,18 +235,18 @@ class Handoff:
         request = decode_pb2.HandoffsRequest()
         request.abort.request_id = self._spec.request_id
         request.abort.attempt = self._spec.attempt
-        # A receiver whose pair has broken gets none: it may be silent, and to wait for it keeps the
-        # blocks here. It releases the ticket when it sees the stream end, or by the lease.
+        # No abort is sent over a failed pair: the receiver may be silent, and waiting for it
+        # keeps the blocks here. It releases the ticket when the stream ends, or by the lease.
         try:
             await self._calls.call(request, ABORT_DEADLINE_S)
         except BatonError as error:
-            log.info("abort at %s did not arrive: %s", self.peer.incarnation, error.message)
+            log.info("abort did not reach %s: %s", self.peer.incarnation, error.message)
 
 
 def _fail_with(
     answer: asyncio.Future[decode_pb2.HandoffsResponse], pushed: asyncio.Future[int]
 ) -> None:
-    """A commit whose blocks do not arrive fails at once, with what went wrong with them."""
+    """Fail a commit at once if its blocks do not arrive, with the error of the push."""
     error = pushed.exception()
     if error is not None and not answer.done():
         answer.set_exception(error)

@@ -31,14 +31,14 @@ from worker.role import WorkerContext
 from worker.services import Keepalive
 
 LAYER_POLL_S = 0.01
-"""How often a running step is checked for the layers that it has stored, where that pays."""
+"""Seconds between two checks of a running step for layers that it has stored."""
 
 
 class PrefillRole:
     """Implements ``worker.role.Role``. Owned by the worker's event loop."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
-        """``estimates`` say when cached blocks are fetched; new ones are made if it is absent."""
+        """``estimates`` decide when cached blocks are fetched; None: new ones."""
         self.context = context
         self.flow = PrefillFlow(context, self._open, prefill_only=True, estimates=estimates)
         self._service = PrefillServicer(
@@ -47,7 +47,7 @@ class PrefillRole:
         self._staging = Staging(context.settings.config.advanced.transfer_window_mib * MIB)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
         self._handoffs: WeakValueDictionary[Peer, asyncio.Semaphore] = WeakValueDictionary()
-        """Bounds of handoffs by receiver, while any handoff to it is in flight."""
+        """Bound of handoffs by receiver; dropped when no handoff to it is in flight."""
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add PrefillService."""
@@ -72,8 +72,8 @@ class PrefillRole:
     def _handoff_bound(self, peer: Peer) -> asyncio.Semaphore:
         """The bound of handoffs to one receiver, waiting reserves included.
 
-        Each receiver has a bound of its own: one without room holds up no prompt for another. And
-        at most one batch of its blocks is promised before the prompts are computed.
+        Each receiver has its own bound, so that a full one holds up no prompt for another. It also
+        limits the blocks that are promised before prompts are computed to one batch per receiver.
         """
         bound = self._handoffs.get(peer)
         if bound is None:
@@ -86,19 +86,19 @@ class PrefillRole:
         self.flow.on_emit(updates)
 
     def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
-        """The step of these sequences failed: their prompts end with an error."""
+        """End the prompts of these sequences with the error of their failed step."""
         for sequence in sequences:
             self.flow.end(attempt_of(sequence), error)
 
     def on_expire(self, sequences: list[Sequence]) -> None:
-        """Their prompts end with an error."""
+        """End the prompts of these sequences: their deadline has passed."""
         for sequence in sequences:
             self.flow.end(attempt_of(sequence), deadline_passed())
 
     async def heartbeat(self) -> None:
-        """Plan again: blocks of tickets that ended, and blocks lent to readers, have come back.
+        """Schedule again: tickets that ended and readers have released blocks.
 
-        Raises WorkerFailed where the engine hangs.
+        Raises WorkerFailed if the engine hangs.
         """
         self.context.core.beat(time.monotonic())
 
@@ -109,9 +109,9 @@ class PrefillRole:
 
 
 class RemoteSink:
-    """Implements ``worker.prefill.flow.Sink``: the sequence goes on at a decode worker.
+    """Implements ``worker.prefill.flow.Sink``: the sequence continues on a decode worker.
 
-    A sequence whose first token is its last one has no handoff, and goes on nowhere.
+    If the first token is also the last, there is no handoff.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class RemoteSink:
     async def reserve(self, sequence: Sequence) -> None:
         """Get a ticket of the receiver, then a place in the batch. Raises BatonError.
 
-        No prompt is computed without blocks that wait for it, and none takes a place before: a
-        prompt with a place waits for nothing else, so that places come free.
+        The ticket comes first: no prompt is computed before the receiver has blocks for it. A
+        prompt with a place then waits for nothing else, so places become free again.
         """
         self._sequence = sequence
         if self._handoff is not None and self._bound is not None:
@@ -161,20 +161,20 @@ class RemoteSink:
         Returns the first token of each choice.
         """
         handoff, firsts = self._handoff, list[FirstToken]()
-        # The sequence has no siblings any more once they have begun with it.
+        # Siblings leave ``sequence.siblings`` once they have started, so count them now.
         choices = 1 + len(sequence.siblings)
         self._context.core.add(sequence, blocks)
         while len(firsts) < choices:
             update = await self._next_update(sequence)
-            # With its first token all that it came with is computed.
+            # Once the first token is there, the whole prompt is computed.
             tokens = len(sequence.spec.token_ids) if update.token_ids else sequence.computed
-            # A sequence that has ended has no blocks any more, and none is wanted.
+            # A sequence that has ended has no blocks any more, and the receiver needs none.
             if handoff is not None and not firsts and sequence.block_table:
                 handoff.computed(sequence.block_table, tokens)
             if update.token_ids:
                 firsts.append(first_of(update))
         if handoff is None:
-            # Whatever else it is, the first token is the last one.
+            # Without a handoff, the first token is also the last one.
             firsts = [
                 replace(first, finish_reason=first.finish_reason or FinishReason.LENGTH)
                 for first in firsts
@@ -182,7 +182,7 @@ class RemoteSink:
         return firsts
 
     async def _next_update(self, sequence: Sequence) -> SequenceUpdate:
-        """The sequence's next step; until it ends, layers that it has stored are pushed."""
+        """Wait for the sequence's next step, and meanwhile push layers that it has stored."""
         handoff = self._handoff
         if handoff is not None and not handoff.sends_layers(self._next_tokens(sequence)):
             handoff = None
@@ -205,7 +205,7 @@ class RemoteSink:
         if progress is not None and progress.layers:
             size = self._context.engine.cache.block_size
             blocks = -(-progress.tokens // size) if progress.is_last else progress.tokens // size
-            # A sequence that was preempted in the meantime has no blocks.
+            # A sequence that was preempted meanwhile has no blocks.
             if blocks <= len(sequence.block_table):
                 handoff.computing(sequence.block_table, blocks, progress.layers)
 
@@ -223,7 +223,7 @@ class RemoteSink:
         )
 
     async def close(self) -> None:
-        """Give back the blocks and the place once nothing here reads the blocks any more."""
+        """Release the blocks and the place once nothing here reads the blocks any more."""
         if self._handoff is not None:
             await self._handoff.close()
         if self._sequence is not None:

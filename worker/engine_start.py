@@ -1,4 +1,4 @@
-"""A worker's engine, as its settings describe it, and what its steps cost."""
+"""Builds a worker's engine from its settings, and measures what its steps cost."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from worker.device.device import use_device
 from worker.settings import WorkerSettings
 
 StartEngine = Callable[[WorkerSettings, Allocate, Leader | None], Engine]
-"""Makes an engine that is ready for steps, its KV blocks in the memory that it is given; with the
-lead of other ranks it has them compute their parts. Raises BatonError."""
+"""Makes an engine that is ready for steps. Raises BatonError.
+
+Its KV blocks are in the memory that ``Allocate`` returns. With a ``Leader``, the other ranks
+compute their parts of each step.
+"""
 Measure = Callable[[WorkerSettings, Engine, CoreBoard | None], StepCosts]
-"""Tells what an engine's steps cost, perhaps by running some."""
+"""Returns what an engine's steps cost. It may run some steps to find out."""
 
 _ENGINE_FIELDS = {
     "max_model_len",
@@ -42,10 +45,12 @@ log = logging.getLogger(__name__)
 
 
 def core_board(settings: WorkerSettings) -> CoreBoard | None:
-    """How its engine thread shares its host's cores. Raises OSError, ConfigError.
+    """The board by which the worker's engine thread shares the host's cores.
 
-    None where it has a fixed share, and on a CUDA device: its thread computes nothing, and a GPU
-    that waits for it stands idle, so it shares no cores and has no lower priority than others.
+    Raises OSError, ConfigError.
+
+    None where the worker has a fixed share of the cores. None on a CUDA device, too: its thread
+    computes nothing, and a GPU that waits for it is idle, so it needs full priority.
     """
     if not settings.core_board or device_of(engine_settings(settings)).type != "cpu":
         return None
@@ -59,13 +64,13 @@ def core_board(settings: WorkerSettings) -> CoreBoard | None:
 
 
 def engine_settings(settings: WorkerSettings) -> EngineSettings:
-    """Those of a worker's engine, or of one of its ranks."""
+    """Engine settings of a worker, or of one of its ranks."""
     pool, config = settings.pool, settings.config
     asked = pool.resources.get("GPU", 0)
     placement = place(
         pool.device,
         pool.gpu_memory_fraction,
-        # Of GPUs that Ray gives out a worker sees its own alone.
+        # If Ray assigns GPUs, a worker sees only its own.
         number=0 if asked else settings.number,
         workers_here=max(1, int(1 / asked)) if asked else settings.workers_here,
         gpus=torch.cuda.device_count(),
@@ -94,7 +99,7 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A device by torch's name, and the share of its memory."""
+    """A device, by torch's name, and the share of its memory that a worker may use."""
 
     device: str
     memory_fraction: float
@@ -133,24 +138,24 @@ def start_engine(settings: WorkerSettings, allocate: Allocate, lead: Leader | No
 
 
 def measure(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -> StepCosts:
-    """What its steps cost as the engine thread, which has not started, will run them.
+    """What the worker's steps cost. They run as the engine thread runs them; it has not started.
 
-    Where an earlier life of the slot has measured that here, it is not measured again; nor where
-    another worker has that shares the same cores with a like engine.
+    Costs that an earlier incarnation of the slot measured on this machine are reused. So are those
+    of a worker with a like engine that shares the same cores.
     """
     known = None if not settings.costs_folder else _known_costs(settings, engine, board)
     costs = None if known is None else known.read()
     if costs is None:
         use_device(engine.runner.device)
         with alone(None if board is None else Path(f"{settings.core_board}.calibration")):
-            # While this worker waited, another one may have measured.
+            # Another worker may have measured while this one waited.
             costs = None if known is None else known.read()
             if costs is None:
                 costs = calibrate(engine, partial(run_sharing, engine.runner, board))
                 if known is not None:
                     with contextlib.suppress(OSError):
                         known.write(costs)
-    log.info("%s: steps cost %s", settings.slot, costs)
+    log.info("%s: step costs %s", settings.slot, costs)
     return costs
 
 

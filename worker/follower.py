@@ -1,12 +1,16 @@
-"""A rank of a worker but its first: the process beside the worker's own.
+"""A follower: a rank of a worker other than rank 0, in a process of its own.
 
-    connecting ─the group has formed→ loading ─→ ready ─steps come→ following ─rank 0 closes→ over
-    any ─rank 0 is lost, or anything fails→ ``run`` raises, or ``on_lost`` is called amid a step
+    connecting ─the group has formed→ loading ─→ ready;
+
+    ready ─steps come→ following ─rank 0 closes→ over;
+
+    any ─rank 0 is lost, or anything fails→ ``run`` raises, or calls ``on_lost`` amid a step;
+
     following ─a step fails on a CUDA device, or the device is lost→ ``on_lost`` is called at once
 
-It has weights and KV blocks, and no sequences, calls or registry entry of its own. One thread
-computes steps; where the model is divided, an event loop serves rank 0 and the ranks of peers
-(``worker/exchange/rank_server.py``).
+A follower has weights and KV blocks. It has no sequences, calls or registry entry of its own. One
+thread computes steps. Where the model is divided, an event loop serves rank 0 and the ranks of
+peers (``worker/exchange/rank_server.py``).
 """
 
 from __future__ import annotations
@@ -39,28 +43,28 @@ from worker.settings import WorkerSettings
 _TRANSFER_THREADS = 2
 _START_S = 10.0
 _NOWHERE = "none"
-"""Where a rank serves that nobody asks for anything."""
+"""Address of a rank that serves no transfers."""
 
 log = logging.getLogger(__name__)
 
 OnLost = Callable[[str], None]
-"""Ends the process: its thread may be inside a collective operation that waits for others."""
+"""Ends the process: its thread may be inside a collective operation that waits for other ranks."""
 
 
 class FollowerWorker:
-    """Rank ``rank``, from 1, of the worker that ``settings`` describe."""
+    """Rank ``rank`` (from 1) of the worker that ``settings`` describe."""
 
     def __init__(
         self, settings: WorkerSettings, rank: int, address: GroupAddress, process: str = ""
     ) -> None:
-        """``address`` is where its rank 0 listens, which is told what names this ``process``."""
+        """``address`` is where rank 0 listens. ``process`` names this process to rank 0."""
         self._settings = settings
         self._rank = rank
         self._address = address
         self._process = process
 
     def run(self, on_lost: OnLost) -> None:
-        """Compute what rank 0 says, until it closes. Blocks. Raises BatonError."""
+        """Compute the steps that rank 0 sends, until it closes. Blocks. Raises BatonError."""
         settings, ranks = self._settings, self._settings.pool.ranks
         built = engine_settings(settings)
         device = device_of(built)
@@ -72,15 +76,15 @@ class FollowerWorker:
         watch = DeviceWatch(device, lambda reason: on_lost(f"{name} ends: {reason}"))
         try:
             group = follower.form(device, on_lost)
-            log.info("%s loads", name)
+            log.info("%s loads the model", name)
             model, cache = build_follower(built, group, memory.allocate)
             with contextlib.ExitStack() as serving:
-                # Of ranks that divide prompts rank 0 sends all of a block.
+                # Where ranks divide prompts, rank 0 sends whole blocks.
                 address = _NOWHERE
                 if exchanges:
                     address = serving.enter_context(self._serving(memory.of(cache), device))
                 follower.ready(address)
-                log.info("%s is ready, and serves on %s", name, address)
+                log.info("%s is ready and serves on %s", name, address)
                 if settings.core_board and device.type == "cpu":
                     give_way()
                 watch.start()
@@ -93,9 +97,9 @@ class FollowerWorker:
 
     @contextlib.contextmanager
     def _serving(self, memory: BlockMemory, device: torch.device) -> Iterator[str]:
-        """Have the rank's blocks sent and received by an event loop of their own.
+        """Send and receive the rank's blocks on an event loop of its own; yields its address.
 
-        Yields the address. What comes and goes is a copy of blocks, by threads beside it.
+        The loop only directs transfers: other threads copy the blocks.
         """
         settings = self._settings
         with ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,)) as transfers:
@@ -122,10 +126,10 @@ class FollowerWorker:
 
 @contextlib.contextmanager
 def _ending_at_once(name: str, device: torch.device, on_lost: OnLost) -> Iterator[None]:
-    """Ends the process where something fails within on a CUDA device.
+    """End the process if something fails within on a CUDA device.
 
-    To leave in order is to wait for threads that copy blocks, and these for a device that may be
-    inside a collective operation for ever.
+    An orderly exit would wait for threads that copy blocks. These may wait forever for a device
+    that is inside a collective operation.
     """
     try:
         yield

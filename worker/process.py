@@ -1,20 +1,22 @@
-"""One worker process, whichever role it plays.
+"""One worker process, in either role.
 
-    starting ─start()→ ready ─stop()→ stopping → gone
-    ready ─drain()→ draining (accepts nothing) ─nothing left, or the deadline→ stopping
-    ready ─change_role()→ draining → ready, in the other role
-    ready, draining ─a background task breaks, a rank is lost→ failed (run() raises)
+    starting ─start()→ ready ─stop()→ stopping → gone;
+    ready ─drain()→ draining (accepts nothing) ─nothing left, or the deadline→ stopping;
+    ready ─change_role()→ draining → ready, in the other role;
+
+    ready, draining ─a background task fails, a rank is lost→ failed (run() raises);
     any after start() ─the device is lost, steps fail in a row, a rank is lost on a CUDA device→
-        the process ends at once
-    ready ─it stood still, and the registry says that its lease lapsed→ ready, in another session
-    ready ─its lease lapsed while it could not renew it→ leaving
-    leaving ─nothing runs any more, or LEAVE_S are over→ ready, in another session
+        the process ends at once;
+
+    ready ─it stood still, and the registry reports that its lease lapsed→ ready, in a new session;
+    ready ─its lease lapsed while it could not renew it→ leaving;
+    leaving ─nothing runs any more, or LEAVE_S have passed→ ready, in a new session
 
 A session (``worker/session.py``) has an incarnation. The runtime (``worker/runtime.py``) outlives
 it: engine, cached blocks and KV tiers, metrics.
 
-Everything but the engine's steps and the copying of blocks runs on one event loop. What keeps
-promises to peers never waits for Redis: the registry entry has a task of its own
+Everything except the engine's steps and the copying of blocks runs on one event loop. The code that
+renews leases never waits for Redis: the registry entry has its own task
 (``worker/registry/own_entry.py``).
 """
 
@@ -49,12 +51,12 @@ from worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 10.0
-"""Maximum seconds that stopping waits for anything."""
+"""Maximum wait for each part that stops, in seconds."""
 LEAVE_S = 30.0
-"""Maximum seconds that sequences run on in a session whose registry entry has lapsed."""
+"""Maximum time for which sequences keep running after their session's entry has lapsed, seconds."""
 SEEN_S = 1.0
-"""Seconds for which a worker that drains rejects requests before it stops. Routers read the
-registry four times a second; a worker that does not answer them counts as dead."""
+"""Time for which a draining worker rejects requests before it stops, in seconds. Routers read the
+registry four times a second, and count a worker that does not answer as dead."""
 _POLL_S = 0.02
 _LAPSED = "the registry says that its lease has lapsed"
 
@@ -70,20 +72,20 @@ class WorkerProcess:
         measure: Measure = measure,
         fail: Fail = fail,
     ) -> None:
-        """``roles`` maps a pool's role to what is mounted for it.
+        """``roles`` maps each role's name to the factory that builds it.
 
         ``start_engine`` makes the engine, and ``measure`` returns what its steps cost. ``fail``
-        ends the process at once, with a reason; it is called on any thread.
+        ends the process at once, with a reason; any thread may call it.
         """
         self.settings = settings
         self._start_engine, self._measure = start_engine, measure
         self._fail = fail
         self.drained = False
-        """Whether it ends because of a drain."""
+        """Whether the process ends because of a drain."""
         self.leave_by: float | None = None
-        """Deadline of a drain that has begun; monotonic, in seconds."""
+        """Deadline of the current drain, in seconds of the monotonic clock."""
         self.beats = 0
-        """Heartbeats so far; other threads may read it."""
+        """Number of heartbeats so far; other threads may read it."""
         self._roles = roles
         self._session: WorkerSession | None = None
         self._changing = asyncio.Lock()
@@ -99,38 +101,39 @@ class WorkerProcess:
             lost=self._lost_entry,
         )
         self._lapsed_by: float | None = None
-        """Deadline of a session whose registry entry has lapsed; monotonic, in seconds."""
+        """Deadline of a session whose registry entry has lapsed, in seconds of the monotonic clock.
+        """
         self._condemned = asyncio.Event()
-        """Set when the registry entry has lapsed: the session ends at once where it may."""
+        """Set when the registry entry has lapsed: the heartbeat then checks at once for its end."""
         self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
         ranks = settings.pool.ranks
         self.lead = Leader(settings.group_host, ranks) if ranks > 1 else None
-        """Its hold on its other ranks, which connect to ``lead.address``."""
+        """Connection to the worker's other ranks, which connect to ``lead.address``."""
 
     @property
     def session(self) -> WorkerSession:
-        """The present one, of a worker that has started."""
+        """The current session; the worker must have started."""
         assert self._session is not None, "not started"
         return self._session
 
     @property
     def record(self) -> WorkerRecord | None:
-        """Its registry record; None before it has started."""
+        """The worker's registry record; None before it has started."""
         return None if self._session is None else self._session.record
 
     @property
     def context(self) -> WorkerContext | None:
-        """The context of its role; None before it has started."""
+        """The current role's context; None before the worker has started."""
         return None if self._session is None else self._session.context
 
     # Start and end
 
     async def start(self) -> WorkerRecord:
-        """Load the model, serve, register. Raises BatonError.
+        """Load the model, start serving, and register. Raises BatonError.
 
-        Where Redis is away no router knows the worker yet: a heartbeat registers it later.
+        If Redis is unreachable, no router knows the worker yet: a later heartbeat registers it.
         """
         runtime = await load_runtime(
             self.settings, self._memory, self.lead, self._start_engine, self._measure, self._end
@@ -161,39 +164,39 @@ class WorkerProcess:
         return self.session.record
 
     def _watch_ranks(self, lead: Leader, device: torch.device) -> None:
-        """From now on a lost rank ends the worker."""
+        """Let the loss of a rank end the worker from now on."""
         if device.type == "cuda":
-            # At once, on the thread that has noticed: the GPU may be inside a collective operation
-            # that never ends, and whatever stops in order would wait for it.
+            # Ends at once, on the thread that notices: the GPU may be inside a collective
+            # operation that never ends, and an orderly stop would wait for it.
             lead.lost.add_done_callback(lambda lost: self._end(lost.result().splitlines()[0]))
         else:
             self._tasks.append(asyncio.create_task(_raise_lost(lead), name="ranks"))
 
     async def run(self) -> None:
-        """Return once stopped; raise what broke a background task."""
+        """Wait until the worker has stopped; raises the error of a background task that fails."""
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             done, _ = await asyncio.wait(
                 [stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                # Those that stop() has cancelled may have ended before this is woken.
+                # Tasks that stop() has cancelled may have ended before this one is woken.
                 if not (task is stopped or (task.cancelled() and self._stopped.is_set())):
                     task.result()
         finally:
             stopped.cancel()
 
     def _end(self, reason: str) -> None:
-        """End the process at once. On any thread."""
+        """End the process at once. Any thread may call this."""
         self._fail(f"worker {self.settings.slot} ends: {reason}")
 
     async def ended(self) -> None:
-        """Wait until a drain's last act is over, where there was one."""
+        """Wait until a drain that was requested has stopped the worker."""
         if self._ending is not None:
             await self._ending
 
     async def stop(self) -> None:
-        """Leave the registry, end what is in flight, stop serving; idempotent."""
+        """Leave the registry, end what is in flight, and stop serving; idempotent."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -218,33 +221,33 @@ class WorkerProcess:
     async def _replace_session(self, reason: str) -> None:
         """Begin another session with the same runtime.
 
-        Raises TimeoutError where the engine does not end the steps of the old one.
+        Raises TimeoutError if the engine does not end the old session's steps.
         """
         old = self.session
         log.warning("%s ends: %s", old.context.incarnation, reason)
         await self._end_session()
         async with asyncio.timeout(STOP_DEADLINE_S):
-            # Steps and copies that are in flight post their ends to the loop.
+            # Steps and copies in flight report their ends to the event loop.
             while not old.is_over:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
         await self._begin_session(old.runtime)
 
     async def _end_session(self) -> None:
-        """Leave the registry, and end whatever runs, with an error."""
+        """Leave the registry, and end everything that runs with an error."""
         await self._entry.remove()
         await self.session.end()
 
     async def _replace_lapsed(self, now: float) -> None:
-        """Begin another session, where the entry of the present one has lapsed."""
+        """Begin another session if the current one's registry entry has lapsed."""
         if self.drained or self._lapsed_by is None:
             return
         if now >= self._lapsed_by or self.session.is_empty:
             await self._replace_session(_LAPSED)
 
     def _lost_entry(self, stood_still: bool) -> None:
-        """Accept nothing more: for all other processes this session is over."""
+        """Accept no more work: all other processes consider this session over."""
         self.session.refuse_work()
-        # Routers have given up one that stood still. One that did not was within their reach.
+        # Routers have dropped a worker that stood still. Otherwise it can still be reached.
         self._lapsed_by = time.monotonic() + (0.0 if stood_still else LEAVE_S)
         self._condemned.set()
 
@@ -254,13 +257,13 @@ class WorkerProcess:
     def _timed_registry_call(self) -> AbstractContextManager[None]:
         return self.session.runtime.gauges.registry_call()
 
-    # Draining, and changing the role
+    # Draining, and role changes
 
     async def drain(self, deadline_s: float) -> bool:
-        """Accept nothing more, wait for the end of what is here, then stop; idempotent.
+        """Accept no more work, wait until the rest has ended, then stop; idempotent.
 
-        Returns whether nothing was left by the deadline. What is left ends with an error, after
-        which routers place it elsewhere.
+        Returns whether nothing was left at the deadline. What is left ends with an error, and
+        routers place it elsewhere.
         """
         if self.leave_by is None:
             self.leave_by = time.monotonic() + deadline_s
@@ -268,28 +271,28 @@ class WorkerProcess:
             if self._ending is None:
                 self._left_nothing = await self._empty(lambda: self.leave_by or 0.0, SEEN_S)
                 self.drained = True
-                # In a task: the caller is still to be answered, by the server that stops.
+                # A task of its own: the server that stops must still answer the caller.
                 self._ending = asyncio.create_task(self.stop(), name="stop")
         return self._left_nothing
 
     def hurry(self) -> None:
-        """End a drain now."""
+        """End the current drain now."""
         self.leave_by = time.monotonic()
 
     async def change_role(self, role: str, deadline_s: float) -> float:
-        """Serve in the other role, with what is loaded and cached. Returns seconds that it took.
+        """Change to another role, and keep weights and caches. Returns the seconds that it took.
 
-        Raises InvalidRequest for a role that is unknown, or that its ranks cannot play, and
-        Unavailable for a worker that stops.
+        Raises InvalidRequest if the role is unknown or the worker's ranks cannot serve it, and
+        Unavailable if the worker is stopping.
         """
         if role not in self._roles:
             raise InvalidRequest(f"role {role!r} is unknown; known: {', '.join(self._roles)}")
         pool = self.settings.pool
         if pool.cp > 1 and role != pool.role:
-            # What a handoff brings would be on rank 0 alone.
+            # A handoff would bring all blocks to rank 0.
             raise InvalidRequest(
-                f"a worker of {pool.cp} ranks that divide prompts (cp) does nothing but prefill:"
-                " give another worker the role"
+                f"a worker whose {pool.cp} ranks divide prompts (cp) can only serve prefill:"
+                " change the role of another worker"
             )
         began = time.monotonic()
         async with self._changing:
@@ -299,19 +302,22 @@ class WorkerProcess:
                 end = time.monotonic() + deadline_s
                 await self._empty(lambda: end, 0.0)
                 if self._lapsed_by is not None:
-                    # The entry has lapsed meanwhile: what was promised to this session is over.
+                    # The entry has lapsed meanwhile, so leases of this session are void.
                     await self._replace_session(_LAPSED)
                 await self._take_role(role)
         return time.monotonic() - began
 
     async def _empty(self, deadline: Callable[[], float], at_least_s: float) -> bool:
-        """Whether nothing is left by the deadline, which may change, of what was accepted."""
+        """Wait until all accepted work has ended. The deadline may change meanwhile.
+
+        Returns whether nothing is left.
+        """
         session = self.session
         session.refuse_work()
-        # Not waited for: Redis may hang for longer than the deadline.
+        # Not awaited: Redis may hang for longer than the deadline.
         self._entry.write_soon()
         seen_at = time.monotonic() + at_least_s
-        # Sequences, tickets, calls and readers end in many places, and nothing waits for this.
+        # Polls: sequences, tickets, calls and readers end in many places.
         while (now := time.monotonic()) < deadline():
             if now >= seen_at and session.is_empty:
                 break
@@ -325,17 +331,17 @@ class WorkerProcess:
         self.settings = self.settings.in_role(role)
         session.change_role(self.settings)
         await self._entry.write()
-        log.info("%s is a %s worker now", session.record.incarnation, role)
+        log.info("%s changed its role to %s", session.record.incarnation, role)
 
     async def _steps_ended(self, context: WorkerContext) -> None:
-        """Wait for running steps: they may have sequences that the deadline ended.
+        """Wait for running steps: they may include sequences that the deadline ended.
 
-        Raises WorkerFailed where the engine hangs: then the process ends.
+        Raises WorkerFailed if the engine hangs; the process then ends.
         """
         end = time.monotonic() + ENGINE_HANG_S
         while not context.core.scheduler.is_idle():
             if time.monotonic() >= end:
-                reason = "its engine has not ended the steps of its last role"
+                reason = "its engine has not finished the steps of its previous role"
                 self._end(reason)
                 raise WorkerFailed(reason)
             await asyncio.sleep(_POLL_S)
@@ -343,17 +349,17 @@ class WorkerProcess:
     # In the background
 
     async def _heartbeat(self) -> None:
-        """Renew what was promised, and end what has expired.
+        """Renew leases, and end what has expired.
 
-        Waits for Redis only between two sessions, and then for 2 s at most: peers must not consider
-        this worker dead because Redis is slow.
+        It waits for Redis only between two sessions, and then for 2 s at most: a slow Redis must
+        not make peers consider this worker dead.
         """
         heartbeat_s = self.settings.config.advanced.heartbeat_s
         while True:
             began = time.monotonic()
             self._condemned.clear()
             if not self._changing.locked():
-                # A drain, or a change of the role, ends first.
+                # A drain or a role change ends first.
                 async with self._changing:
                     await self._replace_lapsed(began)
             await self.session.heartbeat()
@@ -363,7 +369,7 @@ class WorkerProcess:
                     await self._condemned.wait()
 
     async def _tick(self) -> None:
-        """Notice that the process stood still, as soon as it goes on."""
+        """Detect a pause of the process as soon as it runs again."""
         while True:
             await asyncio.sleep(self.settings.config.advanced.heartbeat_s / TICKS)
             self.session.runtime.clock.tick()
@@ -371,5 +377,5 @@ class WorkerProcess:
 
 
 async def _raise_lost(lead: Leader) -> None:
-    """Raises WorkerFailed when a rank is lost."""
+    """Wait for the loss of a rank, and raise it as WorkerFailed."""
     raise WorkerFailed(await asyncio.wrap_future(lead.lost))

@@ -1,4 +1,4 @@
-"""A role is mounted on a worker: it brings gRPC services and receives what steps bring."""
+"""What a worker gives to its role, and the interface of a role."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from worker.settings import WorkerSettings
 
 
 class Intake:
-    """Whether a worker takes new work, and how much of what it took has not ended.
+    """Tracks whether a worker takes new work, and how many calls have not returned.
 
-        open ─close()→ closed ─open()→ open (in another role, perhaps)
+        open ─close()→ closed ─open()→ open (perhaps in another role)
 
-    Roles check it before they take anything.
+    Roles check it before they accept work.
     """
 
     def __init__(self) -> None:
         self.is_open = True
         self.under_way = 0
-        """Calls that were admitted and have not returned."""
+        """Number of calls that were admitted and have not returned."""
 
     def close(self) -> None:
-        """Take nothing more; idempotent."""
+        """Refuse new work from now on; idempotent."""
         self.is_open = False
 
     def open(self) -> None:
-        """Take work again."""
+        """Accept work again."""
         self.is_open = True
 
     def check(self) -> None:
-        """Raises Unavailable where nothing is taken."""
+        """Raise Unavailable if the worker accepts no work."""
         if not self.is_open:
-            raise Unavailable("this worker is being drained and takes nothing more")
+            raise Unavailable("this worker is draining and accepts no new work")
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """For the time that a call takes. Raises Unavailable before it begins."""
+        """Count a call while it runs. Raises Unavailable if the worker accepts no work."""
         self.check()
         self.under_way += 1
         try:
@@ -62,7 +62,7 @@ class Intake:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a role gets of its worker."""
+    """The parts of a worker that its role uses."""
 
     settings: WorkerSettings
     engine: Engine
@@ -73,12 +73,12 @@ class WorkerContext:
     incarnation: str
     intake: Intake = field(default_factory=Intake)
     tiers: KvTiers | None = None
-    """Behind the block pool, where there are any."""
+    """Offload tiers behind the block pool, if there are any."""
 
     def make_sequence(
         self, spec: SequenceSpec, *, arrived: float, deadline: float, prefill_only: bool = False
     ) -> Sequence:
-        """A sequence for this worker's engine, that came at ``arrived``, with its siblings.
+        """Make a sequence that arrived at ``arrived``, and its siblings.
 
         Both times are on the monotonic clock.
         """
@@ -94,37 +94,34 @@ class WorkerContext:
 
     @cached_property
     def grammars(self) -> GrammarGate:
-        """Where a sequence waits until its grammar is compiled, before it is queued.
-
-        The engine thread then finds the grammar ready.
-        """
+        """Holds back sequences until their grammars are compiled."""
         seconds = self.metrics.grammar_compile_seconds.labels(role=self.settings.pool.role)
         return GrammarGate(self.engine.grammars, seconds.observe)
 
     def check_prompt(self, spec: SequenceSpec) -> None:
-        """Raises InvalidRequest for one that does not fit, or leaves nothing to generate."""
+        """Raise InvalidRequest if the prompt does not fit or leaves no token to generate."""
         context = self.engine.context_length
         if not 0 < spec.prompt_length <= len(spec.token_ids) < context:
             raise InvalidRequest(
-                f"{len(spec.token_ids)} tokens do not fit this worker's context of {context}"
+                f"{len(spec.token_ids)} tokens do not fit this worker's context of {context} tokens"
             )
         if len(spec.token_ids) - spec.prompt_length >= spec.sampling.max_tokens:
             raise InvalidRequest(
-                f"max_tokens is {spec.sampling.max_tokens}: nothing is left to generate"
+                f"max_tokens is {spec.sampling.max_tokens}: no token is left to generate"
             )
 
 
 class Role(StepListener, Protocol):
-    """Prefill or decode."""
+    """A role of a worker: prefill or decode."""
 
     def mount(self, server: grpc.aio.Server) -> None:
-        """Add the role's services."""
+        """Add the role's gRPC services."""
 
     async def heartbeat(self) -> None:
-        """Called every ``heartbeat_s``: renew, expire, sweep."""
+        """Renew leases and end what has expired; called every ``heartbeat_s``."""
 
     async def close(self) -> None:
-        """Stop taking work and end what is under way."""
+        """Accept no more work, and end what is in flight."""
 
 
 RoleFactory = Callable[[WorkerContext], Role]

@@ -33,14 +33,14 @@ from worker.offload.kv_tiers import KvTiers, make_storages
 from worker.settings import WorkerSettings
 
 TICKS = 4
-"""Ticks of a worker's clock in a heartbeat."""
+"""Clock ticks per heartbeat."""
 _TRANSFER_THREADS = 2
 _REASON_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRuntime:
-    """See the module's text; ``load_runtime`` makes one."""
+    """The long-lived parts of a worker; ``load_runtime`` makes one."""
 
     core: EngineCore
     memory: BlockMemory
@@ -48,32 +48,32 @@ class WorkerRuntime:
     metrics: WorkerMetrics
     gauges: WorkerGauges
     metrics_server: MetricsServer
-    """Serves /metrics from a thread of its own."""
+    """Serves /metrics on its own thread."""
     costs: StepCosts
     transfers: ThreadPoolExecutor
     clock: ListeningClock
-    """The clock of leases; the process ticks it ``TICKS`` times in a heartbeat."""
+    """The clock for leases; the process ticks it ``TICKS`` times per heartbeat."""
     board: CoreBoard | None
     device_watch: DeviceWatch
     ranks: tuple[str, ...]
-    """Addresses of the worker's other ranks, from 1 on, where these exchange blocks: of ranks that
-    divide prompts rank 0 has all of a block."""
+    """Addresses of the worker's other ranks, from rank 1 on, if they exchange blocks. Where ranks
+    divide prompts, rank 0 has whole blocks."""
 
     def start(self) -> None:
-        """Begin to run steps, to copy blocks and to watch the device."""
+        """Start to run steps, copy blocks and watch the device."""
         self.core.start()
         if self.tiers is not None:
             self.tiers.start()
         self.device_watch.start()
 
     async def stop(self, timeout_s: float) -> None:
-        """End all threads. Nothing of a session may run; each thread gets ``timeout_s`` seconds."""
+        """End all threads. No session may be active. Each thread gets ``timeout_s`` seconds."""
         if self.tiers is not None:
             await self.tiers.stop(timeout_s)
         await asyncio.to_thread(self.core.stop, timeout_s)
         await asyncio.to_thread(self.metrics_server.stop)
         self.transfers.shutdown(wait=True, cancel_futures=True)
-        # Until here a lost device still ends the process, rather than hold up what stops.
+        # Until now, a lost device still ends the process, so that it cannot block the stop.
         self.device_watch.stop()
 
 
@@ -85,9 +85,10 @@ async def load_runtime(
     measure: Measure,
     fail: Fail,
 ) -> WorkerRuntime:
-    """Load the engine, and measure its steps where that was not done. Raises BatonError.
+    """Load the engine, and measure its steps unless costs are stored. Raises BatonError.
 
-    ``lead`` is the hold on the worker's other ranks. ``fail`` ends the process, on any thread.
+    ``lead`` is the connection to the worker's other ranks. ``fail`` ends the process; any thread
+    may call it.
     """
     board = core_board(settings)
     engine, costs = await _load(settings, memory, lead, board, start_engine, measure)
@@ -128,7 +129,7 @@ async def _load(
         engine = await asyncio.to_thread(start_engine, settings, memory.allocate, lead)
         return engine, await asyncio.to_thread(measure, settings, engine, board)
     except WorkerFailed as error:
-        # Why a rank has ended comes a moment after its connections break.
+        # The reason why a rank has ended arrives shortly after its connections fail.
         if lead is not None:
             await asyncio.wait([asyncio.wrap_future(lead.lost)], timeout=_REASON_S)
             if lead.lost.done():
@@ -143,7 +144,7 @@ async def _make_tiers(
     costs: StepCosts,
     metrics: WorkerMetrics,
 ) -> KvTiers | None:
-    """The KV tiers behind the pool; None where none are configured. Raises ConfigError."""
+    """Make the KV tiers behind the block pool; None if none are configured. Raises ConfigError."""
     storages = await asyncio.to_thread(make_storages, settings.config, engine.cache.block_bytes)
     if not storages:
         return None
@@ -159,9 +160,9 @@ async def _make_tiers(
 
 
 def _utilization_meter(engine: Engine, pool: PoolConfig) -> UtilizationMeter | None:
-    """None for an engine without weights: the work of its steps is not known."""
+    """Make the meter of MFU and MBU; None for an engine without weights, whose work is unknown."""
     if engine.storage is None:
         return None
-    # The figures are one device's.
+    # The configured peaks are those of one device.
     peaks = Ceilings(pool.peak_gb_per_s * 1e9 * pool.ranks, pool.peak_gflops * 1e9 * pool.ranks)
     return UtilizationMeter(engine.config, engine.storage, peaks if pool.peak_gflops else None)

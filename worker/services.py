@@ -1,4 +1,4 @@
-"""The gRPC services of a worker in either role, and what the roles' own services share.
+"""gRPC services of a worker in either role, and helpers that the roles' services share.
 
 Owned by the worker's event loop.
 """
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
-    """See the protocol files."""
+    """Implements TransferService; see transfer.proto."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -68,12 +68,12 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """The cached blocks of this worker."""
+    """Implements CacheService: manages the cached blocks of this worker."""
 
     def __init__(
         self, pool: BlockPool, retention: RetentionBook, tiers: BlockTiers | None = None
     ) -> None:
-        """``tiers`` are those behind the pool."""
+        """``tiers`` are the offload tiers behind the pool."""
         self._pool = pool
         self._retention = retention
         self._tiers = tiers
@@ -82,7 +82,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def DropCache(  # noqa: N802 - gRPC's name
         self, request: cache_pb2.DropCacheRequest, context: Context
     ) -> cache_pb2.DropCacheResponse:
-        """See cache.proto. The index publisher sees the change and tells of it."""
+        """See cache.proto. The index publisher publishes the change."""
         if self._tiers is not None:
             blocks = self._tiers.drop_cache()
         else:
@@ -101,7 +101,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
 
 class Drainable(Protocol):
-    """A worker process."""
+    """The part of a worker process that ControlService calls."""
 
     async def drain(self, deadline_s: float) -> bool:
         """See ``WorkerProcess.drain``."""
@@ -111,7 +111,7 @@ class Drainable(Protocol):
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    """See the protocol files."""
+    """Implements ControlService; see control.proto."""
 
     def __init__(self, process: Drainable) -> None:
         self._process = process
@@ -134,32 +134,32 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
 
 
 class RoleServices(grpc.aio.ServerInterceptor):
-    """The services of the role, which change with it on a server that has started.
+    """The gRPC services of the current role; they can change while the server runs.
 
-    A server finds no methods that are registered once it runs. So those of every role are
-    registered before, and this looks up, call by call, whether the mounted role has them. It takes
-    the place of a server where generated code adds services to one.
+    gRPC accepts no methods after a server has started. So the methods of every role are registered
+    before, and this interceptor looks up, call by call, whether the current role has the method.
+    Generated code adds services to this object as it would to a server.
     """
 
     def __init__(self) -> None:
         self._handlers: dict[str, Any] = {}
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Have a server that has not started find the methods of every role."""
+        """Register the methods of every role with a server that has not started."""
         for file in (prefill_pb2.DESCRIPTOR, decode_pb2.DESCRIPTOR):
             for service in file.services_by_name.values():
                 absent = {method.name: NO_SUCH_METHOD for method in service.methods}
                 server.add_registered_method_handlers(service.full_name, absent)
 
     def clear(self) -> None:
-        """Forget the services: their methods are unknown from now on. Open calls go on."""
+        """Remove the services: new calls find no method. Open calls go on."""
         self._handlers = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """As a server's: generated code says the same twice."""
+        """Do nothing: generated code registers the same methods twice."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """As a server's."""
+        """Register methods, as ``grpc.aio.Server`` does."""
         for method, handler in handlers.items():
             self._handlers[f"/{service}/{method}"] = handler
 
@@ -174,19 +174,19 @@ class RoleServices(grpc.aio.ServerInterceptor):
 
 
 _PER_HANG = 4
-"""Keepalives in the time after which a router takes silence for a hang."""
+"""Keepalives in the time after which a router counts a silent worker as hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """Keepalive intervals of an idle stream, in seconds: shorter while a router waits."""
+    """Keepalive intervals of an idle stream, in seconds. They are shorter while a router waits."""
 
     busy_s: float
     idle_s: float
 
     @classmethod
     def of(cls, config: Config) -> Keepalive:
-        """The intervals that ``config`` asks for."""
+        """Derive the intervals from ``config``."""
         heartbeat_s, hang_s = config.advanced.heartbeat_s, config.advanced.hang_s
         return cls(min(heartbeat_s, hang_s / _PER_HANG), heartbeat_s)
 

@@ -1,9 +1,10 @@
-"""A session of a worker: all that has an incarnation.
+"""A session of a worker: everything that belongs to one incarnation.
 
     serving ─change_role()→ serving, in the other role ─end()→ over
 
-A server on a port of its own, a role, pairs with others and tickets, an entry in the registry and
-in the index. The runtime outlives it: engine, cached blocks and KV tiers, metrics.
+A session has a server on its own port, a role, pairs with other workers, tickets, and entries in
+the registry and the prefix index. The runtime outlives it: engine, cached blocks and KV tiers,
+metrics.
 
 Owned by the event loop.
 """
@@ -51,12 +52,12 @@ log = logging.getLogger(__name__)
 
 
 _CHECK_REST = 100
-"""Between two checks of all blocks, which hold up the event loop, it rests this many times as long
-as the last one took: half a million of a tiny model's blocks take a tenth of a second and more."""
+"""Pause between two checks of all blocks, as a multiple of the last check's duration. A check holds
+up the event loop: half a million of a tiny model's blocks take a tenth of a second and more."""
 
 
 class WorkerSession:
-    """See the module's text; ``begin`` makes one."""
+    """One session of a worker; ``begin`` makes one."""
 
     def __init__(
         self,
@@ -68,9 +69,9 @@ class WorkerSession:
         record: WorkerRecord,
         publisher: IndexPublisher,
     ) -> None:
-        """``server`` has a port and has not started, and asks ``role_services`` at each call.
+        """``server`` has a port and has not started. It looks up methods in ``role_services``.
 
-        ``record`` is that of the registry entry.
+        ``record`` is the worker's registry record.
         """
         self.context = context
         self.runtime = runtime
@@ -94,7 +95,7 @@ class WorkerSession:
     ) -> WorkerSession:
         """Serve under a new incarnation, which is not registered yet.
 
-        Raises BatonError where another rank cannot be reached.
+        Raises BatonError if another rank cannot be reached.
         """
         incarnation = f"{settings.slot}:{secrets.token_hex(6)}"
         core, tiers = runtime.core, runtime.tiers
@@ -133,27 +134,27 @@ class WorkerSession:
         return session
 
     def _mount(self) -> tuple[Role, Callable[[], None]]:
-        """The role of the settings, and what ends its subscription to the engine core."""
+        """Make and subscribe the role. Returns it, and a function that ends its subscription."""
         role = self._roles[self.context.settings.pool.role](self.context)
         role.mount(self._role_services)  # type: ignore[arg-type]
         return role, self.context.core.subscribe(role)
 
     def current_record(self) -> WorkerRecord:
-        """The record, with the present load."""
+        """The registry record, with the current load."""
         return replace(self.record, load=self.context.core.load())
 
     def refuse_work(self) -> None:
-        """Accept no new work, and show that in the record; idempotent."""
+        """Accept no new work, and mark the record as draining; idempotent."""
         self.context.intake.close()
         self.record = replace(self.record, state=DRAINING)
 
     async def close_role(self) -> None:
-        """End what runs with an error, where it has not ended; another role may follow."""
+        """End what still runs, with an error. Another role may follow."""
         await self.role.close()
         self._role_services.clear()
 
     def change_role(self, settings: WorkerSettings) -> None:
-        """Take the role of ``settings``, once the one before is closed and idle."""
+        """Take the role of ``settings``. The previous role must be closed and idle."""
         self._unsubscribe()
         self.context = replace(self.context, settings=settings, intake=Intake())
         self.role, self._unsubscribe = self._mount()
@@ -164,24 +165,24 @@ class WorkerSession:
             self.runtime.board.take_turn(yields=pool.role == "prefill")
 
     async def end(self) -> None:
-        """End whatever runs, with an error."""
+        """End everything that runs, with an error."""
         await self.role.close()
         self._unsubscribe()
         await self.context.exchange.close()
         await self.server.stop(grace=1.0)
 
     async def heartbeat(self) -> None:
-        """Renew what was promised, end what has expired, and show the counts.
+        """Renew leases, end what has expired, and update the metrics.
 
-        Raises WorkerFailed where a rank is lost or the engine hangs, and AssertionError where
-        blocks have leaked.
+        Raises WorkerFailed if a rank is lost or the engine hangs, and AssertionError if blocks have
+        leaked.
         """
         context, gauges = self.context, self.runtime.gauges
         exchange, core = context.exchange, context.core
         exchange.heartbeat()
         exchange.check_ranks()
         await self.role.heartbeat()
-        # Blocks are given back without a step, too.
+        # Blocks also return without a step.
         gauges.refresh(core.scheduler, core.pool)
         gauges.transfers(exchange.pairs(), exchange.in_flight_bytes, exchange.staging())
         gauges.show_utilization()
@@ -197,7 +198,7 @@ class WorkerSession:
         runtime.gauges.show_device(memory.used, memory.total, passed * ranks)
 
     def _check_blocks(self, now: float) -> None:
-        """When nothing runs, nothing is used."""
+        """Check that no block is in use while nothing runs."""
         if now < self._next_check_at:
             return
         context = self.context
@@ -211,14 +212,14 @@ class WorkerSession:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left of what was accepted."""
+        """Whether no accepted work is left."""
         context = self.context
         idle = context.core.scheduler.is_idle() and context.exchange.is_idle()
         return idle and not context.intake.under_way
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of a session that has ended is left in the engine."""
+        """Whether the engine holds nothing of this session, which has ended."""
         context = self.context
         counts = context.engine.pool.counts()
         moves = context.tiers is not None and not context.tiers.is_idle
@@ -231,7 +232,7 @@ def _plane(config: Config) -> WorkerPlane:
 
 
 def _add_services(server: grpc.aio.Server, context: WorkerContext, process: Drainable) -> None:
-    """Add what every role has."""
+    """Add the services that every role has."""
     control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(process), server)
     transfers = TransferServicer(context.exchange)
     transfer_pb2_grpc.add_TransferServiceServicer_to_server(transfers, server)

@@ -10,7 +10,7 @@ from baton.config.pools import PoolConfig
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """One worker of a pool. ``slot`` is its stable name, ``prefill-0``."""
+    """Settings of one worker of a pool. ``slot`` is its stable name, such as ``prefill-0``."""
 
     config: Config
     pool: PoolConfig
@@ -20,31 +20,34 @@ class WorkerSettings:
     redis_url: str
     cluster_id: str
     threads: int
-    """Compute threads on the CPU, where the engine cannot change them from step to step."""
+    """Compute threads on the CPU. A core board, if there is one, sets their number step by step."""
     core_board: str = ""
-    """The host's board: a file by which its workers share the cores. None: ``threads`` holds."""
+    """Path of the file by which the host's workers share its cores; empty: use ``threads``."""
     core_lines: int = 0
-    """How many workers have a place on it; 0 takes ``workers_here``."""
+    """Number of workers on the core board; 0: ``workers_here``."""
     costs_folder: str = ""
-    """Folder of this machine with measured costs of steps, for later processes; empty: none."""
+    """Folder on this machine where step costs are stored for later processes; empty: none."""
     draft_model_path: str = ""
-    """The drafter's folder; empty where it has none."""
+    """Folder of the draft model; empty if there is none."""
     number: int = 0
-    """Its place among the workers of this machine, from 0; each rank of a worker has one."""
+    """Number of this worker on its machine, from 0. Each rank of a worker has its own number."""
     workers_here: int = 1
-    """How many workers this machine has, those of several ranks counted so many times."""
+    """Number of workers on this machine; a worker with several ranks counts once per rank."""
     host: str = "127.0.0.1"
-    """Where its servers listen."""
+    """Address on which the worker's servers listen."""
 
     @property
     def group_host(self) -> str:
-        """Where its ranks connect to each other, unencrypted: on their machine, if all have one."""
+        """Address on which the ranks connect to each other, unencrypted.
+
+        It is the loopback address if all ranks are on one machine.
+        """
         return "127.0.0.1" if self.pool.rank_placement == "strict_pack" else self.host
 
     def in_role(self, role: str) -> WorkerSettings:
-        """Those of the same worker in another role: it joins the first pool of that role.
+        """The settings of this worker in another role: it joins the first pool of that role.
 
-        Memory and threads stay.
+        Memory and threads stay the same.
         """
         same = (pool.name for pool in self.config.pools if pool.role == role)
         pool = self.pool.model_copy(update={"name": next(same, role), "role": role})

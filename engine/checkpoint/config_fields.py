@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
-    """A JSON object of ``path``; null is as good as absent. Its methods raise ConfigError."""
+    """A JSON object of ``path``; null counts as absent. Its methods raise ConfigError."""
 
     path: Path
     values: Mapping[str, Any]
@@ -25,7 +25,7 @@ class ConfigFields:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{path} holds no JSON object")
+            raise ConfigError(f"{path} is not a JSON object")
         return cls(path, values)
 
     def over(self, defaults: Mapping[str, Any]) -> ConfigFields:
@@ -37,10 +37,10 @@ class ConfigFields:
         return default if value is None else value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of 1 or more."""
+        """An integer of 1 or more."""
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.path}: {name} must be a whole number, and is {value!r}")
+            raise ConfigError(f"{self.path}: {name} must be a positive integer, and is {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -50,7 +50,7 @@ class ConfigFields:
         return float(value)
 
     def optional_number(self, name: str) -> float:
-        """A number above 0; 0 where it is absent."""
+        """A number above 0; 0 if the field is absent."""
         return 0.0 if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -60,7 +60,7 @@ class ConfigFields:
         return value
 
     def list(self, name: str, length: int | None = None) -> tuple[Any, ...]:
-        """A list, of ``length`` entries where that is given; empty where it is absent."""
+        """A list, with ``length`` entries if that is given; empty if the field is absent."""
         value = self.get(name)
         if value is None:
             return ()
@@ -73,7 +73,7 @@ class ConfigFields:
         return tuple(value)
 
     def object(self, name: str) -> ConfigFields:
-        """A JSON object within this one; empty where it is absent."""
+        """A JSON object within this one; empty if it is absent."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise ConfigError(f"{self.path}: {name} must be an object, and is {value!r}")

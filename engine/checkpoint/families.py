@@ -1,7 +1,7 @@
-"""The model families that are served: what sets each apart from Llama.
+"""The supported model families: how each differs from Llama.
 
-A dense family is one entry of ``FAMILIES``, by the name that its config.json gives under
-``architectures``. Definitions and defaults are those of Hugging Face's ``transformers``.
+A dense family is one entry of ``FAMILIES``, under its name in config.json's ``architectures``.
+Definitions and defaults are those of Hugging Face's ``transformers``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NormPlacement = Literal["pre", "sandwich", "post"]
 QkNorm = Literal["none", "head", "full"]
 
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By the name that config.json gives as ``hidden_act``."""
+"""Activations by their name in config.json's ``hidden_act``."""
 
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
@@ -28,14 +28,14 @@ class ExpertNames:
     """How a mixture-of-experts family names its tensors and fields."""
 
     block: str
-    """What stands for ``mlp`` in the names of the router and the experts."""
+    """Replaces ``mlp`` in the names of the router and the experts."""
     gate: str
     up: str
     down: str
     intermediate_size: str
-    """The field with an expert's width."""
-    always_normalised: bool
-    """Whether a token's weights always sum to 1, or only where ``norm_topk_prob`` says so."""
+    """Name of the field with an expert's width."""
+    always_normalized: bool
+    """Whether a token's weights always sum to 1; otherwise only if ``norm_topk_prob`` is true."""
 
 
 def _no_layer(_: ConfigFields) -> frozenset[int]:
@@ -47,46 +47,46 @@ class Family:
     """How a family's decoder differs from Llama's."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that a config.json may lack, where their values are not Llama's."""
+    """Defaults of fields that a config.json may lack, if they differ from Llama's."""
     norm_placement: NormPlacement = "pre"
     norm_offset: float = 0.0
     qk_norm: QkNorm = "none"
     scaled_embedding: bool = False
-    """Whether embeddings are multiplied by the root of the hidden size."""
+    """Whether embeddings are multiplied by the square root of the hidden size."""
     sliding_layers: Callable[[ConfigFields], frozenset[int]] = _no_layer
-    """The layers that attend to ``sliding_window`` tokens only."""
+    """Returns the layers that attend only to ``sliding_window`` tokens."""
     unrotated_layers: Callable[[ConfigFields], frozenset[int]] = _no_layer
-    """The layers without rotary embedding."""
+    """Returns the layers without rotary embedding."""
     fused_projections: bool = False
     """Whether query, key and value are one tensor, and gate and up another."""
     experts: ExpertNames | None = None
     text_config: bool = False
-    """Whether the decoder's fields are an object of config.json, beside those of an encoder."""
+    """Whether the decoder's fields are a nested object of config.json, next to an encoder's."""
     tensor_prefixes: tuple[str, ...] = ("model.",)
-    """What the names of the decoder's tensors may begin with."""
+    """Possible prefixes of the decoder's tensor names."""
 
 
 def family_of(fields: ConfigFields) -> tuple[str, Family]:
-    """The architecture's name and its entry. Raises ConfigError for one that is not served."""
+    """The architecture's name and entry. Raises ConfigError if it is not supported."""
     named = fields.get("architectures", [])
     architecture = named[0] if isinstance(named, list) and named else "?"
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
         raise ConfigError(
-            f"{fields.path}: architecture {architecture} is not served; known: {known}"
+            f"{fields.path}: architecture {architecture} is not supported; known: {known}"
         )
     return architecture, family
 
 
 def sliding_or_full(fields: ConfigFields, default: Callable[[int], bool]) -> frozenset[int]:
-    """The sliding layers that ``layer_types`` lists; where it is absent ``default`` says which."""
+    """The sliding layers in ``layer_types``; if that is absent, ``default`` decides."""
     layers = range(fields.size("num_hidden_layers"))
     kinds = fields.list("layer_types", len(layers))
     for kind in kinds:
         if kind not in _LAYER_TYPES:
             known = ", ".join(_LAYER_TYPES)
-            raise ConfigError(f"{fields.path}: layer type {kind} is not served; known: {known}")
+            raise ConfigError(f"{fields.path}: layer type {kind} is not supported; known: {known}")
     if kinds:
         return frozenset(n for n in layers if _LAYER_TYPES[kinds[n]])
     return frozenset(n for n in layers if default(n))
@@ -116,7 +116,7 @@ def _smollm3_unrotated(fields: ConfigFields) -> frozenset[int]:
     layers = range(fields.size("num_hidden_layers"))
     rotated = fields.list("no_rope_layers", len(layers))
     if rotated:
-        # Despite its name the list has a 1 for each layer that is rotated.
+        # Despite its name, the list has a 1 for each layer that is rotated.
         return frozenset(n for n in layers if not rotated[n])
     interval = fields.size("no_rope_layer_interval", 4)
     return frozenset(n for n in layers if (n + 1) % interval == 0)
@@ -213,7 +213,7 @@ FAMILIES: Mapping[str, Family] = {
         scaled_embedding=True,
         sliding_layers=_gemma_sliding,
     ),
-    # Gemma 3 (2025): text alone, and the text side of the one that also sees images.
+    # Gemma 3 (2025): the text model, and the text part of the one that also takes images.
     "Gemma3ForCausalLM": Family(
         defaults=_GEMMA3,
         norm_placement="sandwich",

@@ -1,11 +1,11 @@
 """The fingerprint of a model folder: every byte of its weights counts.
 
-Files are hashed by threads of their own while the weights load. Hashes are kept in
-``<folder>/fingerprints.json``, by what the kernel says of the file: device, inode, size, and the
-times of its last change of contents and of inode. Writing to a file in place, or moving another one
-there, changes at least one of these: no program can set the time of the inode's change. The hash of
-a file that has just changed is not kept, since the file could change again within one tick of the
-file system's clock. Nor is the hash of a file that changes while it is read.
+Separate threads hash the files while the weights load. Hashes are stored in
+``<folder>/fingerprints.json``, keyed by the file's device, inode, size, modification time and
+change time. If a file is written in place or replaced, at least one of these changes: no program
+can set the change time. The hash of a file that has just changed is not stored, since the file
+could change again within one tick of the file system's clock. The hash of a file that changes while
+it is read is not stored either.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import TypeAlias
 from baton.errors import ConfigError
 
 _SEGMENT = 64 << 20
-"""Bytes that one thread hashes after another: a file's hash is that of its segments' hashes."""
+"""Bytes that one thread hashes at a time; a file's hash is computed from its segments' hashes."""
 _CHUNK = 1 << 20
 _MAX_THREADS = 4
-"""Each hashes about 1 GB/s."""
+"""Maximum hashing threads; each hashes about 1 GB/s."""
 _MAX_KEPT = 1000
-"""Files whose hashes are kept, the latest."""
+"""Maximum files whose hashes are stored, the latest ones."""
 _SETTLED_NS = 2_000_000_000
-"""A file that was written this long ago has its final times: some file systems count whole seconds.
-"""
+"""A file that was written this long ago has its final times: some file systems count whole
+seconds."""
 
 Hashes: TypeAlias = dict[str, str]
 
 
 class Fingerprint:
-    """Computed in the background while a ``with`` block runs; the block's end stops it."""
+    """Computes a fingerprint in the background during a ``with`` block, whose end stops it."""
 
     def __init__(
         self,
@@ -48,9 +48,10 @@ class Fingerprint:
         cache: Path,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """``files`` are the weights', all of one folder; ``cache`` is where hashes are kept.
+        """``files`` are the weights', all of one folder; ``cache`` is the folder that stores
+        hashes.
 
-        ``clock`` returns nanoseconds since the epoch, as the times of files are.
+        ``clock`` returns nanoseconds since the epoch, like the times of files.
         """
         self._files = files
         self._begin = f"{dtype}:{quantization}:"
@@ -60,7 +61,7 @@ class Fingerprint:
         self._found: Future[str] = Future()
 
     def __enter__(self) -> Fingerprint:
-        # A daemon thread: a start that fails does not wait for a hash.
+        # A daemon thread, so that a failed start does not wait for a hash.
         threading.Thread(target=self._run, name="fingerprint", daemon=True).start()
         return self
 
@@ -68,9 +69,9 @@ class Fingerprint:
         self._stopped.set()
 
     def result(self) -> str:
-        """32 hex digits; blocks until they are known.
+        """The fingerprint, 32 hex digits; blocks until it is known.
 
-        Raises ConfigError where a file cannot be read, or the ``with`` block has ended before.
+        Raises ConfigError if a file cannot be read, or the ``with`` block has already ended.
         """
         return self._found.result()
 
@@ -117,11 +118,11 @@ class Fingerprint:
             return size, found
 
     def _segment(self, file: int, start: int) -> bytes:
-        """The hash of up to ``_SEGMENT`` bytes. Most of it runs without the interpreter's lock."""
+        """Hash up to ``_SEGMENT`` bytes, mostly without the interpreter's lock."""
         digest = hashlib.blake2b(digest_size=32)
         for place in range(start, start + _SEGMENT, _CHUNK):
             if self._stopped.is_set():
-                raise ConfigError("the start has ended before the model's fingerprint was known")
+                raise ConfigError("the start ended before the model's fingerprint was known")
             data = os.pread(file, _CHUNK, place)
             if not data:
                 break
@@ -131,7 +132,7 @@ class Fingerprint:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Inside, while a file is read: raise ConfigError where that fails."""
+    """Raise ConfigError if a file cannot be read within this context."""
     try:
         yield
     except OSError as error:
@@ -153,7 +154,7 @@ def _identity(file: int) -> str:
 
 
 def _load(path: Path) -> Hashes:
-    """What was kept; nothing where that cannot be read: the files are hashed again."""
+    """Load stored hashes; empty if they cannot be read, so that the files are hashed again."""
     try:
         found = json.loads(path.read_text())
         return {str(name): str(value) for name, value in found.items()}
@@ -162,7 +163,7 @@ def _load(path: Path) -> Hashes:
 
 
 def _keep(path: Path, new: Hashes) -> None:
-    """Add to the kept hashes. What another process overwrites meanwhile is hashed again."""
+    """Add to the stored hashes. An entry that another process overwrites meanwhile is lost."""
     every: Iterable[tuple[str, str]] = (_load(path) | new).items()
     draft = path.with_suffix(f".{os.getpid()}.draft")
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says, checked."""
+"""Reads and checks a model's ``config.json``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ExpertsConfig:
     count: int
     per_token: int
     intermediate_size: int
-    normalised: bool
+    normalized: bool
     """Whether the weights of a token's experts are divided by their sum."""
     layers: frozenset[int]
     """The layers that have experts; the others have one MLP."""
@@ -38,7 +38,7 @@ class ModelConfig:
     """The shape of a decoder. Sizes are in elements, the context and windows in tokens."""
 
     architecture: str
-    """Its name in ``engine.checkpoint.families.FAMILIES``."""
+    """Name in ``engine.checkpoint.families.FAMILIES``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -51,44 +51,44 @@ class ModelConfig:
     tied_embeddings: bool
     eos_ids: tuple[int, ...]
     activation: Activation
-    """Of the gated MLP."""
+    """Activation of the gated MLP."""
     norm_offset: float
-    """What is added to every norm's weight as it is loaded."""
+    """Offset that is added to every norm's weight when it is loaded."""
     norm_placement: NormPlacement
-    """Where attention and MLP are normalised: ``pre``: what goes in; ``sandwich``: what goes in and
-    what comes out; ``post``: what comes out, before it is added to the residual stream."""
+    """Where attention and MLP have norms: ``pre``: at their input; ``sandwich``: at their input and
+    output; ``post``: at their output, before it is added to the residual stream."""
     qk_norm: QkNorm
-    """Whether queries and keys are normalised before their rotation: each head by itself
+    """Whether queries and keys are normalized before their rotation: each head separately
     (``head``), or all heads of a token together (``full``)."""
     embedding_scale: float
     """Factor of the embeddings, before it is rounded to the weights' type."""
     attention_scale: float
     """Factor of queries times keys."""
     attention_softcap: float
-    """Scores s become cap * tanh(s / cap); 0: they stay."""
+    """Attention scores s become cap * tanh(s / cap); 0: unchanged."""
     logits_softcap: float
-    """The same of the logits."""
+    """Logits s become cap * tanh(s / cap); 0: unchanged."""
     windows: tuple[int, ...]
-    """For each layer, how many tokens a query attends to, its own included; 0: to all."""
+    """For each layer, the number of tokens that a query attends to, including its own; 0: all."""
     ropes: tuple[RopeSpec, ...]
     """The distinct rotary tables."""
     layer_ropes: tuple[int, ...]
-    """For each layer, which of ``ropes`` it takes; -1: none."""
+    """For each layer, the index of its table in ``ropes``; -1: none."""
     experts: ExpertsConfig | None
 
 
 def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
     """Read ``config.json`` (and ``generation_config.json`` for its end-of-sequence ids).
 
-    ``max_model_len`` bounds the context, in tokens; 0 takes the model's own.
+    ``max_model_len`` bounds the context, in tokens; 0 means the model's own context.
 
-    Raises ConfigError for a folder without one, for what this engine does not compute, and for a
-    bound above the model's own context. Whether quantised weights can be read is for
-    ``engine.model.weights`` to say.
+    Raises ConfigError for a folder without one, for features that this engine lacks, and for a
+    bound above the model's own context. ``engine.model.weights`` checks whether quantized weights
+    can be read.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{folder} has no config.json: it is no Hugging Face model folder")
+        raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     whole = ConfigFields.read(path)
     architecture, family = family_of(whole)
     fields = (whole.object("text_config") if family.text_config else whole).over(family.defaults)
@@ -142,11 +142,11 @@ def _bounded(path: Path, context: int, max_model_len: int) -> int:
 
 
 def _refuse_bidirectional(fields: ConfigFields) -> None:
-    """Raises ConfigError for an encoder, such as EmbeddingGemma."""
+    """Raise ConfigError for an encoder, such as EmbeddingGemma."""
     if fields.get("use_bidirectional_attention", False):
         raise ConfigError(
-            f"{fields.path}: use_bidirectional_attention is not served: answers are made from left"
-            " to right"
+            f"{fields.path}: use_bidirectional_attention is not supported: answers are"
+            " generated from left to right"
         )
 
 
@@ -154,7 +154,7 @@ def _activation(fields: ConfigFields) -> Activation:
     name = fields.get("hidden_activation") or fields.get("hidden_act", "silu")
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise ConfigError(f"{fields.path}: hidden_act {name} is not served; known: {known}")
+        raise ConfigError(f"{fields.path}: hidden_act {name} is not supported; known: {known}")
     return ACTIVATIONS[name]
 
 
@@ -163,7 +163,7 @@ def _windows(fields: ConfigFields, sliding: Iterable[int], context: int) -> tupl
     if fields.get("sliding_window") is not None:
         window = fields.size("sliding_window")
     if window >= context:
-        # It holds every token that there can be.
+        # The window covers the whole context.
         window = 0
     return tuple(
         window if layer in sliding else 0 for layer in range(fields.size("num_hidden_layers"))
@@ -184,7 +184,7 @@ def _ropes(
 
 
 def _experts(fields: ConfigFields, names: ExpertNames) -> ExpertsConfig:
-    # Mixtral's name for it; transformers 5 may write Qwen's num_experts under it too.
+    # Mixtral's name; transformers 5 may use it for Qwen's num_experts, too.
     local = fields.get("num_local_experts") is not None
     count = fields.size("num_local_experts" if local else "num_experts")
     per_token = fields.size("num_experts_per_tok")
@@ -195,7 +195,7 @@ def _experts(fields: ConfigFields, names: ExpertNames) -> ExpertsConfig:
         count=count,
         per_token=per_token,
         intermediate_size=fields.size(names.intermediate_size),
-        normalised=names.always_normalised or fields.flag("norm_topk_prob"),
+        normalized=names.always_normalized or fields.flag("norm_topk_prob"),
         layers=frozenset(
             layer
             for layer in range(fields.size("num_hidden_layers"))

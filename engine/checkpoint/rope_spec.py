@@ -1,4 +1,4 @@
-"""What a ``config.json`` says about rotary position embedding, checked."""
+"""Reads and checks the rotary position embedding of a ``config.json``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _KNOWN = "default, linear, llama3, longrope, yarn"
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every frequency divided by ``factor``."""
+    """Every frequency is divided by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long waves stretched, short ones kept, those between blended (Llama 3.1)."""
+    """Long waves are stretched, short ones kept, and those between blended (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
@@ -32,8 +32,8 @@ class Llama3Scaling:
 class LongRopeScaling:
     """A divisor for each frequency (Ding et al., LongRoPE, 2024).
 
-    ``long_factors`` hold where the served context exceeds ``original_context``, for every position
-    and however short a prompt is: cached keys must not change when their sequence grows.
+    ``long_factors`` apply if the served context exceeds ``original_context``, to every position and
+    however short a prompt is: cached keys must not change when their sequence grows.
     """
 
     short_factors: tuple[float, ...]
@@ -44,9 +44,9 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Frequencies blended by how often they turn within the original context (Peng et al., YaRN,
+    """Frequencies are blended by the turns that they make within the original context.
 
-    2023): between ``beta_slow`` and ``beta_fast`` turns.
+    The blend is between ``beta_slow`` and ``beta_fast`` turns (Peng et al., YaRN, 2023).
     """
 
     factor: float
@@ -63,7 +63,8 @@ RopeScaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """One rotary table: its base, how many leading dimensions of a head turn, its scaling."""
+    """One rotary table: its base, the number of rotated leading dimensions of a head, its
+    scaling."""
 
     theta: float
     rotary_dim: int
@@ -73,13 +74,13 @@ class RopeSpec:
 def read_rope_specs(fields: ConfigFields, head_dim: int, context: int) -> tuple[RopeSpec, RopeSpec]:
     """The tables of layers with full and with sliding attention, often the same.
 
-    Raises ConfigError for a scaling that is not computed.
+    Raises ConfigError for an unsupported scaling.
     """
     scaling, parameters = fields.object("rope_scaling"), fields.object("rope_parameters")
     nested = parameters.get("full_attention") or parameters.get("sliding_attention")
     local_theta = fields.optional_number("rope_local_base_freq")
     if not nested and not local_theta:
-        # In the order in which transformers looks.
+        # The order in which transformers looks.
         spec = _read_spec(scaling if scaling.values else parameters, fields, head_dim, context)
         return spec, spec
     full = scaling.over(parameters.object("full_attention").values)
@@ -133,7 +134,7 @@ def _read_scaling(
             rope.number("beta_slow", 1.0),
             rope.flag("truncate", True),
         )
-    raise ConfigError(f"{rope.path}: rope scaling {kind} is not served; known: {_KNOWN}")
+    raise ConfigError(f"{rope.path}: rope scaling {kind} is not supported; known: {_KNOWN}")
 
 
 def _longrope(rope: ConfigFields, rotary_dim: int, original: int, factor: float) -> LongRopeScaling:

@@ -86,7 +86,7 @@ inline void turn_keys(const Code<KIND>* keys, long dim, bf16* to, long stride) {
     }
 }
 
-// Two slots' values [dim] → pairs, in panels of 32 dims.
+// Converts two slots' values [dim] to pairs, in panels of 32 dims.
 template <int KIND>
 inline void pair_values(const Code<KIND>* a, const Code<KIND>* b, long dim, bf16* to,
                         long panel_stride) {
@@ -112,9 +112,9 @@ inline void pair_values(const Code<KIND>* a, const Code<KIND>* b, long dim, bf16
   }
 }
 
-// One row's scores of a run → its weights (bf16), with the row's maximum and total kept up. `begin`
-// and `end` bound the keys that the row sees, within the run. Scores and maximum are in powers of
-// two. Returns the factor for the sums so far.
+// Converts one row's scores of a run to weights (bf16), and updates the row's maximum and total.
+// `begin` and `end` bound the keys that the row sees within the run. Scores and maximum are in
+// powers of two. Returns the factor for the previous sums.
 template <int KIND>
 inline float weigh(const Problem& p, const Memory& memory, float* scores, long width, long begin,
                    long end, float& high, float* total, bf16* weights) {
@@ -150,8 +150,8 @@ inline float weigh(const Problem& p, const Memory& memory, float* scores, long w
   return factor;
 }
 
-// Keys or values of 16 slots on their way into the cache: the next block of a sequence lies anywhere,
-// so that the CPU cannot guess it. (Always in line: the compiler drops calls of what only prefetches.)
+// Prefetches keys or values of 16 slots: the next block of a sequence may be anywhere, so the CPU
+// cannot predict it. (Always inline: the compiler drops calls of functions that only prefetch.)
 template <int KIND>
 inline __attribute__((always_inline)) void fetch(const Problem& p, const Part& part, long position,
                                                  long kv, long head) {
@@ -159,7 +159,7 @@ inline __attribute__((always_inline)) void fetch(const Problem& p, const Part& p
   for (long i = 0; i < 16 * p.dim; i += 64 / (long)sizeof(*from)) __builtin_prefetch(from + i, 0, 3);
 }
 
-// The scales of a run, 0 behind the last key; those of the next one are fetched.
+// Reads the scales of a run, 0 after the last key, and prefetches those of the next run.
 inline void take_scales(const Problem& p, const Part& part, long kv_head, long run, long length,
                         Memory& memory) {
   const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -175,8 +175,8 @@ inline void take_scales(const Problem& p, const Part& part, long kv_head, long r
     }
 }
 
-// Keys and values of a run, turned for the products: [panels of 32 keys][dim / 2][32][2] and
-// [panels of 32 dims][slots / 2][32][2]. What lies behind the last key is 0.
+// Keys and values of a run, transposed for the products: [panels of 32 keys][dim / 2][32][2] and
+// [panels of 32 dims][slots / 2][32][2]. Entries after the last key are 0.
 template <int KIND>
 inline void turn(const Problem& p, const Part& part, long kv_head, long run, long length,
                  Memory& memory) {
@@ -206,7 +206,7 @@ inline void turn(const Problem& p, const Part& part, long kv_head, long run, lon
   }
 }
 
-// The queries [rows, dim] of a part that belong to one KV head, and where their sums go.
+// The queries [rows, dim] of a part that belong to one KV head, and the place of their sums.
 struct Rows {
   const Problem& p;
   const Part& part;
@@ -229,12 +229,12 @@ struct Rows {
   }
 };
 
-// Rows `first …` over a run that was turned.
+// Computes rows `first …` over a run that was transposed.
 template <int KIND>
 inline void attend_tile(const Rows& rows, long first, long count, long run, long width,
                         Memory& memory) {
   const Problem& p = rows.p;
-  // The last row sees the latest keys; the first one, with a window, the earliest.
+  // The last row sees the latest keys; with a window, the first row sees the earliest.
   const long seen = rows.position(first + count - 1) + 1 - run;
   if (seen <= 0 || rows.first_key(first) >= run + RUN) return;
   const long most = seen < width ? (seen + PANEL - 1) / PANEL * PANEL : width;
@@ -261,8 +261,8 @@ inline void attend_tile(const Rows& rows, long first, long count, long run, long
 }
 
 #ifdef __AVX512F__
-// The same for the few rows of a single query, where keeping what was turned would cost more than
-// turning it: in registers, with every sum in the same order.
+// The same for the few rows of a single query, for which storing the transposed run would cost more
+// than transposing it. It works in registers, with every sum in the same order.
 template <int KIND, int ROWS>
 void attend_run(const Rows& rows, long run, long length, Memory& memory) {
   const Problem& p = rows.p;
@@ -327,7 +327,7 @@ const AttendRun attend_runs[9] = {
     attend_run<KIND, 5>, attend_run<KIND, 6>, attend_run<KIND, 7>, attend_run<KIND, 8>};
 #endif
 
-// One run, for all rows.
+// Computes one run for all rows.
 template <int KIND>
 inline void attend_rows(const Rows& rows, long run, long length, Memory& memory) {
   if (KIND != BF16) take_scales(rows.p, rows.part, rows.kv_head, run, length, memory);
@@ -344,7 +344,7 @@ inline void attend_rows(const Rows& rows, long run, long length, Memory& memory)
   });
 }
 
-// All queries of a part that belong to one KV head.
+// Computes all queries of a part that belong to one KV head.
 template <int KIND>
 inline void attend(const Problem& p, const Part& part, long kv_head, const Next& next,
                    Memory& memory) {

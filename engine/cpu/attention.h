@@ -1,11 +1,11 @@
-// Attention over the paged KV cache: FlashAttention's running softmax (Dao et al., 2022) with
-// bf16 products and fp32 sums.
+// Attention over the paged KV cache: FlashAttention's running softmax (Dao et al., 2022) with bf16
+// products and fp32 sums.
 //
-// Keys are taken in runs of 128, counted from the sequence's first token; scores, weights and sums of
-// a row depend on nothing but that row. A prompt in one piece, in chunks, and a single query of a
+// Keys are processed in runs of 128, counted from the sequence's first token. Scores, weights and
+// sums of a row depend only on that row. A prompt in one piece, in chunks, and a single query of a
 // decode step give the same bits.
 //
-// Where the cache holds codes (KIND), they are made bf16 on their way into the products; a key's scale
+// If the cache holds codes (KIND), they are converted to bf16 for the products. A key's scale
 // multiplies its score, a value's scale its weight before that is rounded to bf16.
 
 #pragma once
@@ -28,13 +28,13 @@ struct Problem {
   float scale, softcap;
 };
 
-// Neighbouring queries of one sequence: tokens `first …` of the batch, `start …` of the sequence.
+// Adjacent queries of one sequence: tokens `first …` of the batch, `start …` of the sequence.
 struct Part {
   long first, count, start;
   const int32_t* table;
 };
 
-// What this thread most likely does next: its first keys are fetched meanwhile.
+// The most likely next work of this thread: its first keys are prefetched.
 struct Next {
   const Part* part;  // or null
   long kv_head;
@@ -46,7 +46,7 @@ struct Memory {
   float key_scales[RUN], value_scales[RUN];  // of a run's codes
 };
 
-// All queries of a part that belong to one KV head; `kind` is the cache's.
+// Computes all queries of a part that belong to one KV head; `kind` is the cache's.
 void attend(long kind, const Problem& p, const Part& part, long kv_head, const Next& next,
             Memory& memory);
 

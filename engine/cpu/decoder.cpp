@@ -1,8 +1,8 @@
-// One step of a decoder: embedding, layers, logits. The plain-torch model in engine/model/model.py is the
-// definition; this computes the same for bf16 weights, without a trip through Python for each of the
-// thousand small operations of a step.
+// One step of a decoder: embedding, layers, logits. The plain-torch model in engine/model/model.py
+// is the reference. This code computes the same for bf16 weights, without a call through Python for
+// each of the thousand small operations of a step.
 //
-// The residual stream and all sums are fp32; what enters a matrix product is bf16.
+// The residual stream and all sums are fp32; inputs of matrix products are bf16.
 
 #include <float.h>
 
@@ -21,9 +21,9 @@ enum Activation { SILU = 0, GELU_TANH = 1 };
 
 struct Layer {
   const float *attention_norm, *query_norm, *key_norm, *attention_post_norm, *mlp_norm,
-      *mlp_post_norm;     // [hidden] or as wide as what they norm; null: none
-  const float* feature_norm;  // of an EAGLE layer, which takes [embedding, feature]; else null
-  int64_t residual_normed;    // whether the residual stream of such a layer begins with that norm
+      *mlp_post_norm;     // [hidden] or as wide as their input; null: none
+  const float* feature_norm;  // for an EAGLE layer, which takes [embedding, feature]; else null
+  int64_t residual_normed;    // whether that layer's residual stream begins with this norm
   const float* rope;      // [context][2][rotary / 2], or null: no rotation
   int64_t rotary, window;  // window 0: all keys
   Matrix query, key, value, output;
@@ -39,11 +39,11 @@ struct Model {
   const bf16* embedding;  // [vocab, hidden]
   const float* norm;
   Matrix head;
-  Matrix combine;  // of an EAGLE head: makes a feature of what went into several layers
+  Matrix combine;  // for an EAGLE head: makes a feature from several layers' inputs
   const Layer* layer;
 };
 
-// The tokens of one step, all sequences after one another.
+// The tokens of one step, one sequence after another.
 struct Step {
   int64_t tokens, rows, outputs, threads;
   const int64_t *token_ids, *positions;  // [tokens]
@@ -53,12 +53,12 @@ struct Step {
   const int64_t* output;  // [outputs]: tokens whose logits are wanted
   const float* embedded;  // [tokens, hidden] in place of the table's rows, or null
   float* logits;          // [outputs, vocab], or null
-  int64_t* best;          // [outputs]: the likeliest token, the lowest of equals; or null
+  int64_t* best;          // [outputs]: the most likely token, the lowest on a tie; or null
   int64_t* layers_done;   // set as layers store the keys and values of all tokens
   const float* features;  // [tokens, hidden] for an EAGLE layer, or null
   const float* combined;  // [tokens, combine.inputs] in place of features, or null
-  float* hidden;          // [tokens, hidden_layers, hidden]: what goes into these layers, or null
-  const int64_t* hidden_layer;  // [hidden_layers]; the number of layers: what the last one puts out
+  float* hidden;          // [tokens, hidden_layers, hidden]: inputs of these layers, or null
+  const int64_t* hidden_layer;  // [hidden_layers]; the number of layers: the last one's output
   int64_t hidden_layers;
 };
 
@@ -98,7 +98,7 @@ class Decoder {
     threads_.run(count, (int)step_->threads, body);
   }
 
-  // Rows are cheap one by one: only many of them are worth several threads.
+  // Single rows are cheap: only many of them are worth several threads.
   template <class Body>
   void over_rows(long rows, Body&& body) {
     const long part = 16;
@@ -143,7 +143,7 @@ class Decoder {
     });
   }
 
-  // The features of an EAGLE layer, which its residual stream begins with.
+  // Computes the features of an EAGLE layer, with which its residual stream begins.
   void combine() {
     const long hidden = model_.hidden, wide = model_.combine.inputs;
     gathered_.resize(tokens() * wide);
@@ -193,7 +193,7 @@ class Decoder {
     });
   }
 
-  // What an EAGLE layer's attention takes: the normed embedding and, beside it, the normed feature.
+  // Computes the input of an EAGLE layer's attention: the normed embedding and the normed feature.
   void norm_pairs(const Layer& layer) {
     const long hidden = model_.hidden;
     over_rows(tokens(), [&](long t) {
@@ -205,7 +205,7 @@ class Decoder {
     });
   }
 
-  // Hands out what goes into a layer, where that is asked for.
+  // Copies the input of a layer, if it was requested.
   void tell(long layer) {
     const long hidden = model_.hidden, count = step_->hidden_layers;
     for (long n = 0; n < count; n++)
@@ -215,15 +215,15 @@ class Decoder {
                  hidden * sizeof(float));
   }
 
-  // How many neighbouring panels a thread takes: few enough that threads end together, and that one
-  // can leave within some tens of microseconds.
+  // Number of adjacent panels that a thread takes: few enough that threads end together, and that a
+  // helper can leave within some tens of microseconds.
   long panels_at_once(long panels, long rows) const {
     if (step_->threads == 1) return panels;
     return std::max<long>(1, std::min<long>(panels / (step_->threads * 6), 512 / rows));
   }
 
   // Products of rows [rows, stride] with a matrix: `each(m, n, count, values)` gets up to 32
-  // neighbouring outputs n … of row m, bias added. Panels are shared out in runs.
+  // adjacent outputs n … of row m, bias added. Panels are divided in runs.
   template <class Each>
   void multiply(const Matrix* matrices, int number, const bf16* x, long stride, long rows,
                 Each&& each) {
@@ -253,7 +253,7 @@ class Decoder {
     });
   }
 
-  // Adds a block's output to the residual stream; with a norm in between, it is kept for that.
+  // Adds a block's output to the residual stream. If a norm comes between, it is stored for that.
   auto adder(const float* post_norm) {
     float* to = post_norm ? projected_.data() : residual_.data();
     const long hidden = model_.hidden;
@@ -265,7 +265,7 @@ class Decoder {
     };
   }
 
-  // Rows in the order of a weight's columns (GPTQ's act-order): `x` itself where that is plain.
+  // Rows in the order of a weight's columns (GPTQ's act-order); `x` itself if the order is plain.
   const bf16* ordered(const Matrix& w, const bf16* x, long stride, long rows,
                       std::vector<bf16>& memory) {
     if (!w.columns) return x;
@@ -290,7 +290,7 @@ class Decoder {
                memcpy(projected_.data() + t * row + offset[which] + n, values, width * sizeof(float));
              });
     over_rows(tokens(), [&](long t) { place(layer, t, projected_.data() + t * row); });
-    // Others send what is there while the rest is computed.
+    // Other threads send what is there while the rest is computed.
     std::atomic_ref(*step_->layers_done).store(&layer - layers_.data() + 1);
     if (&layer == &layers_.back()) keep_outputs();
     if (!tokens()) return;
@@ -309,7 +309,7 @@ class Decoder {
     });
   }
 
-  // A token's query, rotated, for the attention; its key and value into the cache.
+  // Rotates a token's query for the attention, and writes its key and value to the cache.
   void place(const Layer& layer, long t, float* projected) {
     const Model& m = model_;
     const long dim = m.dim, wide = m.heads * dim, narrow = m.kv_heads * dim;
@@ -329,7 +329,7 @@ class Decoder {
     keep(layer, t, projected + wide);
   }
 
-  // A token's keys and values [K/V, head, dim] into the cache.
+  // Writes a token's keys and values [K/V, head, dim] to the cache.
   void keep(const Layer& layer, long t, const float* projected) {
     const Cache& c = cache_;
     const long dim = model_.dim, number = &layer - layers_.data();
@@ -375,7 +375,7 @@ class Decoder {
     outputs_alone_ = true;
   }
 
-  // Neighbouring queries that go through their sequence's keys together.
+  // Finds adjacent queries that process their sequence's keys together.
   void divide() {
     const Step& step = *step_;
     const long most = std::max<long>(1, QUERY_ROWS / (model_.heads / model_.kv_heads));
@@ -411,7 +411,7 @@ class Decoder {
         m.attention_scale,
         m.attention_softcap};
     divide();
-    // The last parts of a prompt see the most keys: they go first, so that threads end together.
+    // The last parts of a prompt see the most keys, so they go first: threads then end together.
     const long count = (long)parts_.size();
     const auto part_of = [&](long i) { return &parts_[count - 1 - i / m.kv_heads]; };
     parallel(count * m.kv_heads, [&](long i) {
@@ -425,7 +425,7 @@ class Decoder {
 
   f32x16 activate(f32x16 x) const { return model_.activation == SILU ? silu(x) : gelu_tanh(x); }
 
-  // act(gate(x)) * up(x) for rows of x → inner [rows, inner].
+  // Computes act(gate(x)) * up(x) for rows of x → inner [rows, inner].
   void gate(const Matrix& gate, const Matrix& up, const bf16* x, long rows, bf16* inner) {
     const long hidden = model_.hidden, width = gate.outputs, panels = gate.panels();
     const bf16* to_gate = ordered(gate, x, hidden, rows, ordered_[0]);
@@ -472,8 +472,8 @@ class Decoder {
     add_normed(layer.mlp_post_norm);
   }
 
-  // A mixture of experts: each token's rows go through the experts that its router chose, the
-  // tokens of one expert together; the results are added in the order of the choice.
+  // A mixture of experts. Each token's row goes through the experts that its router chose, and the
+  // tokens of one expert are computed together. Results are added in the order of the choice.
   void mix(const Layer& layer) {
     const Model& m = model_;
     const long hidden = m.hidden, chosen = m.experts_per_token, n = tokens(), experts = layer.experts;
@@ -516,11 +516,11 @@ class Decoder {
     add_normed(layer.mlp_post_norm);
   }
 
-  // The likeliest experts of a token, the lowest of equals first, and their shares.
+  // The most likely experts of a token, the lowest first on a tie, and their shares.
   void choose(long t, long experts) {
     const long chosen = model_.experts_per_token;
     float* scores = scores_.data() + t * experts;
-    // No order holds among scores that are not numbers: those experts are the last.
+    // NaN scores have no order: those experts come last.
     for (long e = 0; e < experts; e++) scores[e] = std::isnan(scores[e]) ? -FLT_MAX : scores[e];
     const float most = *std::max_element(scores, scores + experts);
     float total = 0;
@@ -567,7 +567,7 @@ class Decoder {
     }
   }
 
-  // Query rows of one part: enough that turning the keys costs little beside them.
+  // Query rows of one part: enough to make transposing the keys cheap in comparison.
   static const long QUERY_ROWS = 192;
 
   const Model model_;
@@ -576,7 +576,7 @@ class Decoder {
   Threads threads_;
   const Step* step_ = nullptr;
   long tokens_ = 0;  // rows that are still computed
-  bool outputs_alone_ = false;  // whether these are the outputs' rows
+  bool outputs_alone_ = false;  // whether only the outputs' rows are left
   std::vector<float> residual_, embedded_, projected_, scores_, shares_, mixed_, best_;
   std::vector<bf16> ordered_[3];
   std::vector<bf16> normed_, queries_, attended_, inner_, gathered_;
@@ -592,7 +592,7 @@ extern "C" {
 // The model's tensors and the cache must outlive the decoder; the structs are copied.
 void* baton_decoder_new(const Model* model, const Cache* cache) { return new Decoder(*model, *cache); }
 void baton_decoder_free(void* decoder) { delete (Decoder*)decoder; }
-// Before a step: `lines` is the board, or null; see board.h.
+// Call it before a step: `lines` is the board, or null; see board.h.
 void baton_decoder_share(void* decoder, void* lines, int64_t count, int64_t mine, int64_t cores,
                          int64_t yields) {
   ((Decoder*)decoder)->share({(Line*)lines, count, mine, cores}, yields);

@@ -31,10 +31,10 @@ _LANES = 16
 def cpu_decoder(
     model: DecoderModel, cache: KvGroup, packed: PackedCache | None = None, key: str = ""
 ) -> CpuDecoder | None:
-    """The C++ decoder for a model and a cache, or None where torch is to compute.
+    """The C++ decoder for a model and a cache; None if torch has to compute.
 
-    Packed weights are kept in ``packed`` under ``key``, which names the weights; without it they
-    are packed into this process's memory.
+    Packed weights are stored in ``packed`` under ``key``, which names the weights. Without
+    ``packed``, they are packed into this process's memory.
     """
     library = cpu_library() if _fits(model, cache) else None
     return None if library is None else CpuDecoder(library, model, cache, packed, key)
@@ -56,7 +56,7 @@ def _fits(model: DecoderModel, cache: KvGroup) -> bool:
 
 
 def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
-    """Whether the C++ has this form: pairs of inputs, of one group each."""
+    """Whether the C++ code supports this form: pairs of inputs within one group."""
     even = weight.shape[1] % 2 == 0
     if isinstance(weight, torch.Tensor):
         return even
@@ -85,8 +85,8 @@ class CpuDecoder:
         self._run = library.baton_decoder_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.POINTER(structs.Step)]
         self._run.restype = None
-        # What the structs point to. Not the model: its linear weights are packed, and one copy of
-        # them is enough.
+        # Objects to which the structs point. The model is not one: its linear weights are packed,
+        # and one copy of them is enough.
         self._kept: list[object] = [model.embedding, cache]
         self._parts = self._pack(model, packed, key)
         create, free = library.baton_decoder_new, library.baton_decoder_free
@@ -98,16 +98,16 @@ class CpuDecoder:
         self._share.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4
         self._share.restype = None
         self._decoder: int = create(self._model(model), self._cache(cache))
-        # Not at the process's end: the engine thread may still be inside.
+        # Not freed at the process's end: the engine thread may still use it.
         weakref.finalize(self, free, self._decoder).atexit = False
 
     def share_cores(self, share: CoreShare) -> None:
-        """From the next step on."""
+        """Share the host's cores from the next step on."""
         mine = (share.lines, share.count, share.mine, share.cores, share.yields)
         self._share(self._decoder, *mine)
 
     def use_threads(self, threads: int) -> None:
-        """Take this many threads from the next step on."""
+        """Use this number of threads from the next step on."""
         self.threads = threads
 
     @property
@@ -118,7 +118,7 @@ class CpuDecoder:
         self._layers_done[0] = 0
 
     def run(self, step: StepInput) -> StepOutput:
-        """Compute the tokens, and store their KV. Without the interpreter's lock."""
+        """Compute the tokens, and store their KV. Releases the interpreter's lock."""
         tokens, outputs = len(step.token_ids), len(step.outputs)
         size = self._block_size
         rows = np.array([(row.start, row.count, len(row.block_table)) for row in step.rows])
@@ -134,9 +134,11 @@ class CpuDecoder:
         output = np.array(step.outputs, dtype=np.int64)
         layers = np.array(step.hidden_layers, dtype=np.int64)
         hidden = torch.empty(tokens, len(layers), self._hidden) if len(layers) else None
-        # The C++ trusts what it is given; torch would raise for a row that is not there.
+        # The C++ code does not check its input; torch would raise for a missing row.
         if tokens != int(count.sum()) or not 0 <= token_ids.min() <= token_ids.max() < self._vocab:
-            raise ValueError(f"{tokens} token ids for {int(count.sum())} places, or one unknown")
+            raise ValueError(
+                f"{tokens} token ids for {int(count.sum())} positions, or an unknown id"
+            )
         best = np.empty(outputs, dtype=np.int64) if step.greedy else None
         logits = None if step.greedy else torch.empty(outputs, self._outputs)
         embedded = None
@@ -222,7 +224,7 @@ class CpuDecoder:
             qk_norm=_QK_NORMS[config.qk_norm],
             activation=_ACTIVATIONS[config.activation],
             experts_per_token=experts.per_token if experts else 0,
-            experts_normalised=bool(experts and experts.normalised),
+            experts_normalized=bool(experts and experts.normalized),
             eps=config.rms_norm_eps,
             attention_scale=config.attention_scale,
             attention_softcap=config.attention_softcap,

@@ -1,7 +1,7 @@
-// What the KV cache holds: bf16, or codes of 8 bits (int8, or fp8 as e4m3fn), whose scale is one fp32
-// for each token and KV head of keys and of values. Codes are exact in bf16, so that attention
-// multiplies them like any other keys and values, and then the scores and weights by the scales.
-// engine/kv/kv_quantization.py is the definition.
+// Contents of the KV cache: bf16, or codes of 8 bits (int8, or fp8 as e4m3fn) with an fp32 scale
+// for each token and KV head of keys and of values. Codes are exact in bf16. So attention
+// multiplies them like other keys and values, and then multiplies the scores and weights by the
+// scales. engine/kv/kv_quantization.py is the reference.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct CodeOf<BF16> {
 template <int KIND>
 using Code = typename CodeOf<KIND>::type;
 
-// 16 codes as bf16: where they lie, or in `room`.
+// 16 codes as bf16, in place or in `room`.
 template <int KIND>
 inline const bf16* halves(const Code<KIND>* codes, bf16* room) {
   if constexpr (KIND == BF16) return codes;
@@ -39,8 +39,8 @@ inline const bf16* halves(const Code<KIND>* codes, bf16* room) {
 }
 
 #ifdef __AVX512F__
-// 32 codes of e4m3fn: the exponent's bias goes from 7 to 127. Those below 2^-6, multiples of 2^-9, are
-// looked up.
+// Converts 32 codes of e4m3fn: the exponent's bias changes from 7 to 127. Codes below 2^-6,
+// multiples of 2^-9, are looked up.
 inline __attribute__((always_inline)) __m512i fp8_halves(const uint8_t* codes) {
   typedef uint16_t u16x32 __attribute__((vector_size(64)));
   const u16x32 small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
@@ -64,24 +64,24 @@ inline __attribute__((always_inline)) __m512i halves(const Code<KIND>* codes) {
 }
 #endif
 
-// Within ±127, rounded half to even.
+// Rounds to int8 within ±127, half to even.
 inline u8x16 int8_of(f32x16 x) {
   const f32x16 shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   return narrow((u32x16)__builtin_convertvector((x + shift) - shift, i32x16));
 }
 
-// Within ±448, as the bits of e4m3fn (Open Compute Project, 8-bit Floating Point Specification 1.0),
-// rounded half to even.
+// Rounds to e4m3fn bits within ±448, half to even (Open Compute Project, 8-bit Floating Point
+// Specification 1.0).
 inline u8x16 fp8_of(f32x16 x) {
   const u32x16 bits = (u32x16)x, size = bits & 0x7fffffff;
-  // Below 2^-6 the steps are 2^-9, as they are of fp32 from 2^14 on.
+  // Below 2^-6 the steps are 2^-9, which is the step of fp32 from 2^14 on.
   const u32x16 small = (u32x16)((f32x16)size + 16384.0f) - 0x46800000;
-  // Else the exponent's bias goes from 127 to 7, and 20 bits are rounded away.
+  // Otherwise the exponent's bias changes from 127 to 7, and 20 bits are rounded away.
   const u32x16 large = (size - 0x3c000000 + 0x7ffff + ((size >> 20) & 1)) >> 20;
   return narrow((size < 0x3c800000 ? small : large) | ((bits >> 24) & 0x80));
 }
 
-// A head's values [dim] → codes; returns their scale. It divides, as the definition does.
+// Converts a head's values [dim] to codes; returns their scale. It divides, like the reference.
 template <int KIND>
 inline float encode(const float* values, long dim, uint8_t* codes) {
   const float limit = KIND == INT8 ? 127.0f : 448.0f;

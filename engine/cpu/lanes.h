@@ -1,5 +1,5 @@
 // Sixteen numbers at a time, in the compiler's own vector types: one source for AVX-512, AVX2 and
-// whatever else the compiler is told to build for. Intrinsics only where they are worth it.
+// every other target of the compiler. Intrinsics are used only where they pay.
 //
 // bf16 is the upper half of an fp32; rounding is to nearest even.
 
@@ -34,8 +34,8 @@ static inline void store(void* to, V v) {
 
 static inline f32x16 all(float x) { return x - (f32x16){}; }
 
-// In parts as wide as the CPU's registers: the compiler takes comparisons of wider vectors apart,
-// number by number (seen with GCC 12).
+// In parts as wide as the CPU's registers: the compiler splits comparisons of wider vectors into
+// single numbers (seen with GCC 12).
 #if defined(__AVX512F__)
 #define PART_BYTES 64
 #elif defined(__AVX2__)
@@ -63,7 +63,7 @@ static inline f32x16 smaller(f32x16 a, f32x16 b) {
   return by_parts<f32x16>(a, b, [](f32part x, f32part y) { return x < y ? x : y; });
 }
 
-// All bits of a lane set where a >= b.
+// Sets all bits of a lane where a >= b.
 static inline i32x16 reaches(f32x16 a, f32x16 b) {
   return by_parts<i32x16>(a, b, [](f32part x, f32part y) { return x >= y; });
 }
@@ -94,8 +94,8 @@ static inline bf16 half_of(float x) {
   return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Bytes to 32 bits. With intrinsics: the compiler takes its own conversion apart, byte by byte, where
-// the bytes come from memory (seen with GCC 12).
+// Converts bytes to 32 bits, with intrinsics: the compiler splits its own conversion into single
+// bytes if they come from memory (seen with GCC 12).
 static inline i32x16 wide(i8x16 x) {
 #if defined(__AVX512F__)
   return (i32x16)_mm512_cvtepi8_epi32((__m128i)x);
@@ -120,7 +120,7 @@ static inline u32x16 wide(u8x16 x) {
 #endif
 }
 
-// The lower bytes of 32 bits each.
+// The lowest byte of each 32-bit lane.
 static inline u8x16 narrow(u32x16 x) {
 #ifdef __AVX512F__
   return (u8x16)_mm512_cvtepi32_epi8((__m512i)x);
@@ -129,7 +129,7 @@ static inline u8x16 narrow(u32x16 x) {
 #endif
 }
 
-// Adds to each lane the products of its pair of bf16: the whole arithmetic of a matrix product.
+// Adds to each lane the products of its pair of bf16: the inner operation of a matrix product.
 static inline f32x16 add_products(f32x16 sum, u32x16 a, u32x16 b) {
 #ifdef __AVX512BF16__
   return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -139,7 +139,7 @@ static inline f32x16 add_products(f32x16 sum, u32x16 a, u32x16 b) {
 #endif
 }
 
-// In halves: lane i and lane i + 8, then i + 4, and so on.
+// Sums in halves: lane i and lane i + 8, then i + 4, and so on.
 static inline float sum_of(f32x16 x) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps((__m512)x);
@@ -164,7 +164,7 @@ static inline float largest_of(f32x16 x) {
 }
 
 // e^x to about one unit in the last place: 2^n * p(f) with x = (n + f) ln 2 and the polynomial of
-// Cephes' expf (Moshier). Beyond ±87 it stays at the value there.
+// Cephes' expf (Moshier). Beyond ±87 it keeps the value there.
 static inline f32x16 exp_of(f32x16 x) {
   x = smaller(larger(x, all(-87.0f)), all(87.0f));
   const f32x16 shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
@@ -182,7 +182,8 @@ static inline f32x16 exp_of(f32x16 x) {
   return p * (f32x16)power;
 }
 
-// 2^x for x <= 0, to about 2^-23: far finer than the bf16 that it is rounded to. -inf gives 0.
+// 2^x for x <= 0, to about 2^-23: much more precise than bf16, to which it is rounded. -inf gives
+// 0.
 static inline f32x16 power_of_two(f32x16 x) {
 #ifdef __AVX512F__
   const f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, 0);
@@ -209,7 +210,7 @@ static inline f32x16 tanh_of(f32x16 x) { return 1.0f - 2.0f / (exp_of(2.0f * x) 
 
 static inline f32x16 silu(f32x16 x) { return x / (1.0f + exp_of(-x)); }
 
-// Hendrycks & Gimpel, 2016, in its approximation by tanh.
+// GELU (Hendrycks & Gimpel, 2016), approximated with tanh.
 static inline f32x16 gelu_tanh(f32x16 x) {
   return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
 }

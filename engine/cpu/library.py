@@ -22,16 +22,16 @@ _TARGET = NATIVE
 
 @lru_cache(maxsize=1)
 def cpu_library() -> ctypes.CDLL | None:
-    """The library, or None where torch is to compute; the reason is logged once."""
+    """The library; None if torch has to compute, and the reason is logged once."""
     try:
         return CppLibrary(SOURCES, _TARGET).load()
     except ConfigError as error:
-        log.warning("torch computes, several times slower: %s", error)
+        log.warning("using torch, which is several times slower: %s", error)
         return None
 
 
 def library_build() -> str:
-    """What names the library: its sources, compiler and CPU. Two builds may differ in last bits."""
+    """The build's name: its sources, compiler and CPU. Two builds may differ in the last bits."""
     library = cpu_library()
     return "" if library is None else Path(library._name).stem
 

@@ -26,7 +26,7 @@ void multiply_panel(const Matrix& w, long panel, const bf16* x, long stride, lon
                     const TileTaker& take) {
   const long pairs = w.inputs / 2;
   const bf16* data = (const bf16*)w.data + panel * w.inputs * PANEL;
-  // The panel behind this one is fetched in the first two passes over the rows.
+  // The next panel is prefetched in the first two passes over the rows.
   const char* next = (const char*)(data + w.inputs * PANEL);
   const bool once = rows <= TILE;
   float tile[TILE * PANEL];

@@ -1,10 +1,10 @@
 // y = x * W^T + b, over weights that were packed when the model was loaded.
 //
-// A panel is 32 outputs: for each pair of inputs the 32 pairs of weights lie side by side, so that
-// one instruction multiplies 16 outputs by a pair of x that all lanes share. Panels follow one
-// another, and while one is multiplied the next is fetched. A tile is up to 14 rows by 32 outputs:
-// 28 sums in registers. Each sum runs over the inputs in order, whatever the other rows are: a row's
-// result is the same bit for bit in every batch.
+// A panel is 32 outputs. For each pair of inputs, the 32 pairs of weights are adjacent, so that one
+// instruction multiplies 16 outputs by a pair of x that all lanes share. Panels are consecutive,
+// and while one is multiplied the next is prefetched. A tile is up to 14 rows by 32 outputs: 28
+// sums in registers. Each sum runs over the inputs in order, whatever the other rows are. So a
+// row's result is the same bit for bit in every batch.
 
 #pragma once
 
@@ -27,8 +27,8 @@ struct Matrix {
   long panels() const { return (outputs + PANEL - 1) / PANEL; }
 };
 
-// Takes a tile of sums, [count][32], of the rows from `first` on. It refers to a function object, which
-// must outlive it: products are compiled once, and not for every use of their results.
+// Takes a tile of sums, [count][32], of the rows from `first` on. It refers to a function object,
+// which must outlive it: products are compiled once, and not for every use of their results.
 class TileTaker {
  public:
   template <class Take>
@@ -44,20 +44,20 @@ class TileTaker {
   void (*call_)(const void*, long, long, float*);
 };
 
-// x [rows, stride] times one panel: calls take(first row, count, tile [count][32]).
+// Multiplies x [rows, stride] by one panel; calls take(first row, count, tile [count][32]).
 void multiply_panel(const Matrix& w, long panel, const bf16* x, long stride, long rows,
                     const TileTaker& take);
 
 namespace linear {
 
-// Rows [rows, stride] times a panel → out [rows, out_stride] of 32 outputs each. `fetch` bytes of
-// `next` are fetched for every pair. With `more`, what is in `out` is added to.
+// Multiplies rows [rows, stride] by a panel → out [rows, out_stride] with 32 outputs each. For
+// every pair, `fetch` bytes of `next` are prefetched. With `more`, the result is added to `out`.
 typedef void (*Multiply)(const bf16* x, long stride, const bf16* panel, long pairs, float* out,
                          long out_stride, const char* next, int fetch, bool more);
 
 extern const Multiply multiply_rows[TILE + 1];  // by the number of rows
 
-// Rows in equal tiles: calls each(first row, count).
+// Divides rows into equal tiles: calls each(first row, count).
 template <class Each>
 inline void tiles(long rows, Each&& each) {
   const long parts = (rows + TILE - 1) / TILE;

@@ -1,7 +1,7 @@
-// Log probabilities of tokens: engine/sampling/logprobs.py is the definition.
+// Log probabilities of tokens; engine/sampling/logprobs.py is the reference.
 //
-// Two passes over a row of logits: its largest one and the likeliest tokens, then the sum of all
-// exponentials. A row's numbers depend on the row alone, bit for bit.
+// Two passes over a row of logits find its largest logit and the most likely tokens, and then the
+// sum of all exponentials. A row's numbers depend only on the row, bit for bit.
 
 #include <math.h>
 
@@ -26,7 +26,8 @@ f32x16 numbers_at(const float* logits, long vocab, long i) {
   return v;
 }
 
-// The `count` largest, largest first, of equal ones the lower token first; and the largest of all.
+// Finds the `count` largest, the largest first and the lower token first on a tie. Returns the
+// largest of all.
 float likeliest(const float* logits, long vocab, long count, std::vector<Scored>& best) {
   best.clear();
   f32x16 most = all(-INFINITY);
@@ -49,14 +50,15 @@ float likeliest(const float* logits, long vocab, long count, std::vector<Scored>
   return largest_of(most);
 }
 
-// The logarithm of the sum of all exponentials. In fp32 over a few, then in double.
+// The logarithm of the sum of all exponentials: in fp32 over a few, then in double.
 double log_sum(const float* logits, long vocab, float most) {
   const long run = 16 * LANES;
   double total = 0.0;
   for (long start = 0; start < vocab; start += run) {
     f32x16 sums = {};
     for (long i = start; i < std::min(start + run, vocab); i += LANES) {
-      // What is too small for a float counts as e^-87: all of a vocabulary so is nothing.
+      // Values too small for a float count as e^-87; all of a vocabulary together is then
+      // negligible.
       sums += exp_of(numbers_at(logits, vocab, i) - all(most));
     }
     total += sum_of(sums);
@@ -66,9 +68,9 @@ double log_sum(const float* logits, long vocab, float most) {
 
 }  // namespace
 
-// Of each of `rows` places: the row of logits, the token that stands there, and how many of the
-// likeliest are wanted, `width` at most. Writes the token's log probability, and [rows, width] of
-// the likeliest tokens and theirs.
+// For each of `rows` places: the row of logits, the token there, and the number of most likely
+// tokens wanted, at most `width`. Writes the token's log probability, and [rows, width] of the most
+// likely tokens and theirs.
 extern "C" void baton_logprobs(const float* logits, int64_t stride, int64_t vocab, int64_t rows,
                                const int64_t* row, const int64_t* token, const int64_t* wanted,
                                int64_t width, float* logprob, int32_t* top_ids, float* top) {

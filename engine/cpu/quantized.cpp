@@ -10,7 +10,7 @@
 namespace quantized {
 namespace {
 
-const long PART = 512;  // pairs of a panel that are turned at once: 64 KiB of bf16
+const long PART = 512;  // pairs of a panel that are converted at once: 64 KiB of bf16
 
 template <int KIND>
 const int BYTES = KIND == INT4 ? 32 : 64;  // of a pair's codes
@@ -25,7 +25,7 @@ inline f32x16 factors(const void* from, bool half, long at) {
 #endif
 }
 
-// Scales or minimums of a group, each twice: an output's two codes are neighbours.
+// Scales or minimums of a group, each twice, because an output's two codes are adjacent.
 struct Doubled {
   f32x16 lanes[4];
 
@@ -40,7 +40,7 @@ struct Doubled {
   }
 };
 
-// One group's factors, and how a pair of inputs becomes bf16.
+// One group's factors, and the conversion of a pair of inputs to bf16.
 template <int KIND, bool MINS>
 struct Group {
   const Doubled scales, mins;
@@ -66,7 +66,7 @@ inline long factor_at(const Matrix& w, long panel, long pair) {
   return (panel * (w.inputs / w.group) + 2 * pair / w.group) * PANEL;
 }
 
-// Pairs `from` … `to - 1` of a panel → bf16 [pairs][32][2].
+// Converts pairs `from` … `to - 1` of a panel to bf16 [pairs][32][2].
 template <int KIND, bool MINS>
 void turn(const Matrix& w, long panel, long from, long to, bf16* out) {
   const uint8_t* codes = (const uint8_t*)w.data + panel * w.inputs / 2 * BYTES<KIND>;
@@ -79,7 +79,7 @@ void turn(const Matrix& w, long panel, long from, long to, bf16* out) {
   }
 }
 
-// linear::multiply over codes.
+// Does linear::multiply over codes.
 template <int KIND, bool MINS, int ROWS>
 void multiply(const Matrix& w, long panel, const bf16* x, long stride, float* out) {
   const long pairs = w.inputs / 2;
@@ -97,7 +97,7 @@ void multiply(const Matrix& w, long panel, const bf16* x, long stride, float* ou
   sums.finish(out, PANEL);
 }
 
-// What a few rows are worth: with more of them, codes would be turned in registers too often.
+// Maximum rows for conversion in registers: with more, codes would be converted too often.
 const int FEW = 8;
 
 typedef void (*Multiply)(const Matrix&, long, const bf16*, long, float*);

@@ -1,9 +1,9 @@
-// Weights of fewer bits: code * scale + min, rounded to bf16 and then multiplied like any other.
+// Weights with fewer bits: code * scale + min, rounded to bf16 and then multiplied like any other.
 //
-// Codes lie in panels like bf16 weights do: for each pair of inputs those of 32 outputs, 64 codes.
-// INT8 and FP8 (e4m3fn): a byte each. INT4: 32 bytes, of which the low nibbles are the first half.
-// For a few rows the codes are turned into bf16 in registers, so that they alone are read; for many
-// rows a part of the panel is turned in the cache. Both give the same bits.
+// Codes are in panels like bf16 weights: for each pair of inputs there are 64 codes of 32 outputs.
+// INT8 and FP8 (e4m3fn) take a byte each. INT4 takes 32 bytes, whose low nibbles are the first
+// half. For a few rows, codes are converted to bf16 in registers, so that only codes are read. For
+// many rows, a part of the panel is converted in the cache. Both give the same bits.
 
 #pragma once
 
@@ -32,7 +32,7 @@ inline u32x16 halves(f32x16 low, f32x16 high) {
 #endif
 }
 
-// As ::multiply_panel. Instances: quantized.cpp.
+// Like ::multiply_panel. Instances: quantized.cpp.
 template <int KIND, bool MINS>
 void multiply_panel(const Matrix& w, long panel, const bf16* x, long stride, long rows,
                     const TileTaker& take);

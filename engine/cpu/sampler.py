@@ -1,6 +1,6 @@
-"""Tokens and log probabilities on the CPU: sampling.cpp and logprobs.cpp, a call for each step.
+"""Tokens and log probabilities on the CPU: sampling.cpp and logprobs.cpp, one call per step.
 
-``engine.sampling.sampling.sample`` and ``engine.sampling.logprobs`` are the definitions; the tokens
+``engine.sampling.sampling.sample`` and ``engine.sampling.logprobs`` are the reference; the tokens
 are the same.
 """
 
@@ -25,7 +25,7 @@ _SEED_MASK = (1 << 64) - 1
 
 
 class _Draw(ctypes.Structure):
-    """How one row is drawn: sampling.cpp's struct of this name."""
+    """Parameters of a row's draw: sampling.cpp's struct of this name."""
 
     _fields_: ClassVar[list[tuple[str, type]]] = [
         ("mask", ctypes.c_void_p),
@@ -60,13 +60,13 @@ class _Draw(ctypes.Structure):
 
 
 def cpu_sampler() -> CpuSampler | None:
-    """The C++ sampler, or None where torch is to draw."""
+    """The C++ sampler; None if torch has to draw."""
     library = cpu_library()
     return None if library is None else CpuSampler(library)
 
 
 class CpuSampler:
-    """Draws what ``engine.sampling.sampling.sample`` draws. Called by one thread at a time."""
+    """Draws the same tokens as ``engine.sampling.sampling.sample``. For one thread at a time."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.threads = torch.get_num_threads()
@@ -88,18 +88,18 @@ class CpuSampler:
         free.argtypes = [ctypes.c_void_p]
         free.restype = None
         self._sampler: int = create()
-        # Not at the process's end: the engine thread may still be inside.
+        # Not freed at the process's end: the engine thread may still use it.
         weakref.finalize(self, free, self._sampler).atexit = False
         self._prompts = _Prompts()
 
     def use_threads(self, threads: int) -> None:
-        """Take this many threads from the next call on."""
+        """Use this number of threads from the next call on."""
         self.threads = threads
 
     def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-        """One token for each row of ``logits``, fp32 [rows, vocab_size] on the CPU.
+        """Draw one token for each row of ``logits``, fp32 [rows, vocab_size] on the CPU.
 
-        The logits are left as they are. Runs without the interpreter's lock.
+        The logits do not change. Releases the interpreter's lock.
         """
         assert logits.dtype == torch.float32
         assert logits.device.type == "cpu"
@@ -130,7 +130,7 @@ class CpuSampler:
         at, biases_at = len(ids), len(biases)
         counts = self._lists(row, ids, biases) if row.adjusted else (0, 0, 0, 0, 0)
         return _Draw(
-            # The rows keep their masks until the call has ended.
+            # The rows keep their masks alive until the call has ended.
             None if row.mask is None else row.mask.ctypes.data,
             s.seed & _SEED_MASK,
             row.choice,
@@ -150,7 +150,7 @@ class CpuSampler:
     def _lists(
         self, row: SampleRow, ids: array[int], biases: array[float]
     ) -> tuple[int, int, int, int, int]:
-        """Appends the tokens that a row's adjustments need; how many of each there are."""
+        """Append the tokens that a row's adjustments need; returns the number of each kind."""
         s, output = row.sampling, row.token_ids[row.prompt_length :]
         repeats = s.repetition_penalty != 1.0
         prompt = self._prompts.unique(row) if repeats else array("i")
@@ -168,10 +168,10 @@ class CpuSampler:
 
 
 class _Prompts:
-    """The tokens of long prompts, found once for a sequence rather than at each of its steps.
+    """The distinct tokens of prompts, computed once per sequence rather than at each step.
 
-    A sequence's tokens are a list that only grows behind its prompt. What one step did not ask for
-    is forgotten at the next one's end.
+    A sequence's tokens are a list that only grows after its prompt. Entries that a step did not use
+    are dropped at the end of the next step.
     """
 
     def __init__(self) -> None:
@@ -182,10 +182,10 @@ class _Prompts:
         self._last, self._now = self._now, {}
 
     def unique(self, row: SampleRow) -> array[int]:
-        """The different tokens of a row's prompt."""
+        """The distinct tokens of a row's prompt."""
         key = id(row.token_ids)
         found = self._now.get(key) or self._last.get(key)
-        # The list is kept with what was found, so that no other can have its id.
+        # The entry keeps the list alive, so that no other list can have its id.
         if found is None or found[1] != row.prompt_length:
             prompt = row.token_ids[: row.prompt_length]
             found = row.token_ids, row.prompt_length, array("i", set(prompt))
@@ -194,13 +194,13 @@ class _Prompts:
 
 
 def cpu_logprobs() -> Scorer | None:
-    """The C++ scorer, or None where torch is to compute."""
+    """The C++ scorer; None if torch has to compute."""
     library = cpu_library()
     return None if library is None else _CpuLogprobs(library)
 
 
 class _CpuLogprobs:
-    """An ``engine.sampling.logprobs.Scorer`` of logits on the CPU; runs without the interpreter's
+    """An ``engine.sampling.logprobs.Scorer`` for logits on the CPU; releases the interpreter's
     lock."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -222,10 +222,10 @@ class _CpuLogprobs:
         vocab, count = logits.shape[1], len(wanted)
         places = np.array([(each.row, each.token_id, each.top) for each in wanted], dtype=np.int64)
         rows, tokens, tops = places.reshape(count, 3).T.copy()
-        # The C++ trusts what it is given; torch would raise for what is not there.
+        # The C++ code does not check its input; torch would raise for a missing row or token.
         for places_of, most in ((rows, len(logits)), (tokens, vocab)):
             if count and not 0 <= places_of.min() <= places_of.max() < most:
-                raise ValueError("a token or a row of logits that is not there")
+                raise ValueError("unknown token or row of logits")
         width = int(min(tops.max(initial=0), vocab))
         own = np.empty(count, dtype=np.float32)
         ids = np.empty((count, width), dtype=np.int32)

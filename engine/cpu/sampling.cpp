@@ -1,15 +1,15 @@
-// Drawing the tokens of one step: engine/sampling/sampling.py is the definition, and the token found is the
-// one found there. Two things make it fast.
+// Draws the tokens of one step. engine/sampling/sampling.py is the reference, and the tokens are
+// the same. Two things make it fast.
 //
-// Noise. A token can win only if its score and its noise together reach the best found so far. An
-// upper bound of the noise takes no logarithm (`noise_bound`), so the noise itself is computed in
-// double precision, as the definition does, for the few tokens alone that the bound lets through.
+// Noise: a token can win only if its score plus its noise reaches the best sum found so far. An
+// upper bound of the noise takes no logarithm (`noise_bound`). So the noise itself is computed, in
+// double precision like the reference, only for the few tokens that the bound lets through.
 //
-// top_p. Nothing is sorted: a token is drawn from all, and then one pass finds how much probability
-// lies before it. Tokens that may be drawn are a prefix of the order, so the winner among all tokens,
-// where it may be drawn, is the winner among those that may; where it may not, neither may anything
-// behind it, and the draw is repeated among those before it. In the mean that is 1 + ln(1 / top_p)
-// draws at most.
+// top_p: nothing is sorted. A token is drawn from all, and one pass then finds how much probability
+// comes before it. The allowed tokens are a prefix of the order. So if the winner among all tokens
+// is allowed, it is the winner among the allowed ones. If it is not, no token after it is allowed
+// either, and the draw is repeated among those before it. On average that takes at most 1 + ln(1 /
+// top_p) draws.
 
 #include <float.h>
 #include <math.h>
@@ -21,16 +21,16 @@
 #include "lanes.h"
 #include "threads.h"
 
-// How one row is drawn. Its token ids lie in `ids` one after another: those of the prompt, those of
-// the output, forbidden ones, biased ones, those that alone are allowed (none: all are); the biases in
-// `biases`. A bit of `mask` allows its token.
+// How one row is drawn. Its token ids are consecutive in `ids`: those of the prompt, those of the
+// output, forbidden ones, biased ones, and the only allowed ones (none: all are allowed). The
+// biases are in `biases`. A set bit of `mask` allows its token.
 struct Draw {
   const uint32_t* mask;  // null: all are allowed
   uint64_t seed;
   int64_t choice, position, top_k;
   int64_t ids, prompt, output, forbidden, biased, allowed;  // an offset, five counts
   int64_t biases;                                           // an offset
-  float temperature, top_p, min_p;                     // temperature 0: the likeliest token
+  float temperature, top_p, min_p;                     // temperature 0: the most likely token
   float presence, frequency, repetition;
 };
 
@@ -39,7 +39,7 @@ namespace {
 const long LANES = 16;
 const float INF = INFINITY;
 
-// Bit i: a_i >= b_i, where neither is NaN.
+// Bit i: a_i >= b_i, if neither is NaN.
 inline uint32_t at_least(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
@@ -85,26 +85,27 @@ struct Keys {
 // Standard Gumbel noise of a token's bits.
 inline double gumbel(uint32_t bits) { return -log(-log(((double)bits + 0.5) / 4294967296.0)); }
 
-// Never less than `gumbel`. With u = (bits + 0.5) / 2^32 and v = 1 - u: -log(u) >= v, so the noise
-// is -log(v) at most, and v >= h / 2^31 where h is the upper 31 bits of the complement. The bits of a
-// float, read as a whole number, are 2^23 (127 + log2 of it) or less, by up to 0.0861 * 2^23: so
-// ln 2 (158 - bits of h / 2^23) is a bound. Where u is near 1, and winners are, it is too large by
-// some 0.1 (by 0.6 for the last few bits), at u = 1/2 by 0.33, below by more: noise is negative there.
-// h = 0 gives 109, more than the largest noise, 22.9. Rounding (h to 24 bits; the whole number, 1.3e9
-// at most, to 24 bits; the constants; the products) is less than 3e-5, which the 1e-4 covers.
+// At least `gumbel`. With u = (bits + 0.5) / 2^32 and v = 1 - u: -log(u) >= v, so the noise is at
+// most -log(v), and v >= h / 2^31 where h is the upper 31 bits of the complement. The bits of a
+// float, read as an integer, are 2^23 (127 + log2 of it) or less, by up to 0.0861 * 2^23. So ln 2
+// (158 - bits of h / 2^23) is a bound. Where u is near 1, as for winners, it is too large by some
+// 0.1 (by 0.6 for the last few bits), at u = 1/2 by 0.33, and below that by more: noise is negative
+// there. h = 0 gives 109, more than the largest noise, 22.9. The rounding errors (h to 24 bits; the
+// integer, at most 1.3e9, to 24 bits; the constants; the products) are less than 3e-5, which the
+// 1e-4 covers.
 inline f32x16 noise_bound(u32x16 bits) {
   const f32x16 h = __builtin_convertvector((i32x16)(~bits >> 1), f32x16);
   return (109.517254f + 1e-4f) - __builtin_convertvector((i32x16)h, f32x16) * 8.26295832e-8f;
 }
 
-// Memory that vectors may be loaded from without crossing a cache line.
+// Memory from which vectors can be loaded without crossing a cache line.
 struct alignas(64) Line {
   float at[LANES];
 };
 
 inline long lines(long count) { return (count + LANES - 1) / LANES; }
 
-// The scores to draw from, none of them NaN, in the order of their tokens, padded with -inf.
+// The scores to draw from, without NaN, in the order of their tokens, padded with -inf.
 struct Pool {
   const float* scores;
   const int32_t* ids;  // null: a score's place is its token
@@ -113,7 +114,7 @@ struct Pool {
   long token(long place) const { return ids ? ids[place] : place; }
 };
 
-// Whoever sorts before this place: the larger scores, of equal ones the lower tokens.
+// A place in the order: larger scores come before it, and on a tie the lower tokens.
 struct Limit {
   float score;
   long place;
@@ -123,7 +124,7 @@ const i32x16 COUNTING = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 class Row {
  public:
-  // The token of one row of logits, which are left as they are.
+  // Draws the token of one row of logits, which do not change.
   int64_t draw(const float* logits, long vocab, const Draw& how, const int32_t* ids,
                const float* biases) {
     how_ = &how;
@@ -136,8 +137,8 @@ class Row {
  private:
   float* scores() { return scores_.data()->at; }
 
-  // Penalties, biases, forbidden and allowed tokens and the mask, on a copy of the logits; false: there are none.
-  // Each step rounds to fp32 where the definition does.
+  // Applies penalties, biases, forbidden and allowed tokens and the mask to a copy of the logits;
+  // returns false if there are none. Each step rounds to fp32 where the reference does.
   bool adjust(const float* logits, const int32_t* ids, const float* biases) {
     const Draw& h = *how_;
     if (!(h.prompt || h.output || h.forbidden || h.biased || h.allowed || h.mask)) return false;
@@ -156,7 +157,7 @@ class Row {
     return true;
   }
 
-  // -inf for each token but these.
+  // Sets -inf for each token except these.
   void keep(const int32_t* ids, long count) {
     found_.assign(count, -INF);
     for (long i = 0; i < count; i++)
@@ -166,19 +167,19 @@ class Row {
       if (float* score = score_of(ids[i])) *score = found_[i];
   }
 
-  // -inf for each token whose bit is 0. Most words forbid all of their tokens or none.
+  // Sets -inf for each token whose bit is 0. Most words forbid all of their tokens or none.
   void forbid(const uint32_t* mask) {
     for (long i = 0; i < vocab_; i += LANES) {
       const uint32_t allowed = mask[i / 32] >> i % 32 & 0xFFFF;
       if (allowed == 0xFFFF) continue;
-      // Behind the vocabulary lies padding, which has room for whole vectors.
+      // After the vocabulary there is padding, which has room for whole vectors.
       const i32x16 keep = -(((i32x16){} + (int32_t)allowed) >> COUNTING & 1);
       const i32x16 score = load<i32x16>(scores() + i);
       store(scores() + i, (f32x16)((score & keep) | ((i32x16)all(-INF) & ~keep)));
     }
   }
 
-  // Null for what is no token of this model.
+  // Null for an id that is no token of this model.
   float* score_of(int32_t id) { return id >= 0 && id < vocab_ ? scores() + id : nullptr; }
 
   void penalise_seen(const int32_t* ids, long count) {
@@ -197,7 +198,7 @@ class Row {
     for (long i = 0; i < count; i++) {
       float* score = score_of(ids[i]);
       if (!score || !counts_[ids[i]]) continue;
-      // By way of double, where the product is exact: so that it is rounded to fp32 before the sum.
+      // Through double, where the product is exact, so that it is rounded to fp32 before the sum.
       const float product = (float)((double)how_->frequency * counts_[ids[i]]);
       *score -= how_->presence + product;
       counts_[ids[i]] = 0;
@@ -207,7 +208,7 @@ class Row {
   int64_t choose(const float* logits) {
     const bool greedy = how_->temperature == 0.0f;
     if (!divide(logits, greedy ? 1.0f : how_->temperature)) return first_broken();
-    // Where the largest are infinite, no noise changes that, and no filter takes the first of them.
+    // If the largest are infinite, noise does not change that, and no filter removes the first.
     if (greedy || fabsf(most_) == INF) return first_largest();
     const float floor = how_->min_p > 0.0f ? std::min(most_, most_ + logf(how_->min_p)) : -FLT_MAX;
     Pool pool = {scores(), nullptr, (long)scores_.size() * LANES};
@@ -218,7 +219,7 @@ class Row {
     return nucleus(pool, keys, floor);
   }
 
-  // Logits over the temperature into scores_, and the largest of them; false where one is NaN.
+  // Writes logits over the temperature to scores_, and finds the largest; false if one is NaN.
   bool divide(const float* logits, float temperature) {
     const f32x16 by = all(temperature);
     f32x16 most[2] = {all(-INF), all(-INF)};
@@ -239,17 +240,17 @@ class Row {
     return every;
   }
 
-  // The definition's argmax takes NaN for the largest, and its filters leave the first one in.
+  // The reference's argmax treats NaN as the largest, and its filters keep the first one.
   int64_t first_broken() {
     return std::find_if(scores(), scores() + vocab_, [](float v) { return v != v; }) - scores();
   }
 
   int64_t first_largest() { return std::find(scores(), scores() + vocab_, most_) - scores(); }
 
-  // The `count` largest scores and their tokens; of equal ones the lower tokens.
+  // The `count` largest scores and their tokens; on a tie the lower tokens.
   Pool largest(const Pool& from, long count) {
     const float least = least_of_largest(from, count);
-    // Fewer than that are finite: the others are never drawn.
+    // Fewer than that are finite; the others are never drawn.
     if (least == -INF) return from;
     long equal = count - std::count_if(found_.begin(), found_.begin() + count,
                                        [&](float v) { return v > least; });
@@ -270,7 +271,7 @@ class Row {
     return {to, ids_.data(), (long)kept_.size() * LANES};
   }
 
-  // The score that `count - 1` others come before; found_ begins with those. -inf: there are fewer.
+  // The score that `count - 1` others precede; found_ begins with those. -inf: there are fewer.
   float least_of_largest(const Pool& from, long count) {
     const size_t room = 2 * count + 256;
     float least = -INF;
@@ -297,8 +298,8 @@ class Row {
     return least;
   }
 
-  // The place of the largest sum of score and noise among the scores that are `floor` at least and
-  // sort before `limit`; of equal ones the first.
+  // The place of the largest sum of score and noise, among the scores that are at least `floor` and
+  // come before `limit`; the first on a tie.
   long winner(const Pool& pool, const Keys& keys, float floor, Limit limit) const {
     const f32x16 lowest = all(std::max(floor, limit.score));
     double best = -INFINITY;
@@ -319,16 +320,16 @@ class Row {
         if (value <= best) continue;
         best = value;
         place = i + lane;
-        // A float not above `best`: rounding is monotonic, so a sum that reaches the one in exact
-        // arithmetic reaches the other as rounded.
+        // A float that is at most `best`: rounding is monotonic, so a sum that reaches one in exact
+        // arithmetic also reaches the other when rounded.
         to_reach = all((float)best - fabsf((float)best) * FLT_EPSILON);
       }
     }
     return place;
   }
 
-  // The draw with top_p. The definition sums fp32 probabilities in another order; a token can be in
-  // here and out there only where the probability before it is within some 1e-6 of top_p.
+  // The draw with top_p. The reference sums fp32 probabilities in another order. A token can be
+  // allowed here and not there only if the probability before it is within some 1e-6 of top_p.
   int64_t nucleus(const Pool& pool, const Keys& keys, float floor) const {
     const double within = how_->top_p * mass(pool, 0, pool.count, -INF);
     if (within <= 1.0)  // of which the likeliest token is 1
@@ -341,7 +342,7 @@ class Row {
     }
   }
 
-  // The sum of exp(score - most_) over what sorts before the limit: of equal scores those before it.
+  // The sum of exp(score - most_) over everything before the limit; on a tie, the earlier tokens.
   double mass_before(const Pool& pool, Limit limit) const {
     const long line = limit.place / LANES * LANES;
     double total = mass(pool, 0, line, limit.score) +
@@ -354,7 +355,7 @@ class Row {
     return total;
   }
 
-  // The same over scores that are `least` at least. In fp32 over a few, then in double.
+  // The same over scores of at least `least`: in fp32 over a few, then in double.
   double mass(const Pool& pool, long from, long to, float least) const {
     const f32x16 lowest = all(least), most = all(most_);
     const long run = 16 * LANES;
@@ -387,7 +388,7 @@ extern "C" {
 void* baton_sampler_new() { return new Threads; }
 void baton_sampler_free(void* sampler) { delete (Threads*)sampler; }
 
-// One token for each of `rows` rows of logits [vocab], `stride` floats apart.
+// Draws one token for each of `rows` rows of logits [vocab], `stride` floats apart.
 void baton_sampler_draw(void* sampler, const float* logits, int64_t stride, int64_t vocab,
                         int64_t rows, const Draw* draws, const int32_t* ids, const float* biases,
                         int64_t threads, int64_t* tokens) {

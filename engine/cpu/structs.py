@@ -1,7 +1,7 @@
-"""What the C++ is given: weights in the order in which it reads them, and its structs.
+"""Input of the C++ code: its structs, and weights in the order in which it reads them.
 
-A packed weight is panels of 32 outputs, pairs of inputs. The structs are those of decoder.cpp and
-linear.h.
+A packed weight consists of panels of 32 outputs, with pairs of inputs. The structs are those of
+decoder.cpp and linear.h.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """The weights of one layer; a null pointer: there is none."""
+    """The weights of one layer; a null pointer means that one is absent."""
 
     _fields_: ClassVar[_Fields] = [
         *(
@@ -74,7 +74,7 @@ class Model(ctypes.Structure):
                 "qk_norm",
                 "activation",
                 "experts_per_token",
-                "experts_normalised",
+                "experts_normalized",
             )
         ),
         *(
@@ -147,7 +147,7 @@ class Step(ctypes.Structure):
 
 
 def address(values: torch.Tensor | npt.NDArray[np.generic] | None) -> int | None:
-    """Where the values lie; they must be contiguous and be kept alive."""
+    """The address of the values, which must be contiguous and be kept alive."""
     if values is None:
         return None
     if isinstance(values, torch.Tensor):
@@ -160,11 +160,12 @@ def address(values: torch.Tensor | npt.NDArray[np.generic] | None) -> int | None
 PANEL = 32
 """Outputs of a panel; PANEL in linear.h."""
 LAYOUT_VERSION = 3
-"""Raised whenever the same weight is packed, or quantised, in another way."""
+"""Raise it whenever packing or quantizing the same weight gives other bytes."""
 
 
 def pack_panels(values: torch.Tensor) -> torch.Tensor:
-    """[out, in], ``in`` even → [panels, in / 2, 32, 2], zeros behind the last output."""
+    """Pack [out, in], ``in`` even, into [panels, in / 2, 32, 2], with zeros after the last
+    output."""
     outputs, inputs = values.shape
     padded = F.pad(values, (0, 0, 0, -outputs % PANEL))
     panels = padded.view(-1, PANEL, inputs // 2, 2)
@@ -172,7 +173,10 @@ def pack_panels(values: torch.Tensor) -> torch.Tensor:
 
 
 def pack_codes(weight: QuantizedWeight) -> torch.Tensor:
-    """uint8 [panels, in / 2, 64], or [panels, in / 2, 32] for ``int4``: see quantized.h."""
+    """Pack codes into uint8 [panels, in / 2, 64], or [panels, in / 2, 32] for ``int4``.
+
+    See quantized.h.
+    """
     if weight.kind != "int4":
         return pack_panels(weight.codes).flatten(2)
     codes = pack_panels(unpack_nibbles(weight.codes)).flatten(2)
@@ -180,7 +184,7 @@ def pack_codes(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def pack_factors(factors: torch.Tensor) -> torch.Tensor:
-    """Scales or minimums [out, groups] → [panels, groups, 32]."""
+    """Pack scales or minimums [out, groups] into [panels, groups, 32]."""
     outputs, groups = factors.shape
     padded = F.pad(factors, (0, 0, 0, -outputs % PANEL))
     return padded.view(-1, PANEL, groups).transpose(1, 2).contiguous()

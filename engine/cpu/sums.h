@@ -1,4 +1,4 @@
-// The sums of a tile while it is computed.
+// The sums of a tile during its computation.
 
 #pragma once
 
@@ -16,7 +16,7 @@ struct Sums {
       for (int i = 0; i < 2; i++) sums[m][i] = load<f32x16>(from + m * stride + i * 16);
   }
 
-  // One pair of inputs: x points to the first row's.
+  // Adds one pair of inputs; x points to the first row's.
   inline __attribute__((always_inline)) void add(const bf16* x, long stride, u32x16 left,
                                                  u32x16 right) {
 #pragma GCC unroll 16

@@ -1,13 +1,13 @@
 // A pool of threads that take the parts of a loop one by one.
 //
-// States of a loop: open (parts are left) → closed (all were taken) → done (nobody is inside).
-// The caller takes parts like everybody else and waits only for those who hold one, so a helper
-// that the kernel has put aside before it came in delays nobody. Waits spin for some microseconds
-// and then sleep: on a shared host the core is free for others.
+// States of a loop: open (parts are left) → closed (all were taken) → done (no thread is inside).
+// The caller takes parts like the helpers, and waits only for threads that hold a part. So a helper
+// that the kernel descheduled before it took one delays no other thread. Waits spin for some
+// microseconds and then sleep: on a shared host the core is then free for others.
 //
 // With a board, helpers leave their cores to more urgent engines of the host between two parts.
 //
-// Owned by one caller; only `run` may be called, by one thread at a time.
+// Owned by one caller. Only `run` may be called, by one thread at a time.
 
 #pragma once
 
@@ -22,13 +22,13 @@ class Threads {
  public:
   typedef std::function<void(long part)> Body;
 
-  // Between runs. `yields`: whether helpers leave when others are more urgent.
+  // Call it between runs. `yields`: whether helpers leave when other engines are more urgent.
   void share(const Board& board, bool yields) {
     board_ = board;
     yields_ = yields;
   }
 
-  // Tells the other engines that this one's step goes on.
+  // Shows the other engines that this one's step continues.
   void is_alive() const { board_.is_alive(); }
 
   ~Threads() {
@@ -78,8 +78,7 @@ class Threads {
     for (long i; may() && (i = next_.fetch_add(1)) < count_;) (*body_)(i);
   }
 
-  // Said before it is looked whether one may: an urgent engine says that it comes, and then looks
-  // who is in the way.
+  // Set before the check: an urgent engine announces itself, and then checks which helpers run.
   void lend_hand(int number) {
     std::atomic<int32_t>* helping = board_.helping();
     if (helping) (*helping)++;
@@ -98,7 +97,7 @@ class Threads {
       }
       seen = loop_.load();
       if (leaving_) return;
-      // Entered before looking: the caller closes the loop and then waits for who is inside.
+      // Counted before the check: the caller closes the loop and then waits for threads inside.
       inside_++;
       if (open_.load() && number < threads_) {
         if (!gives_way && (gives_way = board_.lines)) board_.give_way();

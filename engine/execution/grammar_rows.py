@@ -1,11 +1,11 @@
 """The grammars and bounded reasoning of an engine's sequences, and the masks of a step's draws.
 
-Masks are made from the newest tokens, which the engine thread alone has while plans are in flight.
-A sequence without a grammar draws without a mask until the budget of its reasoning is nearly used
-up: a GPU need not wait for its tokens before that.
+Masks depend on the newest tokens, which only the engine thread has while plans are in flight. A
+sequence without a grammar draws without a mask until its reasoning budget is nearly used up. Before
+that, a GPU need not wait for its tokens.
 
-A sequence whose grammar breaks draws without one until the engine core has heard of it: the step
-that is planned behind needs some token, and the sequence ends with this step's result.
+A sequence whose grammar fails draws without a mask until the engine core knows. The next step is
+planned already and needs some token; the sequence ends with the current step's result.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from engine.sampling.sampling import SampleRow
 from engine.scheduling.plan import NewSequence
 
 _AHEAD = 32
-"""Tokens before the end of a budget from which on masks are made: more than one step brings."""
+"""Masks are made from this many tokens before the end of a budget: more than one step brings."""
 
 
 class GrammarRows:
-    """Owned by the engine thread."""
+    """Grammar and reasoning state of all sequences. Owned by the engine thread."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._states: dict[int, AnswerState | str] = {}
-        """By sequence; of one that is broken, why."""
+        """State by sequence id; the error text if the grammar has failed."""
         self._begins: dict[int, int] = {}
-        """By sequence without a grammar: the output tokens from which on it needs masks."""
+        """By id, for sequences without a grammar: the output length from which masks are needed."""
 
     def learn(self, new: NewSequence) -> None:
-        """Follow a sequence from its output's start, if something binds it: tokens come later."""
+        """Follow a sequence from its output's start, if a grammar or budget applies."""
         self.forget(new.sequence_id)
         reasoning = new.reasoning
         if new.sampling.grammar is not None:
@@ -63,18 +63,18 @@ class GrammarRows:
         )
 
     def forget(self, sequence_id: int) -> None:
-        """A sequence was dropped."""
+        """Remove a sequence that was dropped."""
         self._states.pop(sequence_id, None)
         self._begins.pop(sequence_id, None)
 
     def binds(self, sequence_id: int, output_length: int) -> bool:
-        """Whether a sequence's next draws have masks, ``output_length`` tokens into its answer."""
+        """Whether a sequence's next draws need masks, ``output_length`` tokens into its answer."""
         if sequence_id not in self._states:
             return False
         return output_length >= self._begins.get(sequence_id, 0)
 
     def failure(self, sequence_id: int) -> str:
-        """Why a sequence cannot go on; empty: it can."""
+        """Why a sequence cannot continue; empty if it can."""
         state = self._states.get(sequence_id)
         return state if isinstance(state, str) else ""
 
@@ -85,10 +85,10 @@ class GrammarRows:
         prompt_length: int,
         draft_tokens: Sequence[int] = (),
     ) -> list[Mask | None]:
-        """The masks behind a sequence's prompt and output, and behind each of its draft tokens.
+        """The masks after a sequence's prompt and output, and after each of its draft tokens.
 
-        None draws from the whole vocabulary. Tokens that were not seen before are followed now: one
-        step's draw, or all of them where the sequence has moved.
+        None means that the whole vocabulary is allowed. New tokens are processed first: those of
+        one step, or all of them if the sequence has moved here.
         """
         state = self._states.get(sequence_id)
         if state is not None and not isinstance(state, str):
@@ -103,10 +103,10 @@ class GrammarRows:
         return [None] * (1 + len(draft_tokens))
 
     def masked(self, sequence_ids: Sequence[int], draws: list[SampleRow]) -> list[SampleRow]:
-        """A step's draws, each of the sequence that is named in its place, with their masks.
+        """Add masks to a step's draws; ``sequence_ids`` has the sequence of each draw.
 
-        Draws of one sequence stand together: those of its choices, which have the same tokens, or
-        those behind its drafts, whose tokens go on from the first one's.
+        Draws of one sequence are adjacent. They belong to its choices, which have the same tokens,
+        or to its drafts, whose tokens extend those of the first draw.
         """
         if not self._states:
             return draws

@@ -19,7 +19,7 @@ from engine.parallel.ranks import CopyBlocks
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampling import SampleRow, draw_of, sample
 from engine.sampling.step import StepInput, StepModel, StepWork, result_of
-from engine.scheduling.plan import KnownSequence, NewSequence, PlanRow, StepPlan, StepResult
+from engine.scheduling.plan import NewSequence, PlanRow, RunnerSequence, StepPlan, StepResult
 from engine.speculation.model_drafter import ComputedRow
 from engine.speculation.speculation import StepSpeculation, kept_tokens
 
@@ -28,10 +28,10 @@ Ending = Callable[[], StepResult]
 
 
 class ModelRunner:
-    """Holds the model, the cache and the tokens of the sequences it was told of."""
+    """Holds the model, the cache and the tokens of all sequences that it has received."""
 
     overlaps = False
-    """Whether a step may be started before the one before it has ended."""
+    """Whether a step may be started before the previous one has ended."""
 
     def __init__(
         self,
@@ -43,10 +43,11 @@ class ModelRunner:
         embedder: Embedder | None = None,
         copy: CopyBlocks | None = None,
     ) -> None:
-        """``vocab_size``: tokens that a grammar's mask has; 0 where there are no grammars.
+        """``vocab_size`` is the number of tokens in a grammar's mask; 0 if there are no grammars.
 
-        Without ``speculation`` each sequence gets one token a step; without ``embedder`` none can
-        be embedded. ``copy`` copies blocks, where they are not copied in this cache alone.
+        Without ``speculation``, each sequence gets one token per step. Without ``embedder``, no
+        sequence can be embedded. ``copy`` copies blocks, if copying in this cache alone is not
+        enough.
         """
         self.model = model
         self.cache = cache
@@ -55,7 +56,7 @@ class ModelRunner:
         self._sampler = cpu_sampler() if device.type == "cpu" else None
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
-        self._known: dict[int, KnownSequence] = {}
+        self._known: dict[int, RunnerSequence] = {}
         self._speculation = speculation
         self._embedder = embedder
         self._copy = copy or cache.copy
@@ -69,7 +70,7 @@ class ModelRunner:
         rows = self._drafted(plan.rows)
         result = self._compute(plan.step, rows)
         if self.device.type == "cuda":
-            # A result says that the step's KV is there: transfers read it on another stream.
+            # A result means that the step's KV is complete: transfers read it on another stream.
             torch.cuda.current_stream(self.device).synchronize()
         seconds = time.perf_counter() - began
         drafted = sum(len(row.draft) for row in rows)
@@ -85,13 +86,13 @@ class ModelRunner:
         return with_left_out(result, left_out)
 
     def start(self, plan: StepPlan) -> Ending:
-        """Begin a step; what is returned waits for its end, and may be called on another thread."""
+        """Start a step. Returns a function that waits for its end; any thread may call it."""
         result = self.run(plan)
         return lambda: result
 
     @property
     def layers_done(self) -> int:
-        """See ``StepModel``; a drafter's part of the blocks comes with the last layer."""
+        """See ``StepModel``; a drafter's part of the blocks is complete with the last layer."""
         done = self.model.layers_done
         if self._speculation is not None and self._speculation.watches:
             return min(done, self.cache.data.shape[1] - 1)
@@ -102,7 +103,8 @@ class ModelRunner:
         self.model.clear_progress()
 
     def use_threads(self, threads: int) -> None:
-        """How many threads the next steps take, where the model can change that between steps."""
+        """Set the number of threads for the next steps, if the model can change it between
+        steps."""
         self.model.use_threads(threads)
         if self._speculation is not None:
             self._speculation.use_threads(threads)
@@ -110,7 +112,7 @@ class ModelRunner:
             self._sampler.use_threads(threads)
 
     def share_cores(self, share: CoreShare) -> None:
-        """Share the host's cores with other engines, where the model can."""
+        """Share the host's cores with other engines, if the model can."""
         if isinstance(self.model, CpuDecoder):
             self.model.share_cores(share)
         if self._speculation is not None:
@@ -118,23 +120,23 @@ class ModelRunner:
 
     @property
     def speculation(self) -> StepSpeculation | None:
-        """What drafts; None where nothing does."""
+        """The speculation that drafts tokens; None if there is none."""
         return self._speculation
 
     def takes_prompt(self) -> bool:
-        """Whether a drafter is to take in another sequence's prompt. Any thread may ask."""
+        """Whether a drafter should process one more sequence's prompt. Any thread may call this."""
         speculation = self._speculation
         return speculation is not None and speculation.takes_prompt()
 
     @property
     def drafter(self) -> str:
-        """The name of what drafts, as the configuration calls it."""
+        """Name of the speculative method, as in the configuration."""
         return "none" if self._speculation is None else self._speculation.drafter
 
     def forget(self, sequence_id: int) -> None:
-        """Drop a sequence's tokens; one that is not known is ignored.
+        """Drop a sequence's tokens; an unknown sequence is ignored.
 
-        The step that was to bring it may have failed before it was learned.
+        A sequence is unknown if the step that was to introduce it failed.
         """
         self._known.pop(sequence_id, None)
         self._grammars.forget(sequence_id)
@@ -150,15 +152,15 @@ class ModelRunner:
             self._copy(plan.copies)
 
     def _learn(self, new: NewSequence) -> None:
-        known = self._known[new.sequence_id] = KnownSequence.of(new)
+        known = self._known[new.sequence_id] = RunnerSequence.of(new)
         known.takes_prompt = new.takes_prompt and self.takes_prompt()
         self._grammars.learn(new)
 
     def _computable(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
-        """The plan without the rows that cannot be computed, and the places of those rows.
+        """The plan without the rows that cannot be computed, and the indexes of those rows.
 
-        Such a row was planned behind a step that has failed. It needs a token that never came, or
-        a sequence that the runner does not know. Raises RuntimeError where no row is left.
+        Such a row was planned behind a step that has failed. It needs a token that was never
+        sampled, or a sequence that the runner does not know. Raises RuntimeError if no row is left.
         """
         left_out = tuple(place for place, row in enumerate(plan.rows) if not self._has_tokens(row))
         if not left_out:
@@ -178,25 +180,25 @@ class ModelRunner:
         return tuple((place, why) for place, why in found if why)
 
     def _drafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
-        """The rows as they are computed: where their sequences are by now, and with drafts."""
+        """Adjust the rows to the current lengths of their sequences, and add drafts."""
         placed = self._undrafted(rows)
         if self._speculation is None:
             return placed
         return self._speculation.extend(placed, self._known)
 
     def _undrafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
-        """The rows where their sequences are by now."""
+        """Adjust the rows to the current lengths of their sequences."""
         return [self._placed(row) for row in rows]
 
     def _placed(self, row: PlanRow) -> PlanRow:
-        """See ``PlanRow``."""
+        """Adjust one row: see ``PlanRow``."""
         known = len(self._known[row.sequence_id].token_ids)
         if row.count > 1 or not row.sample or row.start == known - 1:
             return row
         return replace(row, start=known - 1, count=1)
 
     def _compute(self, step: int, rows: Sequence[PlanRow]) -> StepResult:
-        """What the rows of step ``step`` bring; its seconds are still to come."""
+        """Compute the rows of step ``step``. The result has no time yet."""
         work = self._gather(rows)
         speculation = self._speculation
         drafters = () if speculation is None else speculation.hidden_layers
@@ -205,7 +207,7 @@ class ModelRunner:
         if found.best is not None:
             drawn = work.draw_best(found.best)
         else:
-            assert found.logits is not None, "a step gives the one or the other"
+            assert found.logits is not None, "a step returns tokens or logits"
             drawn = self._sample(work.draw_logits(found.logits), self._masked(rows, work.draws))
         tokens = self._kept(rows, drawn)
         if speculation is not None and speculation.watches:
@@ -222,7 +224,7 @@ class ModelRunner:
         return replace(brought, embeddings=embeddings)
 
     def _layers(self, work: StepWork, drafters: tuple[int, ...]) -> tuple[int, ...]:
-        """Whose states are wanted of a step: those for drafters, and for embeddings one more."""
+        """Layers whose states are needed: those for drafters, and one more for embeddings."""
         if not work.embedded:
             return drafters
         assert self._embedder is not None, "a runner that embeds has one"
@@ -230,19 +232,19 @@ class ModelRunner:
         return drafters if last in drafters else (*drafters, last)
 
     def _step_rows(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
-        """The rows as the model is given them: of all together the same tokens in their order."""
+        """The rows for the model: the same tokens in the same order."""
         return tuple(rows)
 
     def _masked(self, rows: Sequence[PlanRow], draws: list[SampleRow]) -> list[SampleRow]:
-        """The draws with their grammars' masks: of all choices of a row the same one."""
+        """Add the grammars' masks to the draws; all choices of a row share one."""
         samples = (row for row in rows if row.sample)
         ids = [row.sequence_id for row in samples for _ in range(row.choices + len(row.draft))]
         return self._grammars.masked(ids, draws)
 
     def _gather(self, rows: Sequence[PlanRow]) -> StepWork:
-        """What the model is asked, and what each of its outputs is for.
+        """Collect the input of the model, and what each of its outputs is for.
 
-        The first draw's tokens of each row are the list that the runner keeps.
+        The tokens of each row's first draw are the list that the runner keeps.
         """
         work = StepWork()
         for place, row in enumerate(rows):
@@ -267,9 +269,10 @@ class ModelRunner:
         return self._grammars.binds(sequence_id, len(known.token_ids) - known.prompt_length)
 
     def _kept(self, rows: Sequence[PlanRow], drawn: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each row: of those drawn the ones whose draft was right before them, or the
+        """Select each row's new tokens from those drawn, and append them to the sequences.
 
-        first ones of its choices. Those of the sequences themselves are appended to them.
+        These are the tokens up to the first draft that was rejected, or the first tokens of the
+        row's choices.
         """
         at = 0
         tokens: list[tuple[int, ...]] = []
@@ -296,7 +299,7 @@ class ModelRunner:
     def _computed(
         self, rows: Sequence[PlanRow], tokens: tuple[tuple[int, ...], ...]
     ) -> list[ComputedRow]:
-        """The rows as a drafter is told of them; ``tokens`` are what each has brought."""
+        """The rows in the form that a drafter receives; ``tokens`` are the new tokens of each."""
         computed = []
         first = 0
         for row, found in zip(rows, tokens, strict=True):
@@ -309,13 +312,13 @@ class ModelRunner:
 
 
 def accepted_of(rows: Sequence[PlanRow], found: StepResult) -> int:
-    """How many drafted tokens were right, of all rows."""
+    """Number of drafted tokens that were accepted, in all rows."""
     kept = zip(rows, found.token_ids, strict=True)
     return sum(len(tokens) - 1 for row, tokens in kept if row.draft)
 
 
-def _draws(known: KnownSequence, draft: tuple[int, ...], *, bound: bool) -> list[SampleRow]:
-    """Of a sequence's next token, and of each behind a token of the draft as if it were right."""
+def _draws(known: RunnerSequence, draft: tuple[int, ...], *, bound: bool) -> list[SampleRow]:
+    """Draws of a sequence's next token, and of the token after each draft token."""
     tokens = known.token_ids
     return [
         draw_of(known, [*tokens, *draft[:place]] if place else tokens, bound=bound)
@@ -323,21 +326,21 @@ def _draws(known: KnownSequence, draft: tuple[int, ...], *, bound: bool) -> list
     ]
 
 
-def _choices(known: KnownSequence, count: int, *, bound: bool) -> list[SampleRow]:
-    """Of the first tokens of a sequence's choices, its own first."""
+def _choices(known: RunnerSequence, count: int, *, bound: bool) -> list[SampleRow]:
+    """Draws of the first tokens of a sequence's choices, its own first."""
     return [draw_of(known, known.token_ids, known.choice + n, bound=bound) for n in range(count)]
 
 
 def step_of(
     rows: tuple[PlanRow, ...], work: StepWork, hidden_layers: tuple[int, ...] = ()
 ) -> StepInput:
-    """What the model is asked."""
+    """The model's input for these rows."""
     greedy = not work.needs_logits
     return StepInput(rows, work.token_ids, work.outputs, greedy, hidden_layers)
 
 
 def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:
-    """The result of a plan of which the rows in these places were not computed."""
+    """Extend a result to the full plan; the rows at ``left_out`` were not computed."""
     if not left_out:
         return result
     rows = len(result.token_ids) + len(left_out)

@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs that are not here: a compile error shows on every machine."""
+"""Compiles kernels for GPUs without one, so that a compile error shows on every machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from engine.gpu.kernels.launch import Launch
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What came of one launch."""
+    """Result of compiling one launch."""
 
     kernel: str
     ptx: str
-    """Empty where triton keeps machine code alone (TRITON_STORE_BINARY_ONLY)."""
+    """Empty if triton keeps only machine code (TRITON_STORE_BINARY_ONLY)."""
     machine_code_bytes: int
     shared_bytes: int
 
 
 class _AheadDriver:
-    """Stands for the driver of a GPU that is not here, as far as compiling asks one.
+    """Replaces the driver of an absent GPU, as far as compiling needs one.
 
     It has the methods of triton's ``DriverBase`` that ``JITFunction.run`` calls in a warm-up.
     """
@@ -34,7 +34,7 @@ class _AheadDriver:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        # Kernels keep what they compiled by device: each capability is one.
+        # Kernels store compiled code by device number, so each capability is a device.
         return self._capability
 
     def get_current_stream(self, _device: int) -> int:
@@ -42,11 +42,11 @@ class _AheadDriver:
 
 
 def compile_launch(launch: Launch, capability: int) -> Compiled:
-    """Compile a launch for GPUs of ``capability``, without one. Raises triton's errors.
+    """Compile a launch for GPUs of ``capability``, without a GPU. Raises triton's errors.
 
-    It goes by way of triton's own launcher, so that the specialization, and with it the key in
-    triton's cache, is the one that the launch will have on a GPU. Afterwards this process compiles
-    for that capability alone: it must not launch kernels on a GPU.
+    It uses triton's own launcher. So the specialization, and with it the key in triton's cache, is
+    the same as for a launch on a GPU. Afterwards this process compiles only for that capability: it
+    must not launch kernels on a GPU.
     """
     driver.set_active(_AheadDriver(capability))
     kernel = launch.kernel.warmup(

@@ -1,7 +1,7 @@
-"""Steps on a GPU: Triton kernels, decode steps captured as CUDA graphs, tokens drawn on the device.
+"""Steps on a GPU: Triton kernels, decode steps captured as CUDA graphs, draws on the device.
 
-A step may be started before the one before it has ended, and may be given tokens that are still
-being drawn: they never go by way of the host.
+A step may start before the previous one has ended, and may use tokens that are still being drawn:
+these never pass through the host.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from engine.sampling.grammar_state import Mask, pack
 from engine.sampling.step import StepInput, StepOutput
 
 Masks = Callable[[], dict[int, Mask]]
-"""Makes the masks of a step's outputs, by their numbers, while a GPU computes the logits."""
+"""Makes the masks of a step's outputs, by output number, while a GPU computes the logits."""
 
 _CHUNKS = (2, 8, 16, 32, 128)
-"""Tokens of chunks whose attention has tiles of different sizes, whatever the group of heads is."""
+"""Chunk sizes whose attention uses different tile sizes, for any number of heads per group."""
 
 
 def gpu_decoder(
     weights: GpuWeights, cache: KvCache, max_rows: int, leader: Leader | None = None
 ) -> GpuStepModel:
-    """A GPU's decoder, whose decode steps are captured.
+    """Make a GPU's decoder, whose decode steps are captured.
 
-    ``max_rows`` bounds the sequences of a step. Of several ranks the first one has the ``leader``.
+    ``max_rows`` bounds the sequences of a step. Rank 0 of several passes the ``leader``.
     """
     capture = CudaCapture(cache.data.device)
     return GpuStepModel(weights, cache, max_rows, capture=capture, leader=leader)
@@ -56,18 +56,18 @@ def gpu_decoder(
 
 @dataclass(frozen=True, slots=True)
 class StartedStep:
-    """A step that may still run."""
+    """A step that may still be running."""
 
     _drawn: torch.Tensor
-    """int64 [outputs], on the host; filled when the event has come."""
+    """int64 [outputs], on the host; valid once the event has occurred."""
     _ended: torch.cuda.Event | None
 
     def has_ended(self) -> bool:
-        """Whether the tokens are there. Never waits."""
+        """Whether the tokens are available. Never waits."""
         return self._ended is None or bool(self._ended.query())  # type: ignore[no-untyped-call]
 
     def token_ids(self) -> list[int]:
-        """The token of each output; waits for the step's end. Its KV is in the cache then."""
+        """The token of each output; waits for the step's end. Its KV is then in the cache."""
         if self._ended is not None:
             self._ended.synchronize()
         found: list[int] = self._drawn.tolist()
@@ -75,7 +75,7 @@ class StartedStep:
 
 
 class GpuStepModel:
-    """Implements ``engine.sampling.step.StepModel``, and ``start`` beside it."""
+    """Implements ``engine.sampling.step.StepModel``, and additionally ``start``."""
 
     def __init__(
         self,
@@ -86,16 +86,15 @@ class GpuStepModel:
         capture: Capture | None = None,
         leader: Leader | None = None,
     ) -> None:
-        """Without ``capture`` no step is captured. With the ``leader`` other ranks hear of each
-        step.
+        """Without ``capture`` no step is captured. The ``leader`` sends each step to other ranks.
 
-        With deterministic weights a row's logits depend on its sequence alone, bit for bit.
+        With deterministic weights, a row's logits depend only on its sequence, bit for bit.
         """
         config = weights.config
         self._leader = leader
         self._group = _group_of(weights)
         self._context: ContextSteps | None = None
-        """Of several ranks that divide prompts: what this one computes of a step."""
+        """This rank's part of steps, if several ranks divide prompts."""
         if weights.context is not None:
             self._context = ContextSteps(cache, weights.context)
         self._device = cache.data.device
@@ -116,29 +115,30 @@ class GpuStepModel:
             self._logits = torch.zeros(largest.tokens, config.vocab_size, device=self._device)
 
     layers_done = 0
-    """A GPU says nothing of a step before its end."""
+    """Always 0: a GPU reports nothing about a step before its end."""
 
     def clear_progress(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def use_threads(self, threads: int) -> None:
-        """A GPU's steps take one thread of the CPU."""
+        """Do nothing: a GPU's steps use one CPU thread."""
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepOutput:
         """Compute the tokens, and store their KV. Waits for the end of a greedy step.
 
-        Of hidden states there is what the last layer puts out, and nothing else: raises ValueError.
+        Only the output of the last layer is available as hidden states; raises ValueError for
+        others.
         """
         with self._leading(step, draws=False):
             return self._run_whole(step)
 
     def _run_whole(self, step: StepInput) -> StepOutput:
-        """Of ranks that divide prompts each computes its part of it."""
+        """Run a step; ranks that divide prompts compute a part each."""
         return self._found(step) if self._context is None else self._context.run(step, self._found)
 
     def _found(self, step: StepInput) -> StepOutput:
-        """What a step brings that is computed here."""
+        """Compute this rank's part of a step."""
         draws = [GREEDY] * len(step.outputs) if step.greedy else []
         hidden = None
         if step.hidden_layers:
@@ -153,10 +153,10 @@ class GpuStepModel:
     def start(
         self, step: StepInput, draws: Sequence[Draw], masks: Masks | None = None
     ) -> StartedStep:
-        """Begin a step that draws the token of each output, of those that ``masks`` allow.
+        """Start a step that draws a token for each output, from those that ``masks`` allow.
 
-        A token id of -1 - n stands for the token that the step started last draws for its output n.
-        At most ``max_rows`` outputs.
+        A token id of -1 - n stands for the token that the previously started step draws for its
+        output n. At most ``max_rows`` outputs.
         """
         with self._leading(step, draws=True):
             with self._part(step) as part:
@@ -172,14 +172,14 @@ class GpuStepModel:
         return self._brought(drawn)
 
     def _part(self, step: StepInput) -> AbstractContextManager[StepPart | None]:
-        """What of a step is computed here."""
+        """This rank's part of a step."""
         if self._context is None:
             return nullcontext(StepPart(step))
         return self._context.part(step)
 
     @torch.inference_mode()
     def follow(self, step: StepInput, *, draws: bool) -> None:
-        """On another rank than 0: compute its part, and with ``draws`` take what rank 0 draws."""
+        """Compute the part of a rank other than 0; with ``draws``, receive rank 0's tokens."""
         if self._context is not None:
             self._context.run(step, self._found)
         elif step.hidden_layers:
@@ -193,15 +193,16 @@ class GpuStepModel:
         return nullcontext() if self._leader is None else self._leader.computing(step, draws=draws)
 
     def _broadcast_drawn(self, count: int) -> None:
-        """Have the tokens that rank 0 has drawn, so that the next step may name them."""
+        """Copy the tokens that rank 0 has drawn to all ranks, so that the next step may refer to
+        them."""
         if self._group is not None and count:
             self._group.broadcast(self._drawn[:count])
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile what chunks of several sizes and masks take, and capture steps of usual sizes.
+        """Compile the kernels for several chunk sizes and masks, and capture steps of usual sizes.
 
-        They are steps of padding alone: nothing is written into any block.
+        These steps consist of padding: they write to no block.
         """
         if self._leader is not None:
             self._leader.tell_warm_up()
@@ -216,7 +217,7 @@ class GpuStepModel:
                 self._replay(bucket, nothing, ())
 
     def _draw(self, logits: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
-        """int64 [outputs] of logits, fp32 [outputs, vocab_size]."""
+        """Draw int64 [outputs] from logits, fp32 [outputs, vocab_size]."""
         count = len(logits)
         if not count:
             return torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -227,13 +228,13 @@ class GpuStepModel:
             return StartedStep(drawn.clone(), None)
         host = torch.empty(drawn.shape, dtype=torch.int64, pin_memory=True)
         host.copy_(drawn, non_blocking=True)
-        # Whoever waits sleeps: other threads of the process need the CPU.
+        # A thread that waits sleeps: other threads of the process need the CPU.
         ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         ended.record(torch.cuda.current_stream(self._device))
         return StartedStep(host, ended)
 
     def _compute(self, step: StepInput, draws: Sequence[Draw]) -> tuple[torch.Tensor, StepTensors]:
-        """Logits fp32 [outputs, vocab_size], and the step's tensors on the device."""
+        """Compute logits, fp32 [outputs, vocab_size], and the step's tensors on the device."""
         bucket = self._bucket(step)
         if bucket is None:
             return self._eager(step, draws)
@@ -244,7 +245,7 @@ class GpuStepModel:
         return logits, tensors
 
     def _bucket(self, step: StepInput) -> Bucket | None:
-        """The size of the graph for a step; None for one that is not captured."""
+        """The size of the graph for a step; None for a step that is not captured."""
         if self._graphs is None or any(row.count > 1 for row in step.rows):
             return None
         longest = max(row.start + 1 for row in step.rows)
@@ -262,9 +263,9 @@ class GpuStepModel:
     def _watched(
         self, step: StepInput, draws: Sequence[Draw]
     ) -> tuple[torch.Tensor, StepTensors, torch.Tensor]:
-        """With ``StepOutput.hidden``; no such step is captured."""
+        """Run a step that also returns ``StepOutput.hidden``; such a step is never captured."""
         if step.hidden_layers != (self._layers,):
-            raise ValueError(f"of hidden states there are those of {self._layers} alone")
+            raise ValueError(f"only the hidden states of {self._layers} are available")
         states: list[torch.Tensor] = []
         logits, tensors = self._eager(step, draws, states)
         order = ordered_rows(step.rows, singles_first=self._singles_first)
@@ -295,10 +296,10 @@ class GpuStepModel:
         return step_tensors(self._inputs, shape)
 
     def _decode(self, bucket: Bucket) -> None:
-        """A decode step on tensors that are always the same: what is captured."""
+        """Run a decode step on persistent tensors; this is what is captured."""
         tensors = step_tensors(self._inputs, self._decode_shape(bucket))
         logits = self._forward.logits(tensors, self._drawn, None)
-        # Of several ranks the first alone has them.
+        # With several ranks, only the first has logits.
         self._logits[: len(logits)].copy_(logits)
 
     def _decode_shape(self, bucket: Bucket) -> StepShape:
@@ -315,13 +316,16 @@ class GpuStepModel:
         )
 
     def _host_buffer(self, shape: StepShape) -> torch.Tensor:
-        """Pinned where there is a GPU: torch's allocator keeps one until its copy has ended."""
+        """A buffer for a step's tensors; with a GPU it is pinned.
+
+        torch's allocator does not reuse it until its copy has ended.
+        """
         pinned = self._device.type == "cuda"
         return torch.empty(buffer_bytes(shape), dtype=torch.uint8, pin_memory=pinned)
 
 
 def _group_of(weights: GpuWeights) -> RankGroup | None:
-    """The ranks that compute together; None where there is one."""
+    """The ranks that compute together; None if there is only one."""
     if weights.rank is not None:
         return weights.rank.group
     return None if weights.context is None else weights.context.group

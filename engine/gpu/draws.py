@@ -1,4 +1,4 @@
-"""What a drawn token depends on beside its logits, and which tokens a draw may take."""
+"""The parameters of draws on a GPU, and the tokens that a draw may take."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.sampling.sampling import SampleRow
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One draw from logits as they are: without penalties or biases."""
+    """One draw from unchanged logits: without penalties or biases."""
 
     temperature: float
-    """0 for the likeliest token."""
+    """0 for the most likely token."""
     keys: tuple[int, int]
-    """Of the noise (``engine.sampling.noise.noise_keys``)."""
+    """Keys of the noise (``engine.sampling.noise.noise_keys``)."""
     top_k: int
     """0: all tokens."""
     top_p: float
@@ -34,7 +34,7 @@ GREEDY = Draw(0.0, (0, 0), 0, 1.0, 0.0)
 
 
 def draw_of(row: SampleRow) -> Draw:
-    """The draw of a row whose logits are taken as they are (``row.plain``)."""
+    """The draw of a row whose logits are used unchanged (``row.plain``)."""
     sampling = row.sampling
     if sampling.greedy:
         return GREEDY
@@ -48,9 +48,9 @@ def draw_of(row: SampleRow) -> Draw:
 
 
 def keep_allowed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """The logits, fp32 [rows, vocab], with -inf for each token that its draw may not take.
+    """Set logits, fp32 [rows, vocab], to -inf for each token that its draw may not take.
 
-    As ``engine.sampling.sampling`` chooses them, for all rows at once and without waiting for a
+    The choice is that of ``engine.sampling.sampling``, for all rows at once, without waiting for a
     GPU.
     """
     numbers = [n for n, draw in enumerate(draws) if draw.limited]
@@ -64,7 +64,7 @@ def keep_allowed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _limits(draws: Sequence[Draw], logits: torch.Tensor) -> torch.Tensor:
-    """fp32 [4, rows, 1]: temperatures, ranks that are left, top_p, logarithms of min_p."""
+    """fp32 [4, rows, 1]: temperatures, numbers of tokens left, top_p, logarithms of min_p."""
     vocab = logits.shape[1]
     rows = [
         [draw.temperature for draw in draws],
@@ -79,24 +79,24 @@ def _limits(draws: Sequence[Draw], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _allowed(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """bool [rows, vocab]"""
+    """Which tokens may be drawn: bool [rows, vocab]."""
     temperatures, ranks, top_p, log_min_p = limits
     scores = logits / temperatures
-    # Stable: of equal scores the lower id comes first, as it does in a greedy draw.
+    # A stable sort: on equal scores the lower id comes first, as in a greedy draw.
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     kept = rank < ranks
     probabilities = ordered.masked_fill(~kept, -torch.inf).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     counts = ((before < top_p) & kept).sum(dim=-1, keepdim=True).clamp(min=1)
-    # Where top_p is 1, rounding of the sum must not drop a token.
+    # If top_p is 1, rounding of the sum must not drop a token.
     kept &= (rank < counts) | (top_p >= 1.0)
     near = ~(ordered < ordered[:, :1] + log_min_p)
     return torch.zeros_like(kept).scatter(1, order, kept & near)
 
 
 def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that nobody waits for."""
+    """Copy to the device without waiting."""
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """One pass of the decoder on a GPU: ``engine.model.model`` with fused kernels.
 
-What a kernel does not cover, torch computes at its place.
+torch computes what the kernels do not cover.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Forward:
     """A decoder's weights, and the blocks that it reads and writes."""
 
     def __init__(self, weights: GpuWeights, cache: KvCache) -> None:
-        """With deterministic weights single tokens take the attention of chunks, too."""
+        """With deterministic weights, single tokens also use the attention of chunks."""
         config = weights.config
         self._config = config
         self._rank = weights.rank
@@ -63,13 +63,14 @@ class Forward:
         outputs: torch.Tensor | None,
         states: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute the tokens and store their KV: fp32 or the weights' type [outputs, vocab_size].
+        """Compute the tokens and store their KV. Returns logits [outputs, vocab_size].
 
-        Of several ranks the first alone has logits; others have [0, vocab_size].
+        They are fp32 or of the weights' type. With several ranks only the first has logits; the
+        others return [0, vocab_size].
 
-        ``drawn`` int64 holds tokens that the host may not know (``engine.gpu.kernels.embedding``);
-        ``outputs`` says which tokens' logits are wanted, None: all. ``states`` gets what the last
-        layer puts out, fp32 [tokens, hidden_size].
+        ``drawn`` int64 holds tokens that the host may not know (``engine.gpu.kernels.embedding``).
+        ``outputs`` selects the tokens whose logits are wanted; None: all. ``states`` receives the
+        output of the last layer, fp32 [tokens, hidden_size].
         """
         residual = self._embed(step.token_ids, drawn)
         added: torch.Tensor | None = None
@@ -80,7 +81,7 @@ class Forward:
             h = self._enter(residual, added, layer.attention_post_norm, layer.mlp_norm)
             added, post_norm = self._joined(self._mlp(h, layer)), layer.mlp_post_norm
         if states is not None:
-            # Entered without a norm, that is, added and nothing more.
+            # Added to the residual stream without a norm.
             self._enter(residual, added, post_norm, None)
             added = post_norm = None
             states.append(residual)
@@ -94,11 +95,11 @@ class Forward:
         return self._rank.whole_logits(found, self._config.vocab_size)
 
     def _joined(self, part: torch.Tensor) -> torch.Tensor:
-        """What all ranks have computed of a sublayer, of what this one has."""
+        """Sum the ranks' parts of a sublayer's output."""
         return part if self._rank is None else self._rank.add(part)
 
     def _embed(self, token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-        """fp32 [tokens, hidden_size]."""
+        """Embed tokens: fp32 [tokens, hidden_size]."""
         if self._rank is not None:
             found = self._rank.embed(self._embedding, known_tokens(token_ids, drawn))
             return found * self._embedding_scale
@@ -114,9 +115,9 @@ class Forward:
         post_norm: torch.Tensor | None,
         norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Add to the residual stream what the last sublayer gave, and norm it for the next one.
+        """Add the last sublayer's output to the residual stream, and norm it for the next one.
 
-        Returns [tokens, hidden_size] of the weights' type.
+        Returns [tokens, hidden_size] in the weights' type.
         """
         eps = self._config.rms_norm_eps
         if norm is not None:
@@ -131,7 +132,7 @@ class Forward:
     def _attention(
         self, h: torch.Tensor, layer: GpuLayer, number: int, step: StepTensors
     ) -> torch.Tensor:
-        """[tokens, heads * head_dim]"""
+        """Attention's output before its projection: [tokens, heads * head_dim]."""
         query, key, value = self._heads(layer.query_key_value(h), layer)
         by_head = self._config.qk_norm == "head"
         queries = rope_cache(
@@ -149,7 +150,7 @@ class Forward:
         )
         if self._context is not None:
             self._context.spread(self._cache, number)
-        # Chunks of padding have no tokens: nothing is written for them.
+        # Chunks of padding have no tokens, so nothing is written for them.
         out = torch.zeros_like(queries) if step.shape.chunks else torch.empty_like(queries)
         self._attend_singles(out, queries, number, step)
         self._attend_chunks(out, queries, number, step)
@@ -158,7 +159,8 @@ class Forward:
     def _heads(
         self, projected: torch.Tensor, layer: GpuLayer
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [tokens, heads, head_dim]; normed, if all heads are together."""
+        """Queries, keys and values [tokens, heads, head_dim]; normed here if the norm covers all
+        heads."""
         config = self._config
         wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
         query, key, value = torch.split(projected, [wide, narrow, narrow], dim=1)
@@ -175,13 +177,13 @@ class Forward:
                 self._full_norm(query, layer.query_norm),
                 self._full_norm(key, layer.key_norm),
             )
-        assert layer.query_norm is not None, "the config says that there is one"
-        assert layer.key_norm is not None, "and the other"
+        assert layer.query_norm is not None, "qk_norm full needs a query norm"
+        assert layer.key_norm is not None, "qk_norm full needs a key norm"
         weights = layer.query_norm, layer.key_norm
         return self._rank.norm_heads(query, key, weights, self._config.rms_norm_eps)
 
     def _full_norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        assert weight is not None, "the config says that there is one"
+        assert weight is not None, "qk_norm full needs a norm"
         normed = F.rms_norm(x.float(), weight.shape, weight, self._config.rms_norm_eps)
         return normed.to(x.dtype)
 
@@ -221,24 +223,24 @@ class Forward:
             step.query_starts,
             step.contexts,
             self._scorings[number],
-            # The tiles follow the longest chunk: with a full one their size is always the same.
+            # Tile sizes follow the longest chunk. The lower bound fills a tile: constant sizes.
             max(step.shape.longest_chunk, self._least_longest),
             self._capability,
         ).run()
 
     def _mlp(self, h: torch.Tensor, layer: GpuLayer) -> torch.Tensor:
-        """[tokens, hidden_size]"""
+        """The MLP's output: [tokens, hidden_size]."""
         activation, experts = self._config.activation, self._config.experts
         if isinstance(layer.mlp, FusedMlp):
             return fused_mlp(layer.mlp, h, activation)
-        assert experts is not None, "the config says that there are some"
+        assert experts is not None, "a model with experts has their config"
         if isinstance(layer.mlp, SeparateExperts):
             return mix_separate(layer.mlp, h, experts, activation)
         return mix_stacked(layer.mlp, h, experts, activation)
 
 
 def fused_mlp(mlp: FusedMlp, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """[rows, hidden] of ``x`` [rows, hidden], and of its type."""
+    """Compute [rows, hidden] from ``x`` [rows, hidden], in its type."""
     return mlp.down(_gated(mlp.gate_up(x), activation))
 
 
@@ -250,7 +252,7 @@ def _gated(both: torch.Tensor, activation: Activation) -> torch.Tensor:
 def mix_stacked(
     experts: StackedExperts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
 ) -> torch.Tensor:
-    """fp32 [rows, hidden] of ``x`` [rows, hidden], without waiting for the GPU."""
+    """Compute fp32 [rows, hidden] from ``x`` [rows, hidden], without waiting for the GPU."""
     factors, chosen = choose(experts.router, x, config)
     first, count = experts.first, len(experts.gate_up)
     routing = (
@@ -266,14 +268,14 @@ def mix_stacked(
 def mix_separate(
     experts: SeparateExperts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
 ) -> torch.Tensor:
-    """fp32 [rows, hidden] of ``x`` [rows, hidden]; the host waits to know who was chosen.
+    """Compute fp32 [rows, hidden] from ``x`` [rows, hidden]; the host waits for the choice.
 
-    Tokens are sorted by expert, so that each that has any runs once over all of them; a token's
-    results are added in the order of its own choice.
+    Tokens are sorted by expert, so that each expert with tokens runs once. A token's results are
+    added in the order of its own choice.
     """
     probabilities = experts.router(x).float().softmax(dim=-1)
     factors, chosen = probabilities.topk(config.per_token, dim=-1)
-    if config.normalised:
+    if config.normalized:
         factors = factors / factors.sum(dim=-1, keepdim=True)
     held = range(experts.first, experts.first + len(experts.experts))
     routing = route_held(chosen, held)

@@ -1,4 +1,4 @@
-"""A decoder's weights as the GPU's kernels take them: layers with the same input made one."""
+"""A decoder's weights in the form for GPU kernels: layers with the same input are fused."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from engine.parallel.rank_model import RankModel
 from engine.quantization.weight import QuantizedWeight, can_concat, concat_rows, dequantize
 
 PIECE_VALUES = 1 << 25
-"""Weights that are dequantised at a time for a large batch."""
+"""Number of weights that are dequantized at a time for a large batch."""
 
 
 class PlainLinear:
-    """A layer with weights as they are; by cuBLAS, or with sums in one order."""
+    """A layer with plain weights, computed by cuBLAS, or with sums in a fixed order."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, deterministic: bool
@@ -38,26 +38,26 @@ class PlainLinear:
         self._deterministic = deterministic
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, out] of ``x`` [rows, in], and of its type."""
+        """Compute [rows, out] from ``x`` [rows, in], in its type."""
         if self._deterministic:
             return fixed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
 
 class QuantizedLinear:
-    """A layer with codes: by a kernel for small batches, dequantised for others."""
+    """A layer with codes: a kernel computes small batches; others use dequantized weights."""
 
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, *, deterministic: bool
     ) -> None:
-        """Raises ValueError for groups that the kernel does not have."""
+        """Raises ValueError for group sizes that the kernel does not support."""
         self._weight = gpu_weight(weight.kind, weight.codes, weight.scales, weight.mins)
         self._columns = weight.columns
         self._bias = bias
         self._deterministic = deterministic
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, out] of ``x`` [rows, in], and of its type."""
+        """Compute [rows, out] from ``x`` [rows, in], in its type."""
         if self._columns is not None:
             x = x[:, self._columns]
         if self._deterministic:
@@ -82,7 +82,7 @@ class QuantizedLinear:
 
 
 def _outputs(weight: GpuWeight, rows: slice) -> GpuWeight:
-    """Some outputs of a weight; views."""
+    """Select outputs of a weight; views."""
     return replace(
         weight,
         codes=weight.codes[:, rows],
@@ -92,13 +92,13 @@ def _outputs(weight: GpuWeight, rows: slice) -> GpuWeight:
 
 
 class SeveralLinears:
-    """Layers with the same input whose weights are of unlike kinds."""
+    """Layers with the same input whose weights are of different kinds."""
 
     def __init__(self, layers: Sequence[GpuLinear]) -> None:
         self._layers = layers
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, all outputs] of ``x`` [rows, in], and of its type."""
+        """Compute [rows, all outputs] from ``x`` [rows, in], in its type."""
         return torch.cat([layer(x) for layer in self._layers], dim=1)
 
 
@@ -107,7 +107,7 @@ GpuLinear = PlainLinear | QuantizedLinear | SeveralLinears
 
 @dataclass(frozen=True, slots=True)
 class FusedMlp:
-    """A gated MLP: ``gate_up`` gives the gate's outputs, then those of ``up``."""
+    """A gated MLP: ``gate_up`` returns the gate's outputs, then those of ``up``."""
 
     gate_up: GpuLinear
     down: GpuLinear
@@ -115,16 +115,16 @@ class FusedMlp:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """Experts with plain weights: ``gate_up`` [experts, 2 * inner, hidden], ``down`` [experts,
+    """Experts with plain weights.
 
-    hidden, inner].
+    ``gate_up`` is [experts, 2 * inner, hidden], ``down`` is [experts, hidden, inner].
     """
 
     router: Linear
     gate_up: torch.Tensor
     down: torch.Tensor
     first: int
-    """The number of the first: a rank of several has a run of them."""
+    """Number of the first expert: one of several ranks has a range of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class SeparateExperts:
     router: GpuLinear
     experts: tuple[FusedMlp, ...]
     first: int
-    """The number of the first: a rank of several has a run of them."""
+    """Number of the first expert: one of several ranks has a range of them."""
 
 
 GpuMlp = FusedMlp | StackedExperts | SeparateExperts
@@ -142,7 +142,7 @@ GpuMlp = FusedMlp | StackedExperts | SeparateExperts
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """``engine.model.model.Layer`` with query, key and value made one, and gate and up."""
+    """``engine.model.model.Layer`` with query, key and value fused, and gate and up fused."""
 
     attention_norm: torch.Tensor | None
     query_key_value: GpuLinear
@@ -157,46 +157,46 @@ class GpuLayer:
 
 @dataclass(frozen=True, slots=True)
 class GpuWeights:
-    """What a pass of the decoder reads beside its blocks and a step's tensors."""
+    """The weights for a pass of the decoder."""
 
     config: ModelConfig
-    """Of what this rank holds of the model."""
+    """Configuration of this rank's part of the model."""
     rank: RankModel | None
     context: ContextExchange | None
     dtype: torch.dtype
     deterministic: bool
-    """Whether the bits of a row depend on the row alone: every sum has one order."""
+    """Whether the bits of a row depend only on the row: every sum has a fixed order."""
     embedding: torch.Tensor | QuantizedWeight
     embedding_scale: float
     layers: tuple[GpuLayer, ...]
     norm: torch.Tensor
     head: GpuLinear
     tables: tuple[torch.Tensor, ...]
-    """Of each layer the rotary table: fp32 [context_length, 2, rotary_dim / 2]."""
+    """The rotary table of each layer: fp32 [context_length, 2, rotary_dim / 2]."""
 
     @property
     def quantized(self) -> bool:
-        """Whether a layer, or the head, has codes for weights."""
+        """Whether a layer or the head has codes as weights."""
         return not isinstance(self.head, PlainLinear) or any(map(_has_codes, self.layers))
 
     @property
     def waits(self) -> bool:
-        """Whether the host must wait for the GPU amid a pass, so that it cannot be captured."""
+        """Whether the host must wait for the GPU during a pass, so that it cannot be captured."""
         return any(isinstance(layer.mlp, SeparateExperts) for layer in self.layers)
 
 
 def gpu_weights(model: DecoderModel, *, deterministic: bool = False) -> GpuWeights:
-    """A model's weights as the kernels take them. Takes the layers and the head out of ``model``.
+    """Convert a model's weights for the kernels. Removes the layers and the head from ``model``.
 
-    They have other sizes than the model's own, and a layer's are held twice while they are made:
-    only behind this is it known how much memory is left.
+    The results have other sizes than the model's weights, and both exist while a layer is
+    converted. So the free memory is known only afterwards.
     """
     config = model.config
     head = fuse((model.head,), model.dtype, deterministic=deterministic)
     del model.head
     tables = model.ropes
     if -1 in config.layer_ropes:
-        # By an angle of 0.
+        # A rotation by an angle of 0.
         unrotated = torch.tensor([[1.0], [0.0]], device=model.norm.device)
         tables = (*tables, unrotated.expand(config.context_length, 2, 1).contiguous())
     return GpuWeights(
@@ -224,7 +224,8 @@ def _has_codes(layer: GpuLayer) -> bool:
 
 
 def _take_layers(model: DecoderModel, *, deterministic: bool) -> Iterator[GpuLayer]:
-    """The model's layers, taken out of it one by one, so that no weight is held twice for long."""
+    """Yield the model's layers one by one and remove them, so that no weight exists twice for
+    long."""
     model.layers.reverse()
     while model.layers:
         yield _gpu_layer(model.layers.pop(), model.dtype, deterministic=deterministic)
@@ -250,7 +251,7 @@ def _gpu_mlp(mlp: GatedMlp | Experts, dtype: torch.dtype, *, deterministic: bool
     if isinstance(mlp, GatedMlp):
         return _fused_mlp(mlp, dtype, deterministic=deterministic)
     if not deterministic:
-        # The tiles of the grouped kernel follow the batch.
+        # The tiles of the grouped kernel depend on the batch.
         stacked = _stacked(mlp)
         if stacked is not None:
             return stacked
@@ -269,7 +270,7 @@ def _fused_mlp(mlp: GatedMlp, dtype: torch.dtype, *, deterministic: bool) -> Fus
 
 
 def _stacked(experts: Experts) -> StackedExperts | None:
-    """None where a weight is quantised or has a bias."""
+    """Stack the experts' weights; None if a weight is quantized or has a bias."""
     gate_up, down = [], []
     for expert in experts.experts:
         parts = (expert.gate, expert.up, expert.down)
@@ -282,7 +283,8 @@ def _stacked(experts: Experts) -> StackedExperts | None:
 
 
 def fuse(linears: Sequence[Linear], dtype: torch.dtype, *, deterministic: bool) -> GpuLinear:
-    """One layer with the outputs of all, in their order. Raises ValueError where inputs differ."""
+    """Fuse layers into one with the outputs of all, in order. Raises ValueError if inputs
+    differ."""
     weights = [linear.weight for linear in linears]
     bias = _bias(linears, dtype)
     plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
@@ -301,12 +303,12 @@ def _quantized(
     try:
         return QuantizedLinear(weight, bias, deterministic=deterministic)
     except ValueError:
-        # Groups that the kernel does not have.
+        # The kernel does not support this group size.
         return PlainLinear(dequantize(weight).to(dtype), bias, deterministic=deterministic)
 
 
 def _bias(linears: Sequence[Linear], dtype: torch.dtype) -> torch.Tensor | None:
-    """Zeros where some have none. Of the type that the layer computes in."""
+    """The fused bias in the layer's type; zeros for layers without one."""
     if all(linear.bias is None for linear in linears):
         return None
     parts = [

@@ -1,7 +1,7 @@
-"""Decode steps captured as CUDA graphs: one replay in place of some hundred launches.
+"""Decode steps captured as CUDA graphs: one replay instead of some hundred launches.
 
-A step is padded to the next size of its batch and of its longest sequence. Rows of padding have no
-slot and no length, so that they write to no block and read none.
+A step is padded to the next size of its batch and of its longest sequence. Padding rows have no
+slot and no length, so they write to no block and read none.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ import torch
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
-"""Runs some work once, and returns what runs it again."""
+"""Runs some work once, and returns a function that runs it again."""
 
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BATCH_STEP = 32
-"""Between sizes from 64 on."""
+"""Difference between batch sizes from 64 on."""
 _SHORTEST = 1024
-"""Tokens. Longer ones are powers of two: the grid of attention is at most twice what it needs."""
+"""Smallest length in tokens. Longer ones are powers of two: the grid of attention is at most twice
+what it needs."""
 _WARM_LENGTH = 4096
-"""Tokens up to which graphs are captured in advance."""
+"""Maximum length, in tokens, up to which graphs are captured in advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The size of a captured step: rows, and tokens that the longest may attend to."""
+    """The size of a captured step: its rows, and the tokens that the longest may attend to."""
 
     rows: int
     longest: int
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:
-    """The sizes of batches, up to the first that holds ``most`` rows."""
+    """The batch sizes, up to the first that holds ``most`` rows."""
     sizes = list(_BATCHES)
     while sizes[-1] < most:
         sizes.append(sizes[-1] + _BATCH_STEP)
@@ -42,7 +43,7 @@ def batch_sizes(most: int) -> tuple[int, ...]:
 
 
 def length_sizes(context: int) -> tuple[int, ...]:
-    """The sizes of sequences, the last one being the context."""
+    """The sequence lengths; the last one is the context."""
     sizes = []
     size = _SHORTEST
     while size < context:
@@ -52,12 +53,12 @@ def length_sizes(context: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """Captured steps by their size, each captured when it is first needed."""
+    """Captured steps by their size; each is captured when it is first needed."""
 
     def __init__(
         self, compute: Callable[[Bucket], None], capture: Capture, max_rows: int, context: int
     ) -> None:
-        """``compute`` runs a step of a size on tensors that are always the same."""
+        """``compute`` runs a step of a size on persistent tensors."""
         self._compute = compute
         self._capture = capture
         self._batches = batch_sizes(max_rows)
@@ -69,7 +70,7 @@ class DecodeGraphs:
         return Bucket(self._batches[-1], self._lengths[-1])
 
     def bucket(self, rows: int, longest: int) -> Bucket | None:
-        """The size for a step, or None where it is too large for any."""
+        """The size for a step; None if it is too large."""
         batch = bisect_left(self._batches, rows)
         length = bisect_left(self._lengths, longest)
         if batch == len(self._batches) or length == len(self._lengths):
@@ -84,10 +85,10 @@ class DecodeGraphs:
         replay()
 
     def warm_sizes(self) -> Iterator[Bucket]:
-        """What is to be captured in advance.
+        """The sizes that are captured in advance.
 
-        The largest of all comes first: the others share its memory, so that none that is captured
-        while requests are served takes more.
+        The largest of all comes first. The others share its memory, so captures while requests are
+        served take no more memory.
         """
         lengths = [size for size in self._lengths if size <= _WARM_LENGTH] or self._lengths[:1]
         if self.largest.longest not in lengths:
@@ -98,12 +99,12 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Captures work on a GPU; all that it captures shares one pool of memory."""
+    """Captures work on a GPU; all captures share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: memory that was freed on a stream is used again on that stream alone.
+        # One stream for all captures: memory freed on a stream is only reused on that stream.
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> Work:
@@ -111,11 +112,11 @@ class CudaCapture:
             current = torch.cuda.current_stream()
             self._side.wait_stream(current)
             with torch.cuda.stream(self._side):
-                # Once for compilers and libraries, whose first use cannot be captured.
+                # Runs once for compilers and libraries, whose first use cannot be captured.
                 work()
             current.wait_stream(self._side)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the GPU meanwhile: transfers do.
+            # Other threads, such as transfers, may use the GPU meanwhile.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
             ):

@@ -1,8 +1,8 @@
-"""How much memory of a GPU an engine needs beside its weights and its KV blocks.
+"""How much GPU memory an engine needs in addition to its weights and KV blocks.
 
-Sizes in, bytes out: nothing here asks a device. Each term names what allocates it. A step's tensors
-come and go, so that what counts is the highest of its phases; the terms are bounds, which tests
-compare with the steps themselves (docs/lab-notes/gpu-proofs.md).
+Sizes in, bytes out: nothing here queries a device. Each term names what allocates it. A step's
+tensors are allocated and freed, so the phase with the most memory counts. The terms are upper
+bounds; tests compare them with real steps (docs/lab-notes/gpu-proofs.md).
 """
 
 from __future__ import annotations
@@ -18,82 +18,83 @@ from engine.gpu.kernels.linear.quantized import MAX_ROWS
 from engine.gpu.step_tensors import StepShape, buffer_bytes, table_width
 
 CUBLAS_BYTES = 128 << 20
-"""Workspaces of cuBLAS and cuBLASLt: 32 MiB each on sm_90 and later, less before, for the stream of
-steps and the one of captures."""
+"""Workspaces of cuBLAS and cuBLASLt: 32 MiB each on sm_90 and later, less on older GPUs, for the
+stream of steps and that of captures."""
 NCCL_BYTES = 512 << 20
-"""Buffers of NCCL's channels, where there are several ranks. An allowance, not a measurement."""
+"""Buffers of NCCL's channels, if there are several ranks. An estimate, not a measurement."""
 GRAPH_LAYER_BYTES = 256 << 10
-"""The nodes of one layer in a captured step, on the GPU. An allowance, not a measurement."""
+"""GPU memory for the nodes of one layer in a captured step. An estimate, not a measurement."""
 _FRAGMENTS = 8
-"""A part of a step's tensors: what lies between them in the allocator's segments."""
+"""Fragmentation: one part in this number of a step's tensors is lost in the allocator's
+segments."""
 
 _FLOAT = 4
 _ROUNDED = 4096
-"""What the sizes of a few small tensors are rounded by."""
+"""Rounding of a few small tensors' sizes, in bytes."""
 _SAMPLED = 56
-"""Bytes of a logit while tokens are drawn under top-p (engine/gpu/draws.py): logits, those of the
-rows that are limited, scores, sorted scores, each fp32, and an int64 order; and 32 within the sort:
-two copies of (row, place), 8 bytes each, its own keys, and what it exchanges them with."""
+"""Bytes per logit while tokens are drawn under top-p (engine/gpu/draws.py). Five tensors: logits,
+the logits of limited rows, scores and sorted scores, each fp32, and an int64 order. The sort needs
+32 more: two copies of (row, place), 8 bytes each, its own keys, and an exchange buffer."""
 _RANK = 64
-"""Bytes of a token of the vocabulary, for all rows: its rank, and what allocations are rounded by.
-"""
+"""Bytes per token of the vocabulary, for all rows together: its rank, and rounding of
+allocations."""
 _SCORED = 20
-"""The same while log probabilities are taken (engine/sampling/logprobs.py): logits, the rows that
-are wanted, their exponentials twice, and a mask."""
+"""Bytes per logit while log probabilities are taken (engine/sampling/logprobs.py): logits, the
+selected rows, their exponentials twice, and a mask."""
 _PAIR = 96
-"""Bytes of a pair (token, expert) beside its rows: choices, factors, order, places; and a sort."""
+"""Bytes per pair (token, expert) without its rows: choices, factors, order, places, and a sort."""
 _SPLIT_OUTPUTS = 264 * 64
-"""Outputs times splits of ``quantized_linear`` beyond the outputs themselves, at most."""
+"""Maximum of outputs times splits in ``quantized_linear``, in excess of the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What bounds the steps of an engine, or of one rank of several."""
+    """Limits of the steps of an engine, or of one of several ranks."""
 
     chunk_tokens: int
-    """Of a step with a prompt in it."""
+    """Maximum tokens of a step with a prompt."""
     decode_rows: int
-    """Of a step without one, drafted tokens included."""
+    """Maximum rows of a step without a prompt, including drafted tokens."""
     scored_tokens: int
-    """Tokens of a step that have logits beside those of ``decode_rows``."""
+    """Maximum tokens of a step that have logits in addition to ``decode_rows``."""
     block_size: int
     context: int
-    """Tokens of the longest sequence."""
+    """Maximum tokens of a sequence."""
     itemsize: int
-    """Bytes of a number of the weights' type, where they are not quantized."""
+    """Bytes per number of the weights' type, if they are not quantized."""
     quantized: bool = False
-    """Whether layers have codes for weights."""
+    """Whether layers have codes as weights."""
     separate_experts: bool = False
     """Whether experts are computed one after another, without graphs."""
     deterministic: bool = False
     ranks: int = 1
-    """That divide the model; the config is one rank's."""
+    """Number of ranks that divide the model; the config is one rank's."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on the GPU, by what takes them."""
+    """Bytes on the GPU, by purpose."""
 
     step: int
-    """Tensors of the largest step that is not captured, what is drawn included."""
+    """Tensors of the largest step that is not captured, including its draws."""
     captured: int
-    """Tensors between the kernels of the largest captured step: all graphs share them."""
+    """Tensors between the kernels of the largest captured step; all graphs share them."""
     fixed: int
-    """Inputs and outputs of captured steps, which are always there."""
+    """Inputs and outputs of captured steps, which are persistent."""
     nodes: int
-    """Graphs themselves."""
+    """The graphs themselves."""
     libraries: int
     """Workspaces of cuBLAS and buffers of NCCL."""
 
     @property
     def total(self) -> int:
-        # A step runs once on tensors of its own before it is captured.
+        # A step runs once on its own tensors before it is captured.
         tensors = max(self.step, self.captured) + self.captured
         return tensors + tensors // _FRAGMENTS + self.fixed + self.nodes + self.libraries
 
 
 def memory_plan(config: ModelConfig, limits: StepLimits) -> MemoryPlan:
-    """The plan for a model, of which ``config`` is what this GPU holds."""
+    """The plan for a model; ``config`` is this GPU's part of it."""
     graphs = not limits.separate_experts
     rows = batch_sizes(limits.decode_rows)[-1]
     tokens = max(limits.chunk_tokens, limits.decode_rows)
@@ -118,7 +119,7 @@ def memory_plan(config: ModelConfig, limits: StepLimits) -> MemoryPlan:
 
 
 def _input_bytes(limits: StepLimits, tokens: int, rows: int, outputs: int) -> int:
-    """Of the buffer of ``engine.gpu.step_tensors``: mainly block tables."""
+    """Bytes of the buffer of ``engine.gpu.step_tensors``, mainly block tables."""
     width = table_width(limits.context, limits.block_size)
     chunk = tokens - rows
     return buffer_bytes(
@@ -127,7 +128,7 @@ def _input_bytes(limits: StepLimits, tokens: int, rows: int, outputs: int) -> in
 
 
 def _fixed(config: ModelConfig, limits: StepLimits, rows: int) -> int:
-    """Drawn tokens; of captured steps the inputs, and logits in fp32."""
+    """Bytes of drawn tokens, and of captured steps' inputs and fp32 logits."""
     drawn = 8 * limits.decode_rows + _ROUNDED
     if limits.separate_experts:
         return drawn
@@ -143,16 +144,16 @@ def _phases(
     *,
     captured: bool,
 ) -> Iterator[int]:
-    """What is live together in each part of a pass (engine/gpu/forward.py)."""
+    """Bytes that are live together in each part of a pass (engine/gpu/forward.py)."""
     size, hidden = limits.itemsize, config.hidden_size
-    # What a sublayer gives: sums of experts are fp32.
+    # Output of a sublayer: sums of experts are fp32.
     given = _FLOAT if config.experts is not None else size
-    # The residual stream in fp32, what the last sublayer gave, and the normed input of this one.
+    # The residual stream in fp32, the last sublayer's output, and this one's normed input.
     carried = tokens * hidden * (_FLOAT + given + size)
     # The lookup of a quantized embedding, or of one that ranks divide: codes and values.
     yield tokens * hidden * (size + 3 * _FLOAT)
-    # A sum without a norm before the next sublayer, or behind the last one: what is added in fp32,
-    # for OLMo with its norm's steps, and the sum in the weights' type.
+    # A sum without a norm before the next sublayer, or after the last one: the addend in fp32, for
+    # OLMo with the steps of its norm, and the sum in the weights' type.
     steps = 4 if config.norm_placement == "post" else 1
     yield carried + tokens * hidden * (steps * _FLOAT + size)
     yield carried + _attention(config, limits, tokens, singles)
@@ -164,15 +165,15 @@ def _attention(config: ModelConfig, limits: StepLimits, tokens: int, singles: in
     size, dim = limits.itemsize, config.head_dim
     wide = config.heads * dim
     projected = (config.heads + 2 * config.kv_heads) * dim
-    # query_key_value's output; rotated queries; attention's output.
+    # query_key_value's output, rotated queries, and attention's output.
     kernels = tokens * size * (projected + 2 * wide)
     if config.qk_norm == "full":
-        # Queries and keys that were normed before.
+        # Queries and keys that are normed before the kernel.
         kernels += tokens * size * (projected - config.kv_heads * dim)
     if not limits.deterministic:
         kernels += max(_scratch(config, limits, singles, window) for window in set(config.windows))
-    # OLMo's norms over all heads: of the queries their fp32 form, its square, the normed ones and
-    # the rounded ones, before they are rotated.
+    # OLMo's norms over all heads: the queries' fp32 form, its square, the normed and the rounded
+    # queries, before the rotation.
     norms = tokens * (size * (projected + wide) + 3 * _FLOAT * wide)
     projection = tokens * size * projected + _linear(limits, tokens, config.hidden_size, projected)
     after = tokens * size * wide + _linear(limits, tokens, wide, config.hidden_size)
@@ -180,7 +181,7 @@ def _attention(config: ModelConfig, limits: StepLimits, tokens: int, singles: in
 
 
 def _scratch(config: ModelConfig, limits: StepLimits, rows: int, window: int) -> int:
-    """Of ``decode_attention``: splits of all rows as long as the longest may be."""
+    """Scratch memory of ``decode_attention``: splits of all rows, as long as the longest may be."""
     keys = min(limits.context, window + SPLIT - 1) if window else limits.context
     splits = -(-keys // SPLIT)
     sharing = scratch_rows(rows, config.heads, config.head_dim, splits)
@@ -196,24 +197,24 @@ def _feed_forward(config: ModelConfig, limits: StepLimits, tokens: int) -> int:
         dense = 0
     hidden, inner, size = config.hidden_size, experts.intermediate_size, limits.itemsize
     pairs = tokens * experts.per_token
-    # The router's logits, these in fp32, and their softmax; what is sorted and counted.
+    # The router's logits, their fp32 form and softmax, and the memory to sort and count.
     routing = tokens * experts.count * (size + 2 * _FLOAT) + pairs * _PAIR
-    # Of ``add_choices``: rows without those of others, rows by token in fp32, these times their
-    # factors, and the sums.
+    # Memory of ``add_choices``: rows without those of other ranks, rows by token in fp32, these
+    # times their factors, and the sums.
     added = pairs * hidden * (size + 2 * _FLOAT) + tokens * hidden * _FLOAT
     if limits.separate_experts:
-        # Rows by expert, what each made of them, and all these together.
+        # Rows by expert, the output for each, and all outputs together.
         gathered = 2 * pairs * hidden * size
         one = _mlp(config, limits, tokens, inner)
         return max(dense, routing + gathered + max(one, added))
-    # Gate and up of all pairs, then what is gated, and the rows that come of it.
+    # Gate and up of all pairs, then the gated values, and the resulting rows.
     both, rows = 2 * pairs * inner * size, pairs * hidden * size
     mixed = both + rows + max(pairs * inner * size, added)
     return max(dense, routing + mixed)
 
 
 def _mlp(config: ModelConfig, limits: StepLimits, tokens: int, inner: int) -> int:
-    """Of one gated MLP: gate and up, what is gated, and its output."""
+    """Bytes of one gated MLP: gate and up, the gated values, and its output."""
     hidden, size = config.hidden_size, limits.itemsize
     return max(
         _linear(limits, tokens, hidden, 2 * inner),
@@ -223,17 +224,17 @@ def _mlp(config: ModelConfig, limits: StepLimits, tokens: int, inner: int) -> in
 
 
 def _linear(limits: StepLimits, rows: int, inputs: int, outputs: int) -> int:
-    """Of a linear layer: its output, and what it takes to compute it."""
+    """Bytes of a linear layer: its output, and the memory to compute it."""
     out = rows * outputs * limits.itemsize
     if not limits.quantized:
         return out
     if rows <= MAX_ROWS or limits.deterministic:
-        # Splits of the inputs in fp32 (quantized_linear); of fixed order pieces of the rows.
+        # Splits of the inputs in fp32 (quantized_linear); in fixed order, pieces of the rows.
         some = min(rows, MAX_ROWS)
         return 2 * out + some * _FLOAT * (outputs + _SPLIT_OUTPUTS)
     # A piece of the weights: its codes, scales and minimums spread over all inputs, and their sum,
-    # each in fp32 (quantized_linear.dequantized), the piece before it in the weights' type, and the
-    # groups' numbers; or then its products.
+    # each in fp32 (quantized_linear.dequantized), the previous piece in the weights' type, and the
+    # groups' numbers; or afterwards its products.
     values = min(outputs, max(1, PIECE_VALUES // inputs)) * inputs
     made = values * (4 * _FLOAT + limits.itemsize) + 8 * inputs
     multiplied = 2 * values * limits.itemsize + min(out, rows * limits.itemsize * values // inputs)
@@ -243,25 +244,25 @@ def _linear(limits: StepLimits, rows: int, inputs: int, outputs: int) -> int:
 def _head(
     config: ModelConfig, limits: StepLimits, tokens: int, outputs: int, *, captured: bool
 ) -> int:
-    """Of the last norm and the head, over some of the tokens; of embeddings over all states."""
+    """Bytes of the last norm and the head, over some tokens, or of embeddings over all states."""
     hidden, vocab, size = config.hidden_size, config.vocab_size, limits.itemsize
     states = tokens * hidden * (_FLOAT + size)
     chosen = outputs * hidden * (2 * _FLOAT + size)
     logits = _linear(limits, outputs, hidden, vocab)
     if config.logits_softcap:
-        # In fp32, two at a time.
+        # Two fp32 copies exist at a time.
         logits += outputs * vocab * 2 * _FLOAT
     elif not captured:
-        # In fp32; a captured step writes these into tensors that are always there.
+        # An fp32 copy; a captured step writes into persistent tensors instead.
         logits += outputs * vocab * _FLOAT
     if limits.ranks > 1:
-        # The parts of all ranks, and these together (engine/parallel/rank_model.py).
+        # The parts of all ranks, and their concatenation (engine/parallel/rank_model.py).
         logits += 2 * outputs * vocab * _FLOAT
     embedded = tokens * hidden * _FLOAT
     return states + chosen + max(logits, embedded)
 
 
 def _logits_phases(config: ModelConfig, limits: StepLimits, outputs: int) -> Iterator[int]:
-    """What is made of the logits, when the pass is over."""
+    """Bytes that the logits' users need after the pass."""
     yield config.vocab_size * (limits.decode_rows * _SAMPLED + _RANK)
     yield outputs * config.vocab_size * _SCORED

@@ -1,12 +1,12 @@
-"""Runs step plans on a GPU: a step is started while the one before it still runs.
+"""Runs step plans on a GPU: a step is started while the previous one still runs.
 
-The token that a running step draws is named by where it will lie on the GPU (-1 - n) until the step
-has ended. A step that checks drafts is none of these: it is started when all tokens are known, and
-waited for at once, since where the next one begins depends on what it brings.
+Until a running step has ended, its drawn token is named by its future place on the GPU (-1 - n). A
+step that checks drafts is different. It is started when all tokens are known, and awaited at once,
+since its result determines where the next one begins.
 
-A step may fail, as it begins or as it ends, and others go on, for example after a lack of memory.
-No sequence keeps a name that stands for no token: where the tokens of a step do not come, the
-sequences are cut off before them, and a later step with one of these sequences fails.
+A step may fail when it starts or ends, for example because memory ran out, and other steps
+continue. No sequence keeps a name without a token. If the tokens of a step do not arrive, the
+sequences are cut off before them. A later step with one of these sequences fails.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from engine.sampling.step import StepWork, by_row
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 
 _SELDOM = 16
-"""Steps from one look for drafts to the next, where the GPU waits for the host: then looking costs
-time, up to 6 µs a sequence (2 cores of an AMD EPYC, 2026-11-20)."""
+"""Steps between two searches for drafts if the GPU waits for the host. A search then costs up to 6
+µs per sequence (2 cores of an AMD EPYC, 2026-11-20)."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step on its way."""
+    """A step in flight."""
 
     plan: StepPlan
     began: float
-    """``time.perf_counter``."""
+    """Start, from ``time.perf_counter``."""
     waited: bool
-    """Whether it was begun only when the one before it had ended."""
+    """Whether it was started only after the previous one had ended."""
     drafted: int = 0
     seconds: float | None = None
-    """From the end of the one before, or from its own beginning; None before its end."""
+    """Seconds from the end of the previous step, or from its own start; None before its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unsettled:
-    """A step whose tokens the sequences have by name only: each list, and the place in it."""
+    """A step whose tokens have only names: each sequence's list, and the place in it."""
 
     step: _Step
     started: StartedStep
@@ -68,17 +68,17 @@ class _Unsettled:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What a step took in which sequences decoded, and nothing else."""
+    """Duration of a step in which only sequences decoded."""
 
     batch: int
     drafted: int
     seconds: float
     overlapped: bool
-    """Whether it was begun while another one ran."""
+    """Whether it was started while another step ran."""
 
 
 class GpuRunner(ModelRunner):
-    """At most two steps run at a time: the results of those before must have been asked for."""
+    """At most two steps run at a time: the results of those before must have been requested."""
 
     overlaps = True
 
@@ -97,14 +97,14 @@ class GpuRunner(ModelRunner):
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []
         self._begun = True
-        """Whether the last step has begun: else its tokens may lie where names point to."""
+        """Whether the last step has started; otherwise its tokens may be where names point."""
         self._ends = threading.Lock()
-        """Held for moments by whoever has seen a step's end: this thread, or one that waits."""
+        """Held briefly by the thread that has seen a step's end: this one, or one that waits."""
         self._last_end = 0.0
         self._measured: deque[_Measured] = deque()
-        """Put in with that lock held, taken out by the engine thread."""
+        """Added with that lock held; the engine thread removes entries."""
         self._late = False
-        """Whether the GPU had nothing to do when the last step was begun."""
+        """Whether the GPU was idle when the last step was started."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step, and wait for its end."""
@@ -112,12 +112,13 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Ending:
-        """Begin a step. Waits for the one before where a draw needs its tokens on the host, where
+        """Start a step.
 
-        more than one token of each row of logits is wanted, and where drafts promise more than the
-        wait costs; of a step with drafts it waits for the end, too.
+        Waits for the previous step if a draw needs its tokens on the host, if more than one token
+        of each row of logits is wanted, or if drafts promise more than the wait costs. For a step
+        with drafts, it also waits for the end.
 
-        Raises what keeps it from beginning; the next one may be started then.
+        Raises the error that prevents the start; the next step may be started afterwards.
         """
         overlaps, self._begun = self._begun, False
         ending = self._begin(plan, running=1 if overlaps else 0)
@@ -125,9 +126,9 @@ class GpuRunner(ModelRunner):
         return ending
 
     def _begin(self, plan: StepPlan, running: int) -> Ending:
-        """See ``start``; tokens of the last ``running`` steps may have names still."""
+        """See ``start``; tokens of the last ``running`` steps may still be names."""
         began = time.perf_counter()
-        # First: news come once, and must not be lost with an earlier step.
+        # First: new sequences arrive only once, and must not be lost with an earlier step.
         self._take_news(plan)
         self._learn_costs()
         self._settle(running)
@@ -139,7 +140,7 @@ class GpuRunner(ModelRunner):
         """See ``start``; all rows can be computed."""
         rows = self._undrafted(plan.rows)
         work = self._gather(rows)
-        # A mask goes by the tokens themselves.
+        # A mask depends on the tokens themselves.
         follows = any(draw.bound for draw in work.draws)
         waits = follows or not work.on_device
         if waits:
@@ -152,7 +153,8 @@ class GpuRunner(ModelRunner):
         if not work.on_device:
             found = self._compute(plan.step, rows)
             if self.device.type == "cuda":
-                # A result says that the step's KV is there: transfers read it on another stream.
+                # A result means that the step's KV is complete: transfers read it on another
+                # stream.
                 torch.cuda.current_stream(self.device).synchronize()
             return self._waited_for(step, rows, found)
         started = self._started(rows, work, follows)
@@ -175,9 +177,9 @@ class GpuRunner(ModelRunner):
         return self._gpu.start(step_of(self._step_rows(rows), work), draws, masks)
 
     def _extended(self, plan: StepPlan, rows: list[PlanRow], waits: bool) -> list[PlanRow]:
-        """The rows with the drafts that pay; where there may be some, all tokens are known then.
+        """Add the drafts that pay to the rows. If there may be some, all tokens are known then.
 
-        ``waits``: whether the step waits for those before it in any case.
+        ``waits``: whether the step waits for earlier ones in any case.
         """
         if self._drafts is None:
             return rows
@@ -192,7 +194,7 @@ class GpuRunner(ModelRunner):
         return self._drafts.extend_overlapping(rows, self._known)
 
     def _step_rows(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
-        """A token of a draft is a row of its own."""
+        """The rows for the model: each token of a draft is a row of its own."""
         return verification_rows(rows)
 
     def _masks(self, rows: Sequence[PlanRow], draws: list[SampleRow]) -> dict[int, Mask]:
@@ -205,7 +207,7 @@ class GpuRunner(ModelRunner):
         self._gpu.warm_up()
 
     def _waited_for(self, step: _Step, rows: Sequence[PlanRow], found: StepResult) -> Ending:
-        """Of a step that has ended."""
+        """The ending of a step that was already awaited."""
         seconds, failed = self._ended(step), self._failed(step.plan.rows)
         accepted = accepted_of(rows, found)
         result = replace(
@@ -214,14 +216,14 @@ class GpuRunner(ModelRunner):
         return lambda: result
 
     def _ended(self, step: _Step) -> float:
-        """The seconds of a step. Whoever has waited for it calls this at once: the first one counts
+        """The duration of a step, in seconds.
 
-        and any thread may be the first.
+        Each thread that has waited for the step calls this at once; the first call counts.
         """
         with self._ends:
             if step.seconds is None:
                 ended = time.perf_counter()
-                # While the step before ran, this one only waited.
+                # While the previous step ran, this one only waited.
                 step.seconds = ended - max(step.began, self._last_end)
                 overlapped = not step.waited and step.began < self._last_end
                 self._last_end = ended
@@ -231,7 +233,7 @@ class GpuRunner(ModelRunner):
             return step.seconds
 
     def _learn_costs(self) -> None:
-        """Tell the speculation of the steps that have ended."""
+        """Pass the durations of ended steps to the speculation."""
         while self._drafts is not None and self._measured:
             found = self._measured.popleft()
             if found.overlapped:
@@ -240,9 +242,9 @@ class GpuRunner(ModelRunner):
                 self._drafts.observe(found.batch, found.drafted, found.seconds)
 
     def _settle(self, running: int) -> None:
-        """Give tokens their ids, but for those of the last ``running`` steps.
+        """Replace names by token ids, except for the last ``running`` steps.
 
-        Raises what keeps a step from ending; then no token of those that run is expected any more.
+        Raises the error of a failed step; then no token of the running steps is expected any more.
         """
         while len(self._unsettled) > running:
             unsettled = self._unsettled[0]
@@ -264,7 +266,7 @@ class GpuRunner(ModelRunner):
             sequence.append(-1 - number)
 
     def _cut_off(self) -> None:
-        """Take the names of all tokens that have not come from their sequences."""
+        """Remove the names of all tokens that have not arrived from their sequences."""
         for unsettled in reversed(self._unsettled):
             for sequence, place in unsettled.places:
                 del sequence[place:]

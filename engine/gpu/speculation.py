@@ -1,11 +1,10 @@
-"""Drafts where steps overlap: when it pays to wait for a step's tokens, and how drafts are checked.
+"""Drafts with overlapping steps: when it pays to wait for tokens, and how drafts are checked.
 
-While a step runs, the host does not know the token that it draws for a sequence: it has a name for
-it, a negative number. Looking for drafts behind that token costs the wait for it. So it is looked
-for behind the token before, which is known: the first token found there is a guess of the one that
-is being drawn, and those behind it are what waiting promises. Whether such guesses come true is
-seen when the step has ended, waited for or not, so that a sequence that begins to copy is noticed
-at no cost.
+While a step runs, the host does not know the tokens that it draws, and uses negative numbers as
+their names. To search for drafts after such a token, the host must wait for it. So it searches
+after the token before, which is known. The first token found there guesses the one that is being
+drawn, and the tokens after it are the gain of waiting. Guesses are checked when the step has ended,
+whether it was awaited or not. So a sequence that begins to copy is noticed at no cost.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engine.scheduling.plan import KnownSequence, PlanRow
+from engine.scheduling.plan import PlanRow, RunnerSequence
 from engine.speculation.length import MAX_IN_A_STEP, DraftCosts, DraftLength, Proposal, towards
 from engine.speculation.speculation import (
     MAX_DRAFT_TOKENS,
@@ -23,54 +22,55 @@ from engine.speculation.speculation import (
 )
 
 _ROW_SHARE = 0.002
-"""What a drafted token is taken to cost where nothing is known: this part of a step without. A GPU
-reads the weights for a hundred rows in the time that it takes for one."""
+"""Assumed cost of a drafted token until it is measured, as a share of the step without drafts. A
+GPU reads the weights for a hundred rows in the time of one row."""
 
 
 _FEW = 4
-"""Steps without drafts must have been seen so often before drafts are compared with them."""
+"""Minimum number of measured steps without drafts before drafts are compared with them."""
 _BELIEVED_STEPS = 256
-"""So many steps they are believed; then some are run, since what they take changes with the
-sequences' lengths: at most a step in a hundred."""
+"""Number of steps for which these measurements are valid. Then some steps without drafts are run,
+at most one in a hundred, since their duration changes with the sequences' lengths."""
 _OVERLAP_REACH = 4
-"""Of as many drafted tokens as there are sequences, and so many more, are steps tried first: a
-GPU's step of twice the rows takes hardly longer, but for large batches."""
+"""Maximum drafted tokens of the first steps that are tried, in addition to one per sequence. A step
+with twice the rows takes hardly longer on a GPU, except for large batches."""
 
 
 @dataclass(slots=True)
 class _Plain:
-    """Steps of one batch without drafts."""
+    """Measured steps of one batch size without drafts."""
 
     seconds: float
     seen: int = 1
     asked: int = 0
-    """How often they were asked for since one was seen."""
+    """Number of requests for it since the last measurement."""
 
 
 class OverlapCosts:
-    """What drafts cost where steps overlap: a step that checks some cannot be started early.
+    """Cost of drafts when steps overlap: a step that checks drafts cannot be started early.
 
-    Without drafts a step is started while the one before it runs, so that the host's part of it
-    costs nothing. Drafts need the newest tokens: the step that checks them waits for the one
-    before, and the one behind it waits for what they bring. So what is compared is
+    Without drafts, a step is started while the previous one runs, so the host's part costs nothing.
+    A step that checks drafts needs the newest tokens, so it waits for the previous one, and the
+    next step waits for its result. The comparison is between
 
-        a step without drafts       from one end to the next, where steps overlap
-        a step with them            from one end to the next, with the wait
-        the first one of several    the same, and one wait more: that of the step after the last one
+        a step without drafts       from one end to the next, with overlap
+        a step with drafts          from one end to the next, with the wait
+        the first step with drafts  the same, and one more wait: that of the step after the last one
     """
 
     def __init__(self, waiting: DraftCosts) -> None:
-        """``waiting`` learns, from whoever owns it, of steps that did not overlap: of those
+        """``waiting`` has the costs of steps that did not overlap, also of those without drafts.
 
-        without drafts, too.
+        Its owner updates it.
         """
         self._waiting = waiting
         self._overlapping: dict[int, _Plain] = {}
         self._wait = 0.0
-        """Of the batch that was last asked for, of which both kinds of steps were seen."""
+        """The cost of waiting, from the last requested batch size for which both kinds were
+        measured."""
 
     def observe(self, batch: int, seconds: float) -> None:
-        """A step of ``batch`` sequences without drafts ended so long after the one before it."""
+        """Record that a step without drafts ended ``seconds`` after the previous one."""
         known = self._overlapping.get(batch)
         if known is None:
             self._overlapping[batch] = _Plain(seconds)
@@ -80,13 +80,13 @@ class OverlapCosts:
         known.asked = 0
 
     def seconds(self, batch: int, rows: int, most: int, *, first: bool) -> list[float] | None:
-        """Of a step that would overlap without drafts, and of the same with 1, 2, … drafted tokens,
+        """Durations with 0, 1, 2, … drafted tokens, for a step that overlaps without drafts.
 
-        to ``most`` or as far as they may be tried. ``first``: the step before has no drafts, and is
-        not waited for yet.
+        The list ends at ``most``, or at the number that may be tried. ``first``: whether the
+        previous step has no drafts, and is not awaited yet.
 
-        None where too little is known, and where prompts are computed: where ``rows`` tokens are
-        more than ``batch``. How much of such a step the host takes is not learned.
+        None if too little is measured, or if prompts are computed, which means that ``rows`` is
+        more than ``batch``. The host's part of such a step is not measured.
         """
         plain = self._plain(batch)
         if plain is None or rows > batch:
@@ -97,7 +97,7 @@ class OverlapCosts:
             waiting = [plain + self._wait] * (reach + 1)
         self._wait = max(0.0, waiting[0] - plain)
         again = self._wait if first else 0.0
-        # Waiting makes no step shorter, whatever was measured, and when.
+        # Waiting makes no step shorter, whatever the measurements are.
         return [plain, *(max(plain, seconds) + again for seconds in waiting[1:])]
 
     def _plain(self, batch: int) -> float | None:
@@ -110,16 +110,16 @@ class OverlapCosts:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """What was thought that a running step draws for a sequence."""
+    """A guess of the token that a running step draws for a sequence."""
 
     place: int
-    """Of the token in the sequence."""
+    """Index of the token in the sequence."""
     token: int
     evidence: int
 
 
 class OverlapSpeculation(Speculation):
-    """See the module's text. Owned by the engine thread."""
+    """Speculation for a GPU whose steps overlap. Owned by the engine thread."""
 
     def __init__(
         self,
@@ -127,14 +127,14 @@ class OverlapSpeculation(Speculation):
         length: DraftLength | None = None,
         costs: OverlapCosts | None = None,
     ) -> None:
-        """``length`` and ``costs`` are for tests: without them what is measured decides."""
+        """``length`` and ``costs`` are for tests; by default measured costs decide."""
         waiting = DraftCosts(_ROW_SHARE)
         super().__init__(drafter, length or DraftLength(waiting))
         self._costs = costs or OverlapCosts(waiting)
         self._guesses: dict[int, _Guess] = {}
 
-    def promises(self, rows: Sequence[PlanRow], known: Mapping[int, KnownSequence]) -> bool:
-        """Whether drafts for these rows may be worth the wait for the step that runs.
+    def promises(self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]) -> bool:
+        """Whether drafts for these rows may be worth waiting for the running step.
 
         A sequence's last token may be a name.
         """
@@ -151,9 +151,9 @@ class OverlapSpeculation(Speculation):
         return costs is not None and any(self._length.choose(batch, total, proposals, costs))
 
     def extend_overlapping(
-        self, rows: Sequence[PlanRow], known: Mapping[int, KnownSequence]
+        self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]
     ) -> list[PlanRow]:
-        """The rows of a step that would overlap, with the drafts that pay; no token is a name."""
+        """Add the drafts that pay to the rows of a step that would overlap; no token is a name."""
         return self.extend(rows, known, self._step_costs)
 
     def observe_overlapping(self, batch: int, seconds: float) -> None:
@@ -168,7 +168,7 @@ class OverlapSpeculation(Speculation):
         return self._costs.seconds(batch, rows, most, first=False)
 
     def _guess(self, row: PlanRow, token_ids: list[int]) -> Proposal | None:
-        """What the sequence has behind its last known token."""
+        """The proposal after a sequence's last known token."""
         self._compare(row.sequence_id, token_ids)
         most = row.limit - len(token_ids) - 1
         if most <= 0:
@@ -188,7 +188,7 @@ class OverlapSpeculation(Speculation):
         return Proposal(row.sequence_id, draft.evidence, len(draft.token_ids), len(names))
 
     def _compare(self, sequence_id: int, token_ids: list[int]) -> None:
-        """A guess with what was drawn, which is known by now."""
+        """Compare a guess with the token that was drawn, which is known by now."""
         guess = self._guesses.pop(sequence_id, None)
         if guess is not None and guess.place < len(token_ids):
             kept = token_ids[guess.place] == guess.token
@@ -196,17 +196,20 @@ class OverlapSpeculation(Speculation):
 
 
 def make_overlap_speculation(name: str) -> OverlapSpeculation | None:
-    """By the name of the drafter; None for ``none``. Raises ValueError for another name."""
+    """Make the speculation by the drafter's name; None for ``none``.
+
+    Raises ValueError for another name.
+    """
     drafter = make_drafter(name)
     return None if drafter is None else OverlapSpeculation(drafter)
 
 
 def verification_rows(rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
-    """The rows as a GPU computes them: a sequence with k drafted tokens is k + 1 rows of one token.
+    """The rows as a GPU computes them: k drafted tokens make k + 1 rows of one token.
 
-    All of them have its block table, and lengths that grow. Each layer stores the keys and values
-    of all rows before any of them attends, so that each row sees those before it. So a step with
-    drafts takes the kernels and the captured sizes of one without: a row's bits are the same.
+    All of them have the sequence's block table, and growing lengths. Each layer stores the keys and
+    values of all rows before any row attends, so each row sees those before it. So a step with
+    drafts uses the kernels and the captured sizes of a step without: a row's bits are the same.
     """
     return tuple(part for row in rows for part in _parts(row))
 
@@ -219,5 +222,5 @@ def _parts(row: PlanRow) -> list[PlanRow]:
 
 
 def _sizes(rows: Sequence[PlanRow]) -> tuple[int, int]:
-    """How many sequences draw, and how many tokens are computed."""
+    """Number of sequences that draw, and number of tokens that are computed."""
     return sum(row.sample for row in rows), sum(row.count for row in rows)

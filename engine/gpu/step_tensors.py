@@ -1,4 +1,4 @@
-"""What a step's kernels read beside weights and cache, in one buffer: one copy to the GPU."""
+"""The inputs of a step's kernels, without weights and cache, in one buffer: one copy to the GPU."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
 
 _ALIGNMENT = 16
-"""Bytes. Triton compiles a kernel anew for a tensor that does not begin at such a multiple."""
+"""Alignment in bytes. Triton compiles another kernel for a tensor with a smaller alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a step, rows of padding included.
+    """The sizes of a step, including padding rows.
 
     Sequences with one token (``singles``) come first, then those with several (``chunks``).
     """
 
     singles: int
     longest_single: int
-    """Bounds the tokens that one of them attends to."""
+    """Maximum tokens that a single attends to."""
     chunks: int
     chunk_tokens: int
-    """Of all chunks together."""
+    """Tokens of all chunks together."""
     longest_chunk: int
-    """Bounds the tokens of one chunk."""
+    """Maximum tokens of one chunk."""
     width: int
-    """Blocks of a table."""
+    """Number of blocks in a table."""
     outputs: int
 
     @property
@@ -52,27 +52,27 @@ class StepTensors:
     slots: torch.Tensor
     """int64 [tokens]: the slot mapping, -1 for padding."""
     outputs: torch.Tensor
-    """int64 [outputs]: which tokens' logits are wanted."""
+    """int64 [outputs]: indexes of the tokens whose logits are wanted."""
     keys: torch.Tensor
-    """int64 [outputs, 2]: of their noise."""
+    """int64 [outputs, 2]: keys of their noise."""
     token_ids: torch.Tensor
-    """int32 [tokens], as ``engine.gpu.kernels.embedding`` reads them."""
+    """int32 [tokens], in the form that ``engine.gpu.kernels.embedding`` reads."""
     positions: torch.Tensor
-    """int32 [tokens]"""
+    """int32 [tokens]: position of each token in its sequence."""
     lengths: torch.Tensor
-    """int32 [singles]: tokens that each attends to, 0 for padding."""
+    """int32 [singles]: number of tokens that each attends to, 0 for padding."""
     query_starts: torch.Tensor
-    """int32 [chunks + 1]: where each begins among the chunks' tokens, and the end of all."""
+    """int32 [chunks + 1]: start of each chunk among the chunks' tokens, and the end of all."""
     contexts: torch.Tensor
-    """int32 [chunks]: tokens before each."""
+    """int32 [chunks]: number of tokens before each chunk."""
     tables: torch.Tensor
-    """int32 [singles + chunks, width]"""
+    """Block tables: int32 [singles + chunks, width]."""
     temperatures: torch.Tensor
-    """fp32 [outputs], 0 for the likeliest token."""
+    """fp32 [outputs], 0 for the most likely token."""
 
 
 def _fields(shape: StepShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Types and sizes by name."""
+    """Types and sizes of the fields by name."""
     sequences = shape.singles + shape.chunks
     return {
         "slots": (torch.int64, (shape.tokens,)),
@@ -89,7 +89,7 @@ def _fields(shape: StepShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 
 def buffer_bytes(shape: StepShape) -> int:
-    """Bytes of the buffer that ``step_tensors`` takes."""
+    """Size of the buffer that ``step_tensors`` needs, in bytes."""
     return sum(_aligned(dtype, size) for dtype, size in _fields(shape).values())
 
 
@@ -104,18 +104,19 @@ def step_tensors(buffer: torch.Tensor, shape: StepShape) -> StepTensors:
 
 
 def _aligned(dtype: torch.dtype, size: tuple[int, ...]) -> int:
-    """Bytes of a field, and those up to the next one."""
+    """Bytes of a field, including padding up to the next one."""
     return -(-dtype.itemsize * math.prod(size) // _ALIGNMENT) * _ALIGNMENT
 
 
 def table_width(tokens: int, block_size: int) -> int:
-    """Blocks of a table for so many tokens: so many that every table is aligned."""
+    """Number of blocks in a table for ``tokens`` tokens, rounded up so that every table is
+    aligned."""
     step = _ALIGNMENT // 4
     return -(-tokens // (block_size * step)) * step
 
 
 def ordered_rows(rows: Sequence[PlanRow], *, singles_first: bool) -> list[int]:
-    """The order in which a step computes its rows, by their numbers."""
+    """The order in which a step computes its rows, as row indexes."""
     numbers = range(len(rows))
     return sorted(numbers, key=lambda n: rows[n].count > 1) if singles_first else list(numbers)
 
@@ -123,7 +124,7 @@ def ordered_rows(rows: Sequence[PlanRow], *, singles_first: bool) -> list[int]:
 def step_shape(
     rows: Sequence[PlanRow], outputs: int, block_size: int, *, singles_first: bool
 ) -> StepShape:
-    """The shape of a step without padding. Without ``singles_first`` all rows are chunks."""
+    """The shape of a step without padding. Without ``singles_first``, all rows are chunks."""
     singles = [row for row in rows if row.count == 1 and singles_first]
     chunks = [row for row in rows if row.count > 1 or not singles_first]
     longest = max(row.start + row.count for row in rows)
@@ -158,7 +159,7 @@ def fill_step(
     _fill(host.token_ids, token_ids[source], 0)
     _fill(host.positions, positions, 0)
     singles = host.shape.singles
-    # Without singles in the shape every row is a chunk.
+    # Without singles in the shape, every row is a chunk.
     single_rows = min(singles, len(rows) if host.shape.chunks == 0 else singles)
     _fill(host.lengths, starts[:single_rows] + 1, 0)
     chunk_begins = begins[single_rows:] - single_rows
@@ -172,9 +173,9 @@ def fill_step(
 
 
 def plan_places(rows: Sequence[PlanRow], order: Sequence[int]) -> npt.NDArray[np.int64]:
-    """For each token of the plan's rows, where it is among those of the step; ``order`` is that of
+    """The place of each token of the plan's rows among those of the step.
 
-    ``ordered_rows``.
+    ``order`` is the result of ``ordered_rows``.
     """
     return np.argsort(_source(rows, order))
 
@@ -186,7 +187,7 @@ def _fill(target: torch.Tensor, values: npt.NDArray[Any], rest: int) -> None:
 
 
 def _fill_tables(tables: npt.NDArray[Any], rows: Sequence[PlanRow]) -> None:
-    """Each row's blocks, as many as a table is wide; zeros behind them, which nobody reads."""
+    """Write each row's blocks, as many as fit the table; unused zeros follow."""
     tables.fill(0)
     if not rows:
         return
@@ -199,7 +200,7 @@ def _fill_tables(tables: npt.NDArray[Any], rows: Sequence[PlanRow]) -> None:
 
 
 def _source(rows: Sequence[PlanRow], order: Sequence[int]) -> npt.NDArray[Any]:
-    """For each token in the step's order, where it is in the plan's."""
+    """For each token in the step's order, its index in the plan."""
     begins = _before(np.array([row.count for row in rows], dtype=np.int64))
     spans = [np.arange(begins[n], begins[n] + rows[n].count) for n in order]
     return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)

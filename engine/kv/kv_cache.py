@@ -1,11 +1,10 @@
 """The memory of the KV blocks: ``[block, layer, K/V, head, slot, dim]``.
 
-A block is one contiguous piece of bytes across all layers, so that it moves in one piece. It has a
-part for each group of layers that share the block table: the ``target``'s, and behind it, where one
-guesses tokens with a model of its own, the ``drafter``'s. A part has the codes ``[layer, K/V, head,
-slot, dim]``, then, where they are int8 or fp8, their scales ``[layer, K/V, head, slot]`` in fp32,
-then, the drafter's alone, how many of its slots are filled, and what fills it up to a multiple of
-64.
+A block is contiguous across all layers, so that it moves in one piece. It has a part for each group
+of layers that share the block table: the ``target``'s, and after it the ``drafter``'s, if the
+drafter has a model of its own. A part begins with the codes ``[layer, K/V, head, slot, dim]``. If
+they are int8 or fp8, their scales ``[layer, K/V, head, slot]`` in fp32 follow. The drafter's part
+then has the number of its filled slots. Padding completes a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -21,29 +20,30 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.kv.kv_quantization import dequantize_kv, has_scales, kv_dtype_name, quantize_kv
 
 _ALIGNMENT = 64
-"""Blocks and their parts begin at multiples of a CPU's cache line."""
+"""Alignment of blocks and their parts: a CPU's cache line."""
 _FILLED_BYTES = 8
-"""How many slots of a drafter's part are filled: int64."""
+"""Size of the count of filled slots in a drafter's part: int64."""
 
 
 class KvGroup:
     """One group's part of all blocks, as a view of their bytes. The engine thread writes it."""
 
     def __init__(self, parts: torch.Tensor, config: ModelConfig, size: int, dtype: torch.dtype):
-        """``parts`` uint8 [blocks, part_bytes], by strides; blocks of ``size`` slots."""
+        """``parts`` is uint8 [blocks, part_bytes], strided; blocks have ``size`` slots."""
         self.block_size = size
         shape = _shape(config, size)
         codes = math.prod(shape) * dtype.itemsize
         blocks = parts.shape[0]
         self.data = parts[:, :codes].view(dtype).view(blocks, *shape)
-        """``[block, layer, K/V, head, slot, dim]``, by strides."""
+        """``[block, layer, K/V, head, slot, dim]``, strided."""
         self.scales: torch.Tensor | None = None
-        """fp32 ``[block, layer, K/V, head, slot]``, by strides: a value is its code times that."""
+        """fp32 ``[block, layer, K/V, head, slot]``, strided: a value is its code times its
+        scale."""
         self._bits = self.data
         if has_scales(dtype):
             scales = parts[:, codes : codes + math.prod(shape[:-1]) * 4]
             self.scales = scales.view(torch.float32).view(blocks, *shape[:-1])
-            # torch has no indexing of fp8.
+            # torch cannot index fp8.
             self._bits = parts[:, :codes].view(blocks, *shape)
 
     @property
@@ -71,9 +71,9 @@ class KvGroup:
     def stored(
         self, blocks: torch.Tensor, slots: torch.Tensor, layer: int | None = None
     ) -> torch.Tensor:
-        """The bytes of the tokens at (block, slot) [tokens] each, of one layer or of all.
+        """Read the bytes of the tokens at (block, slot) [tokens] each, of one layer or of all.
 
-        uint8 [tokens, bytes]: the codes, then their scales, if there are any.
+        Returns uint8 [tokens, bytes]: the codes, then their scales, if there are any.
         """
         layers = slice(None) if layer is None else layer
         codes = self._bits[blocks, layers, :, :, slots].flatten(1).contiguous().view(torch.uint8)
@@ -89,7 +89,7 @@ class KvGroup:
         found: torch.Tensor,
         layer: int | None = None,
     ) -> None:
-        """Write what ``stored`` gives of tokens, here or in a cache alike, at (block, slot)."""
+        """Write bytes that ``stored`` has read, from this or an equal cache, at (block, slot)."""
         layers = slice(None) if layer is None else layer
         _, every, _, heads, _, dim = self.data.shape
         shape = (len(found), *(() if layer is not None else (every,)), 2, heads)
@@ -103,9 +103,9 @@ class KvGroup:
     def gather(
         self, layer: int, tables: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole block tables [sequences, blocks], contiguous per head:
+        """Gather keys and values of whole block tables [sequences, blocks], contiguous per head.
 
-        twice [sequences, kv_heads, blocks * block_size, head_dim] of ``dtype``.
+        Returns two tensors [sequences, kv_heads, blocks * block_size, head_dim] of ``dtype``.
         """
         sequences, count = tables.shape
         _, _, _, heads, size, dim = self.data.shape
@@ -121,8 +121,8 @@ class KvGroup:
 class DrafterGroup(KvGroup):
     """The drafter's part of all blocks, and how much of each is filled.
 
-    What a drafter makes of a token is there later than what the model makes of it, or never: it may
-    have been switched off. The count lies in the block, so that it goes wherever the block goes.
+    A drafter processes a token later than the model, or never, because it may have been switched
+    off. The count is in the block, so that it moves with the block.
     """
 
     def __init__(self, parts: torch.Tensor, config: ModelConfig, size: int, dtype: torch.dtype):
@@ -130,15 +130,15 @@ class DrafterGroup(KvGroup):
         begin = _codes_and_scales(config, size, dtype)
         begin = -(-begin // _FILLED_BYTES) * _FILLED_BYTES
         self.filled = parts[:, begin : begin + _FILLED_BYTES].view(torch.int64)[:, 0]
-        """int64 [blocks], by strides: so many leading slots hold what the drafter made of the
-        tokens that the target's part holds there."""
+        """int64 [blocks], strided: number of leading slots with the drafter's KV of the tokens that
+        the target's part has there."""
 
 
 class KvCache(KvGroup):
-    """The blocks, and as a group itself the target's part of them.
+    """The KV blocks; as a group itself, it is the target's part of them.
 
-    The engine thread writes them; blocks that no plan in flight names may be read and written by
-    others.
+    The engine thread writes them. Other threads may read and write blocks that no plan in flight
+    names.
     """
 
     def __init__(
@@ -153,10 +153,11 @@ class KvCache(KvGroup):
         whole: ModelConfig | None = None,
         ranks: int = 1,
     ) -> None:
-        """``dtype`` is a plain one, or int8 or float8_e4m3fn: then the codes have scales.
+        """``dtype`` is a plain type, or int8 or float8_e4m3fn, whose codes have scales.
 
-        ``allocate`` gives the memory, once. ``drafter`` is the shape of what has a group of its
-        own. Of one of several ``ranks``, ``config`` is its shard of the ``whole`` model.
+        ``allocate`` is called once for the memory. ``drafter`` is the shape of a drafter with a
+        group of its own. With several ``ranks``, ``config`` is this one's shard of the ``whole``
+        model.
         """
         self.blocks = blocks
         self._ranks = ranks
@@ -164,18 +165,18 @@ class KvCache(KvGroup):
         own = block_bytes(config, block_size, dtype)
         size = block_bytes(config, block_size, dtype, drafter)
         self.bytes = (allocate or allocate_plain)(blocks * size, device).view(blocks, size)
-        """uint8 ``[block, block_bytes]``: each block as it travels."""
+        """uint8 ``[block, block_bytes]``: each block in the form in which it is sent."""
         super().__init__(self.bytes[:, :own], config, block_size, dtype)
         self.drafter: DrafterGroup | None = None
         """The drafter's part of the blocks, if there is one."""
         if drafter is not None:
             self.drafter = DrafterGroup(self.bytes[:, own:], drafter, block_size, dtype)
         self.geometry = self._geometry()
-        """Of the whole worker's blocks, of which each of its ranks has a part."""
+        """Geometry of the whole worker's blocks; each of its ranks has a part of them."""
 
     @property
     def groups(self) -> Mapping[str, KvGroup]:
-        """By their names, in their order in the block."""
+        """The groups by name, in their order in the block."""
         found: dict[str, KvGroup] = {"target": self}
         if self.drafter is not None:
             found["drafter"] = self.drafter
@@ -196,19 +197,19 @@ class KvCache(KvGroup):
         return self.bytes[block]
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to) each; none of them is in two pairs as the target."""
+        """Copy whole blocks, given as (from, to); no block is the target of two pairs."""
         if copies:
             pairs = torch.tensor(copies, device=self.bytes.device)
             self.bytes[pairs[:, 1]] = self.bytes[pairs[:, 0]]
 
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
-"""Gives uint8 [size] of zeros on a device, at an address that is a multiple of 64: slots past a
-sequence's end, which are masked, must hold no NaN. Raises ConfigError."""
+"""Returns uint8 [size] of zeros on a device, at an address that is a multiple of 64. Slots past a
+sequence's end are masked, and must hold no NaN. Raises ConfigError."""
 
 
 def allocate_plain(size: int, device: torch.device) -> torch.Tensor:
-    """Memory of this process alone; see ``Allocate``."""
+    """Allocate memory that only this process uses; see ``Allocate``."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
     return torch.frombuffer(take_memory(size), dtype=torch.uint8)
@@ -217,7 +218,7 @@ def allocate_plain(size: int, device: torch.device) -> torch.Tensor:
 def block_bytes(
     config: ModelConfig, block_size: int, dtype: torch.dtype, drafter: ModelConfig | None = None
 ) -> int:
-    """Bytes of one block, scales and the drafter's part included: a multiple of 64."""
+    """Bytes of one block, including scales and the drafter's part: a multiple of 64."""
     size = _aligned(_codes_and_scales(config, block_size, dtype))
     if drafter is not None:
         used = _codes_and_scales(drafter, block_size, dtype)

@@ -1,9 +1,9 @@
 """KV in 8 bits: codes, and one fp32 scale for each token and KV head of keys and of values.
 
-``int8`` puts a head's largest magnitude at 127, ``fp8`` (e4m3fn; OCP 8-bit Floating Point
-Specification 1.0) at 448. A scale per token and head needs no calibration, is known when the token
-is written, and keeps a token or a head with outliers from costing the others their digits. It is 4
-bytes beside ``head_dim`` codes.
+``int8`` maps a head's largest magnitude to 127, ``fp8`` (e4m3fn; OCP 8-bit Floating Point
+Specification 1.0) to 448. A scale per token and head needs no calibration and is known when the
+token is written. Outliers of one token or head do not reduce the precision of others. A scale takes
+4 bytes for each ``head_dim`` codes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from baton.errors import ConfigError
 
 KV_DTYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""What ``--kv-dtype`` may name beside ``auto``."""
+"""Quantized types that ``--kv-dtype`` accepts, in addition to ``auto``."""
 PLAIN_KV_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""What a pool may name beside them: values without scales, rounded when they are written."""
+"""Types that a pool also accepts: values without scales, rounded when they are written."""
 _LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -34,7 +34,7 @@ def kv_dtype(name: str, model: torch.dtype) -> torch.dtype:
 
 
 def kv_dtype_name(dtype: torch.dtype) -> str:
-    """``int8`` or ``fp8``, or torch's name of a plain type: what a Geometry says."""
+    """The type's name in a Geometry: ``int8`` or ``fp8``, or torch's name of a plain type."""
     named = (name for name, known in KV_DTYPES.items() if known == dtype)
     return next(named, str(dtype).removeprefix("torch."))
 
@@ -45,9 +45,9 @@ def has_scales(dtype: torch.dtype) -> bool:
 
 
 def quantize_kv(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of ``dtype`` [..., dim] and fp32 scales [...] of ``values`` [..., dim].
+    """Quantize ``values`` [..., dim] to codes of ``dtype`` [..., dim] and fp32 scales [...].
 
-    Rounded half to even. The definition for every kernel: it divides, in fp32, where another might
+    Rounds half to even. This is the reference for every kernel: it divides, in fp32, and does not
     multiply by the inverse.
     """
     values = values.float()
@@ -62,5 +62,5 @@ def quantize_kv(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 
 def dequantize_kv(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 [..., dim] of codes [..., dim] and scales [...]."""
+    """Dequantize codes [..., dim] with scales [...] to fp32 [..., dim]."""
     return codes.float() * scales.unsqueeze(-1)

@@ -1,6 +1,6 @@
-"""Attention over the paged KV cache, in plain torch: right on every device.
+"""Attention over the paged KV cache, in plain torch: correct on every device.
 
-``attend`` is what the model calls.
+The model calls ``attend``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from engine.kv.kv_cache import KvGroup
 from engine.scheduling.plan import PlanRow
 
 _TILE = 256
-"""Queries whose scores are in memory at once."""
+"""Maximum queries whose scores are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer scores keys and which ones a query sees; the terms are those of ``attend``."""
+    """How a layer scores keys, and which keys a query sees; ``attend`` explains the terms."""
 
     scale: float
     window: int
@@ -31,50 +31,50 @@ class Scoring:
         return max(0, position - self.window + 1) if self.window else 0
 
     def mask(self, start: int, stop: int, first: int, device: torch.device) -> torch.Tensor:
-        """bool [stop - start, stop - first]: which of the keys ``first …`` each query sees."""
+        """Which of the keys ``first …`` each query sees: bool [stop - start, stop - first]."""
         positions = torch.arange(start, stop, device=device)[:, None]
         behind = positions - torch.arange(first, stop, device=device)
         return (behind >= 0) & (behind < self.window) if self.window else behind >= 0
 
     def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """fp32 […, queries, keys]."""
+        """Scores of queries and keys: fp32 […, queries, keys]."""
         scores = query.float() @ key.float().transpose(-1, -2) * self.scale
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkMeta:
-    """One sequence's several query tokens: rows ``first … first + count - 1`` of the batch."""
+    """A sequence with several query tokens: rows ``first … first + count - 1`` of the batch."""
 
     first: int
     count: int
     start: int
     table: torch.Tensor
-    """int64 [1, blocks]"""
+    """The block table, int64 [1, blocks]."""
     lengths: torch.Tensor
-    """int64 [count]: keys that each query attends to."""
+    """int64 [count]: number of keys that each query attends to."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMeta:
-    """How the rows of a batch attend: the same for every layer of a step."""
+    """How the rows of a batch attend; the same for every layer of a step."""
 
     chunks: tuple[ChunkMeta, ...]
     decode_rows: torch.Tensor
     """int64 [sequences]: rows of sequences with one query token."""
     decode_tables: torch.Tensor
-    """int64 [sequences, blocks], padded with a block of the same sequence: masked values still
-    take part in the sum with weight 0, and what overflowed elsewhere must not get in."""
+    """int64 [sequences, blocks], padded with a block of the same sequence. Masked values still
+    enter the sum with weight 0, and an overflow of another sequence must not."""
     decode_lengths: torch.Tensor
-    """int64 [sequences]: keys that each of them attends to."""
+    """int64 [sequences]: number of keys that each of them attends to."""
     decode_mask: torch.Tensor
-    """bool [sequences, 1, 1, blocks * block_size]"""
+    """Keys that each of them sees: bool [sequences, 1, 1, blocks * block_size]."""
 
 
 def attention_meta(
     rows: tuple[PlanRow, ...], block_size: int, device: torch.device
 ) -> AttentionMeta:
-    """The meta data of a plan's rows, whose query tokens follow one another in the batch."""
+    """Make the metadata of a plan's rows. Their query tokens follow one another in the batch."""
     chunks: list[ChunkMeta] = []
     singles: list[tuple[int, PlanRow]] = []
     first = 0
@@ -123,11 +123,12 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention of every row to its own sequence's tokens.
 
-    ``queries`` [tokens, heads, head_dim]; ``keys`` and ``values`` [tokens, kv_heads, head_dim] are
-    in the cache already and are used as they are where a chunk begins its sequence, unless the
-    cache holds codes: every query sees what was rounded once. Scores are multiplied by ``scale``
-    (1 / sqrt(head_dim) if None), then capped where ``softcap`` is not 0. A query attends to the
-    last ``window`` tokens, its own included; 0: to all. Returns [tokens, heads * head_dim].
+    ``queries`` is [tokens, heads, head_dim]. ``keys`` and ``values`` are [tokens, kv_heads,
+    head_dim], and are in the cache already. A chunk that begins its sequence uses them directly,
+    unless the cache holds quantized codes: every query must see the rounded values. Scores are
+    multiplied by ``scale`` (1 / sqrt(head_dim) if None), then capped if ``softcap`` is not 0. A
+    query attends to the last ``window`` tokens, including its own; 0 means all. Returns [tokens,
+    heads * head_dim].
     """
     tokens, heads, dim = queries.shape
     scoring = Scoring(dim**-0.5 if scale is None else scale, window, softcap)
@@ -164,7 +165,7 @@ def _attend_chunk(
         key, value = (x[:, :, : end - origin] for x in found)
     if not scoring.softcap and not scoring.first_key(end - 1):
         return _attend_causal(queries, key, value, scoring.scale)
-    # By tiles of queries, so that neither scores nor masks of a long chunk fill the memory.
+    # In tiles of queries, so that scores and masks of a long chunk do not fill the memory.
     tiles = []
     for start in range(chunk.start, end, _TILE):
         stop = min(start + _TILE, end)
@@ -178,9 +179,9 @@ def _attend_chunk(
 def _attend_causal(
     queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Queries [count, heads, dim] over keys [1, kv_heads, keys, dim]; the last one sees them all.
+    """Attention of queries [count, heads, dim] over keys [1, kv_heads, keys, dim].
 
-    No mask in memory where a flash kernel is at hand.
+    The last query sees all keys. No mask is in memory if there is a flash kernel.
     """
     count, keys = queries.shape[0], key.shape[2]
     found = F.scaled_dot_product_attention(
@@ -196,9 +197,9 @@ def _attend_causal(
 
 
 def _causal_mask(count: int, keys: int, device: torch.device) -> torch.Tensor:
-    """bool [count, keys], or what a flash kernel has in its stead."""
+    """A causal mask, bool [count, keys], or its equivalent for a flash kernel."""
     if device.type == "cuda":
-        # Not on import: it takes torch's compiler with it, which is longer than all the rest.
+        # Imported here: it loads torch's compiler, which takes longer than all other imports.
         from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
 
         return causal_lower_right(count, keys)
@@ -212,7 +213,10 @@ def _attend_tile(
     mask: torch.Tensor,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Queries [count, heads, dim] over keys [1, kv_heads, keys, dim]; mask [count, keys]."""
+    """Attention of queries [count, heads, dim] over keys [1, kv_heads, keys, dim].
+
+    ``mask`` is [count, keys].
+    """
     count, heads, dim = queries.shape
     kv_heads, group = key.shape[1], heads // key.shape[1]
     query = queries.view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
@@ -230,7 +234,7 @@ def _attend_singles(
         tables, mask = _windowed(meta, cache.block_size, scoring.window)
     key, value = cache.gather(layer, tables, queries.dtype)
     sequences, heads, dim = queries.shape
-    # The query heads of a group take the place of query tokens: one pass over the keys each.
+    # The query heads of a group take the place of query tokens, so that keys are read once.
     group = heads // key.shape[1]
     query = queries.view(sequences, key.shape[1], group, dim)
     return _weigh(query, key, value, mask.expand(-1, 1, group, -1), scoring).reshape_as(queries)
@@ -239,9 +243,9 @@ def _attend_singles(
 def _windowed(
     meta: AttentionMeta, block_size: int, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables of the blocks that windows reach into, and their masks, as ``AttentionMeta`` has them.
+    """Tables of the blocks that windows cover, and their masks, as in ``AttentionMeta``.
 
-    Every window of n tokens lies in as many blocks as the widest can.
+    All windows get the number of blocks that the widest can cover.
     """
     tables, lengths = meta.decode_tables, meta.decode_lengths[:, None]
     first = (lengths - window).clamp(min=0)
@@ -260,7 +264,10 @@ def _weigh(
     mask: torch.Tensor,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """[…, queries, dim] of queries over keys and values […, keys, dim], where the mask is true."""
+    """Attention of queries over keys and values […, keys, dim] where the mask is true.
+
+    Returns […, queries, dim].
+    """
     if not scoring.softcap:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scoring.scale

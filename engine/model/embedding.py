@@ -1,7 +1,7 @@
-"""A sequence's embedding: what the model makes of its last token, of length 1.
+"""A sequence's embedding: the model's output after its last token, of length 1.
 
-The last layer's output behind the last token, with the model's own last norm, divided by its
-length: the pooling ``last`` of other servers.
+It is the last layer's output after the last token, normalized by the model's last norm, and divided
+by its length. Other servers call this pooling ``last``.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from engine.model.model import DecoderModel
 
 Embedding = tuple[float, ...]
-"""[hidden_size], each of them an fp32 number."""
+"""A list of hidden_size numbers of fp32."""
 
 
 class Embedder:
-    """Holds a model's last norm. Owned by the engine thread."""
+    """Computes embeddings with a model's last norm. Owned by the engine thread."""
 
     def __init__(self, model: DecoderModel) -> None:
         self.layer = model.config.layers
-        """Of which ``StepInput.hidden_layers`` has the states: what the last layer puts out."""
+        """The entry of ``StepInput.hidden_layers`` that provides the output of the last layer."""
         self._norm = model.norm
         self._epsilon = model.config.rms_norm_eps
 
     def embed(self, states: torch.Tensor) -> list[Embedding]:
-        """Of each of ``states``, fp32 [rows, hidden_size], its embedding."""
+        """Compute the embeddings of ``states``, fp32 [rows, hidden_size]."""
         normed = F.rms_norm(states.float(), self._norm.shape, self._norm, self._epsilon)
         found: list[list[float]] = F.normalize(normed, dim=-1).tolist()
         return [tuple(row) for row in found]
@@ -35,9 +35,9 @@ class Embedder:
     def embed_rows(
         self, hidden: torch.Tensor, layers: tuple[int, ...], tokens: Mapping[int, int], rows: int
     ) -> tuple[Embedding | None, ...]:
-        """One for each row of a step, None for a row that wants none.
+        """The embedding of each row of a step; None for a row that wants none.
 
-        ``hidden`` is the step's, of ``layers``; ``tokens`` are those to embed, by row.
+        ``hidden`` is the step's, for ``layers``. ``tokens`` maps rows to the tokens to embed.
         """
         states = hidden[list(tokens.values()), layers.index(self.layer)]
         found = dict(zip(tokens, self.embed(states), strict=True))

@@ -27,15 +27,16 @@ class Linear:
         self._dense = weight if isinstance(weight, torch.Tensor) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, out], of the type of ``x``."""
+        """Multiply; returns [rows, out] in the type of ``x``."""
         return F.linear(x, self._matrix(x.dtype), self.bias)
 
     def to_float(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows, out]."""
+        """Multiply; returns fp32 [rows, out]."""
         return self(x).float()
 
     def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """A quantised weight is dequantised once, when torch is first asked to multiply by it."""
+        """The matrix in ``dtype``. A quantized weight is dequantized once, when torch first needs
+        it."""
         if self._dense is None:
             assert isinstance(self.weight, QuantizedWeight)
             self._dense = dequantize(self.weight).to(dtype)
@@ -44,7 +45,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """``down(activation(gate(x)) * up(x))``."""
+    """Weights of ``down(activation(gate(x)) * up(x))``."""
 
     gate: Linear
     up: Linear
@@ -52,7 +53,7 @@ class GatedMlp:
 
 
 def gated_mlp(mlp: GatedMlp, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """fp32 [rows, hidden_size] of ``x`` [rows, hidden_size], which is of the weights' type."""
+    """Compute fp32 [rows, hidden_size] from ``x`` [rows, hidden_size] in the weights' type."""
     gate = mlp.gate(x)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return mlp.down.to_float(gate * mlp.up(x))
@@ -60,21 +61,21 @@ def gated_mlp(mlp: GatedMlp, x: torch.Tensor, activation: Activation) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A router, and the MLPs among which it chooses for each token."""
+    """A router, and the MLPs from which it chooses for each token."""
 
     router: Linear
     experts: tuple[GatedMlp, ...]
     first: int = 0
-    """The number of the first: a rank of several has a run of them."""
+    """Number of the first expert: one of several ranks has a range of them."""
 
 
 def route(
     router: Linear, x: torch.Tensor, config: ExpertsConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts: weights fp32 and numbers int64, both [tokens, per_token]."""
+    """Choose each token's experts: weights fp32 and numbers int64, both [tokens, per_token]."""
     probabilities = router.to_float(x).softmax(dim=-1)
     weights, chosen = probabilities.topk(config.per_token, dim=-1)
-    if config.normalised:
+    if config.normalized:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights, chosen
 
@@ -82,11 +83,11 @@ def route(
 def mix_experts(
     experts: Experts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
 ) -> torch.Tensor:
-    """fp32 [tokens, hidden_size] of ``x`` [tokens, hidden_size], of the weights' type.
+    """Compute fp32 [tokens, hidden_size] from ``x`` [tokens, hidden_size] in the weights' type.
 
-    Tokens are sorted by expert, so that each expert that has any runs once over all of them. A
-    token's results are added in the order of its own choice, whatever else is in the batch. Of
-    experts that are not here the results are zeros.
+    Tokens are sorted by expert, so that each expert with tokens runs once. A token's results are
+    added in the order of its own choice, whatever else is in the batch. Experts that are on other
+    ranks contribute zeros.
     """
     weights, chosen = route(experts.router, x, config)
     order = chosen.flatten().argsort(stable=True)

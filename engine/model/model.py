@@ -1,7 +1,6 @@
 """The decoder over the paged KV cache: Llama's (Touvron et al., 2023) and its relatives.
 
-What sets the families apart are the switches of ``ModelConfig``; ``engine.checkpoint.families``
-lists them.
+Switches of ``ModelConfig`` distinguish the families; ``engine.checkpoint.families`` lists them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _NORMS: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | N
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer. Norms are fp32 with the family's offset added; None: none there."""
+    """The weights of one layer. Norms are fp32 with the family's offset added; None if absent."""
 
     attention_norm: torch.Tensor | None
     query: Linear
@@ -52,15 +51,14 @@ class Layer:
     mlp_post_norm: torch.Tensor | None
     mlp: GatedMlp | Experts
     feature_norm: torch.Tensor | None = None
-    """Of an EAGLE layer (engine/speculation/heads/eagle_model.py): the norm of the features
-    beside the embeddings."""
+    """Norm of the features, for an EAGLE layer (engine/speculation/heads/eagle_model.py)."""
     residual_normed: bool = False
-    """Whether the residual stream of such a layer begins with the normed features."""
+    """Whether an EAGLE layer's residual stream begins with the normed features."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of one step, all sequences after one another. All tensors int64 [tokens]."""
+    """The tokens of one step, one sequence after another. All tensors are int64 [tokens]."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -70,15 +68,15 @@ class StepTokens:
 
 
 class DecoderModel:
-    """Computes hidden states and logits; holds no state but its weights."""
+    """Computes hidden states and logits; holds no state except its weights."""
 
     combine: Linear | None = None
-    """Of an EAGLE head (engine/speculation/heads/eagle_model.py): makes a feature of what went
-    into some layers."""
+    """Makes a feature from the inputs of some layers, for an EAGLE head
+    (engine/speculation/heads/eagle_model.py)."""
     rank: RankModel | None = None
-    """Of one rank of several (engine/parallel/): what it shares with the others."""
+    """What this rank shares with others, if there are several (engine/parallel/)."""
     context: ContextExchange | None = None
-    """Of one rank of several that divide prompts: how it has the KV of the others' tokens."""
+    """Exchanges the KV of tokens, if several ranks divide prompts."""
 
     def __init__(
         self,
@@ -87,11 +85,11 @@ class DecoderModel:
         device: torch.device,
         rank: RankModel | None = None,
     ) -> None:
-        """``weights`` has Hugging Face's names.
+        """``weights`` uses Hugging Face's names.
 
-        Of one ``rank`` of several, ``config`` and ``weights`` are its shard of the model.
+        With a ``rank`` of several, ``config`` and ``weights`` are its shard of the model.
 
-        Raises ConfigError where one is missing or has another shape than ``config`` says.
+        Raises ConfigError if a weight is missing or its shape differs from ``config``.
         """
         self.config = config
         self.rank = rank
@@ -100,14 +98,14 @@ class DecoderModel:
         hidden, vocab = config.hidden_size, _vocabulary(config, rank)
         self.embedding = tensors.matrix(f"{prefix}embed_tokens.weight", vocab, hidden)
         self.dtype = tensors.take(f"{prefix}norm.weight", hidden).dtype
-        """Of the weights, where they are not quantised, and of what linear layers take."""
+        """Type of the weights that are not quantized, and of the inputs of linear layers."""
         self.embedding_scale = torch.tensor(config.embedding_scale).to(self.dtype).item()
         """Rounded to the weights' type, as the models were trained."""
         self.layers = [_layer(config, tensors, prefix, n, rank) for n in range(config.layers)]
         self.norm = _norm(config, tensors, f"{prefix}norm", hidden)
         self.head = _head(config, tensors, self.embedding, vocab)
         self.ropes = tuple(rope_table(spec, config.context_length, device) for spec in config.ropes)
-        """fp32 [context_length, 2, rotary_dim / 2] each."""
+        """Rotary tables, each fp32 [context_length, 2, rotary_dim / 2]."""
 
     def hidden_states(
         self,
@@ -118,11 +116,12 @@ class DecoderModel:
     ) -> torch.Tensor:
         """Compute a step's tokens and store their KV. Returns fp32 [tokens, hidden_size].
 
-        ``layer_done`` is told of each layer once its KV is stored, ``layer_input`` of what goes
-        into each layer, and with the number of layers of what is returned: nobody changes these.
+        ``layer_done`` is called for each layer once its KV is stored. ``layer_input`` is called
+        with each layer's input, and with the number of layers for the result. Callbacks must not
+        change these tensors.
 
-        The residual stream is fp32 whatever the weights are: in bf16 its rounding would be about
-        half of the logits' error, and it is too small to cost time.
+        The residual stream is fp32 for all weight types. In bf16 its rounding would be about half
+        of the logits' error, and it is too small to cost time.
         """
         x = self._embed(batch.token_ids)
         rotations = [table[batch.positions] for table in self.ropes]
@@ -143,7 +142,7 @@ class DecoderModel:
         return x
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """fp32 [tokens, hidden_size]."""
+        """Embed tokens: fp32 [tokens, hidden_size]."""
         if self.rank is not None:
             x = self.rank.embed(self.embedding, token_ids)
         elif isinstance(self.embedding, QuantizedWeight):
@@ -153,16 +152,16 @@ class DecoderModel:
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """fp32, of ``x`` in fp32."""
+        """Normalize ``x``, which is fp32; returns fp32."""
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
     def _before(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """What goes into linear layers: of the weights' type."""
+        """Normalize the input of linear layers; returns the weights' type."""
         normed = x if weight is None else self._norm(x, weight)
         return normed.to(self.dtype)
 
     def _after(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """What is added to the residual stream: fp32."""
+        """Normalize what is added to the residual stream; returns fp32."""
         return x if weight is None else self._norm(x, weight)
 
     def _attention(
@@ -178,8 +177,8 @@ class DecoderModel:
         query, key = layer.query(h), layer.key(h)
         query_norm, key_norm = layer.query_norm, layer.key_norm
         if self.rank is not None and config.qk_norm == "full":
-            assert query_norm is not None, "the config says that there is one"
-            assert key_norm is not None, "and the other"
+            assert query_norm is not None, "qk_norm full needs a query norm"
+            assert key_norm is not None, "qk_norm full needs a key norm"
             weights = query_norm, key_norm
             query, key = self.rank.norm_heads(query, key, weights, config.rms_norm_eps)
             query_norm = key_norm = None
@@ -203,13 +202,16 @@ class DecoderModel:
         return self._joined(layer.output.to_float(attended))
 
     def _joined(self, part: torch.Tensor) -> torch.Tensor:
-        """What all ranks have computed of a sublayer, of what this one has."""
+        """Sum the ranks' parts of a sublayer's output."""
         return part if self.rank is None else self.rank.add(part)
 
     def _heads(
         self, x: torch.Tensor, norm: torch.Tensor | None, rotation: torch.Tensor | None
     ) -> torch.Tensor:
-        """[tokens, heads, head_dim] of ``x`` [tokens, heads * head_dim], normalised and rotated."""
+        """Split ``x`` [tokens, heads * head_dim] into heads, normalize and rotate.
+
+        Returns [tokens, heads, head_dim].
+        """
         shape = (len(x), -1, self.config.head_dim)
         if norm is not None:
             by_head = x.view(shape) if self.config.qk_norm == "head" else x
@@ -218,24 +220,24 @@ class DecoderModel:
         return x if rotation is None else apply_rope(x, rotation)
 
     def _mlp(self, h: torch.Tensor, mlp: GatedMlp | Experts) -> torch.Tensor:
-        """fp32 [tokens, hidden_size]."""
+        """The MLP's output: fp32 [tokens, hidden_size]."""
         if isinstance(mlp, GatedMlp):
             return self._joined(gated_mlp(mlp, h, self.config.activation))
         assert self.config.experts is not None
         return self._joined(mix_experts(mlp, h, self.config.experts, self.config.activation))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows, vocab_size] of hidden states [rows, hidden_size].
+        """Logits fp32 [rows, vocab_size] of hidden states [rows, hidden_size].
 
-        Of several ranks on the first alone; on others [0, vocab_size].
+        With several ranks only the first has them; the others return [0, vocab_size].
         """
         found = self._own_logits(hidden)
         return found if self.rank is None else self.rank.whole_logits(found, self.config.vocab_size)
 
     def best(self, hidden: torch.Tensor) -> list[int]:
-        """The likeliest token of each row of hidden states, of equals the lowest.
+        """The most likely token of each row of hidden states; the lowest id on a tie.
 
-        Of several ranks on the first alone; on others there are none.
+        With several ranks only the first has them; the others return none.
         """
         found = self._own_logits(hidden)
         if self.rank is not None:
@@ -244,20 +246,20 @@ class DecoderModel:
         return tokens
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the vocabulary that this rank has."""
+        """Logits of this rank's part of the vocabulary."""
         found = self.head.to_float(self._before(hidden, self.norm))
         cap = self.config.logits_softcap
         return torch.tanh(found / cap) * cap if cap else found
 
 
 def _prefix(config: ModelConfig, tensors: NamedTensors) -> str:
-    """What the names of the decoder's tensors begin with."""
+    """The prefix of the decoder's tensor names."""
     prefixes = FAMILIES[config.architecture].tensor_prefixes
     return next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
 
 
 def _vocabulary(config: ModelConfig, rank: RankModel | None) -> int:
-    """How many tokens' rows embedding and head have."""
+    """Number of rows in this rank's embedding and head."""
     return config.vocab_size if rank is None else len(rank.shard.vocabulary)
 
 
@@ -353,9 +355,9 @@ def _experts(
     base: str,
     held: range,
 ) -> Experts:
-    """Experts of a tensor each, as published, or fused, as transformers 5 holds them.
+    """Read experts, one tensor each as published, or fused as transformers 5 stores them.
 
-    ``held``: those that there are weights of.
+    ``held`` are the experts whose weights this rank has.
     """
     inner = config.intermediate_size
     if f"{base}.mlp.experts.gate_up_proj" in tensors:

@@ -1,4 +1,4 @@
-"""A checkpoint's weights by name, checked against the shapes that the config makes them."""
+"""A checkpoint's weights by name, checked against the shapes that its config implies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.quantization.weight import QuantizedWeight
 
 Matrix = torch.Tensor | QuantizedWeight
 TIED_HEAD = "tied_lm_head.weight"
-"""The name of a quantised copy of the embedding, for a model whose head that is."""
+"""Name of a quantized copy of the embedding, for a model that uses it as the head."""
 Kind = TypeVar("Kind", bound=Matrix)
 
 
 class NamedTensors:
-    """Gives out weights as they are and as linear layers; its methods raise ConfigError."""
+    """Returns weights directly or as linear layers; its methods raise ConfigError."""
 
     def __init__(self, weights: Mapping[str, Matrix]) -> None:
         self._weights = weights
@@ -27,22 +27,22 @@ class NamedTensors:
         return name in self._weights
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor that must not be quantised."""
+        """A tensor that must not be quantized."""
         weight = self._weights.get(name)
         if isinstance(weight, QuantizedWeight):
-            raise ConfigError(f"the model's tensor {name} is quantised; it is served plain only")
+            raise ConfigError(f"the model's tensor {name} is quantized; it must be plain")
         return _checked(name, weight, shape)
 
     def matrix(self, name: str, *shape: int) -> Matrix:
-        """A tensor that may be quantised."""
+        """A tensor that may be quantized."""
         return _checked(name, self._weights.get(name), shape)
 
     def linear(self, name: str, outputs: int, inputs: int) -> Linear:
-        """A layer with the bias that the checkpoint has for it, if any."""
+        """A layer, with the checkpoint's bias if there is one."""
         return Linear(self.matrix(f"{name}.weight", outputs, inputs), self._bias(name, outputs))
 
     def split_linear(self, name: str, outputs: tuple[int, ...], inputs: int) -> tuple[Linear, ...]:
-        """Several layers whose weights lie under one another in one tensor; views of it."""
+        """Several layers whose weights are stacked in one tensor; returns views of it."""
         weight = self.matrix(f"{name}.weight", sum(outputs), inputs)
         bias = self._bias(name, sum(outputs))
         layers, end = [], 0
@@ -62,6 +62,6 @@ def _checked(name: str, weight: Kind | None, shape: tuple[int, ...]) -> Kind:
         raise ConfigError(f"the model's weights have no tensor {name}")
     if tuple(weight.shape) != shape:
         raise ConfigError(
-            f"the model's tensor {name} is {tuple(weight.shape)}; its config.json makes it {shape}"
+            f"the model's tensor {name} is {tuple(weight.shape)}; its config.json requires {shape}"
         )
     return weight

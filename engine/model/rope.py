@@ -18,7 +18,8 @@ from engine.checkpoint.rope_spec import (
 def rope_table(spec: RopeSpec, context: int, device: torch.device) -> torch.Tensor:
     """Cosines and sines of every position: fp32 [context, 2, rotary_dim / 2].
 
-    The attention factor of a scaling that has one is in them: it multiplies queries and keys.
+    They include the attention factor of a scaling that has one, since it multiplies queries and
+    keys.
     """
     even = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device)
     waves = spec.theta ** (even / spec.rotary_dim)
@@ -60,7 +61,7 @@ def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
 
 def _yarn(frequencies: torch.Tensor, spec: RopeSpec, scaling: YarnScaling) -> torch.Tensor:
     def dimension(turns: float) -> float:
-        """The dimension that turns so often within the original context."""
+        """The dimension that makes ``turns`` turns within the original context."""
         ratio = scaling.original_context / (turns * 2 * math.pi)
         return spec.rotary_dim * math.log(ratio) / (2 * math.log(spec.theta))
 
@@ -69,7 +70,7 @@ def _yarn(frequencies: torch.Tensor, spec: RopeSpec, scaling: YarnScaling) -> to
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     if low == high:
-        # The paper's code does the same: a step instead of a division by zero.
+        # As in the paper's code: a step instead of a division by zero.
         high += 0.001
     index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
     stretch = ((index - low) / (high - low)).clamp(0, 1)
@@ -79,7 +80,7 @@ def _yarn(frequencies: torch.Tensor, spec: RopeSpec, scaling: YarnScaling) -> to
 def apply_rope(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate the first ``rotary_dim`` dimensions of ``x`` [tokens, heads, head_dim], in fp32.
 
-    ``table`` [tokens, 2, rotary_dim / 2] says where each token stands.
+    ``table`` [tokens, 2, rotary_dim / 2] has the rotation of each token's position.
     """
     rotary_dim = 2 * table.shape[-1]
     first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)

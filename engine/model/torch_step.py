@@ -1,4 +1,4 @@
-"""Steps in plain torch: right on every device and for every type."""
+"""Steps in plain torch: correct on every device and for every type."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from engine.sampling.step import StepInput, StepOutput
 
 
 class LayerInputs:
-    """Gathers what goes into some layers: see ``StepInput.hidden_layers``."""
+    """Collects the inputs of some layers: see ``StepInput.hidden_layers``."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self._layers = layers
         self._found: dict[int, torch.Tensor] = {}
 
     def take(self, layer: int, hidden: torch.Tensor) -> None:
-        """``hidden`` fp32 [tokens, hidden_size] goes into ``layer``."""
+        """Record ``hidden``, fp32 [tokens, hidden_size], as the input of ``layer``."""
         if layer in self._layers:
             self._found[layer] = hidden
 
     def found(self) -> torch.Tensor | None:
-        """fp32 [tokens, layers, hidden_size]; None of no layers."""
+        """The inputs, fp32 [tokens, layers, hidden_size]; None if no layers are wanted."""
         if not self._layers:
             return None
         return torch.stack([self._found[layer] for layer in self._layers], dim=1)
@@ -56,12 +56,12 @@ class TorchStepModel:
         return StepOutput(None, self._model.logits(wanted), inputs.found())
 
     def _layer_done(self, layer: int) -> None:
-        # On a GPU it has only been asked for.
+        # On a GPU, the layer is only launched at this point.
         if self._device.type == "cpu":
             self.layers_done = layer + 1
 
     def use_threads(self, threads: int) -> None:
-        """Torch keeps the threads that it has: its pool waits busily, and others need the cores."""
+        """Do nothing: torch keeps its threads, which busy-wait on cores that others need."""
 
     def _batch(self, step: StepInput) -> StepTokens:
         size = self._cache.block_size

@@ -30,10 +30,11 @@ _QUANTIZATIONS = ("auto", "none", *KINDS)
 _EMBEDDINGS = ("embed_tokens",)
 _HEAD = ".lm_head."
 _ROUTERS = ("gate", "router")
-"""Modules that choose experts: small, and a wrong choice costs more than a wrong digit."""
+"""Modules that choose experts. They are small, and a wrong choice costs more than a rounding
+error."""
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PIECE_VALUES = 1 << 22
-"""Values that are dequantised at a time."""
+"""Number of values that are dequantized at a time."""
 
 
 def load_weights(
@@ -56,22 +57,25 @@ def iterate_weights(
 ) -> Iterator[tuple[str, Weight]]:
     """The weights of the folder's model, one after another, under Hugging Face's plain names.
 
-    ``quantization``: with ``auto`` they are what the files hold: a quantised matrix is a
-    QuantizedWeight under ``<module>.weight``. With ``none`` it is a tensor of ``dtype``. With
-    ``int8``, ``int4`` or ``fp8`` every matrix of a plain checkpoint is quantised but for embeddings
-    and the routers of experts. Of an embedding that is the head as well there is a quantised copy
-    beside it, ``TIED_HEAD``: a step reads all of the head and only some rows of the embedding, so
-    that codes make the one faster and the other worse. The copy is ``int8`` whatever the others
-    become. Measured on SmolLM2-135M, where the head is a fifth of the weights: in int8 it changes
-    no choice, in fp8 it costs 0.6 % of perplexity, in int4 5 %.
+    With ``quantization`` ``auto``, they are what the files hold: a quantized matrix is a
+    QuantizedWeight under ``<module>.weight``. With ``none``, it is a tensor of ``dtype``. With
+    ``int8``, ``int4`` or ``fp8``, every matrix of a plain checkpoint is quantized, except
+    embeddings and the routers of experts.
 
-    On the CPU, and where the file's type is ``dtype`` or the weight is Baton's own quantised form,
-    tensors are views of the mapped file; otherwise they are copies. One weight is in fp32 at a time
-    at most. Raises ConfigError where there is no file, where one cannot be read, and for a
-    quantization that is not served.
+    If the embedding is also the head, there is a quantized copy of it, ``TIED_HEAD``. A step reads
+    all of the head and only some rows of the embedding, so quantization makes the head faster and
+    the embedding worse. The copy is always ``int8``. Measured on SmolLM2-135M, where the head is a
+    fifth of the weights: in int8 it changes no choice, in fp8 it costs 0.6 % of perplexity, in int4
+    5 %.
 
-    With ``slices`` they are what one rank holds of each, as copies: no more of the files is read,
-    and none of it stays mapped. Of a quantised matrix that is not in Baton's own form all is read.
+    On the CPU, tensors are views of the mapped file if the file's type is ``dtype`` or the weight
+    is in Baton's own quantized form; otherwise they are copies. At most one weight is in fp32 at a
+    time. Raises ConfigError if there is no file, a file cannot be read, or the quantization is not
+    supported.
+
+    With ``slices``, the result is one rank's part of each weight, as copies. No more of the files
+    is read, and nothing stays mapped. A quantized matrix that is not in Baton's own form is read in
+    full.
     """
     if quantization not in _QUANTIZATIONS:
         known = ", ".join(_QUANTIZATIONS)
@@ -79,12 +83,12 @@ def iterate_weights(
     layout = checkpoint_format(folder)
     if layout is not None and quantization in KINDS:
         raise ConfigError(
-            f"{folder}: the weights are quantised already ({layout.method}); take quantization "
-            f"auto to serve them as they are, or none, not {quantization}"
+            f"{folder}: the weights are quantized already ({layout.method}); set quantization"
+            f" to auto to use them directly, or to none, not to {quantization}"
         )
     with ExitStack() as stack:
         files = _TensorFiles(_files(folder), stack, stay_open=slices is None)
-        # A model without a head of its own multiplies by the embedding.
+        # A model without its own head multiplies by the embedding.
         tied = quantization in KINDS and not any(_HEAD in f".{name}" for name in files)
         for name, weight in _stored(files, layout, slices):
             if isinstance(weight, QuantizedWeight):
@@ -92,7 +96,7 @@ def iterate_weights(
             elif (kind := _kind_of(name, weight, quantization)) is not None:
                 yield name, quantize(weight.to(device), kind)
             else:
-                # A drafter's table of token ids has no other type than its own.
+                # A drafter's table of token ids keeps its integer type.
                 plain = dtype if weight.is_floating_point() else weight.dtype
                 yield name, weight.to(device=device, dtype=plain)
                 if tied and _module(name) in _EMBEDDINGS:
@@ -102,7 +106,7 @@ def iterate_weights(
 def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, float]:
     """Mean bytes of a weight, scales included: of the layers' matrices, and of the head.
 
-    A model without a head of its own takes its embedding for it; what there is none of has 0.
+    A model without its own head uses its embedding as the head. Absent parts count as 0.
     """
     values, held = 0, 0
     embedding = head = 0.0
@@ -116,12 +120,12 @@ def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, floa
             embedding = weight.nbytes / count
         elif name.endswith("lm_head.weight"):
             head = weight.nbytes / count
-    # Weights that are missing are complained of by the model itself.
+    # The model itself reports missing weights.
     return held / values if values else 0.0, head or embedding
 
 
 def kind_of_most(weights: Iterable[tuple[str, Weight]]) -> QuantKind | None:
-    """How most values of the layers' matrices are quantized; None where most are not."""
+    """How most values of the layers' matrices are quantized; None if most are not."""
     values: Counter[QuantKind | None] = Counter()
     for name, weight in weights:
         if ".layers." in name and len(weight.shape) == 2:
@@ -131,7 +135,7 @@ def kind_of_most(weights: Iterable[tuple[str, Weight]]) -> QuantKind | None:
 
 
 def _of_type(weight: QuantizedWeight, dtype: torch.dtype, quantization: str) -> Weight:
-    """The weight as it is, or with ``none`` a plain tensor, made some rows at a time."""
+    """The weight unchanged, or with ``none`` a plain tensor, converted some rows at a time."""
     if quantization != "none":
         return weight
     plain = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -148,15 +152,15 @@ def _module(name: str) -> str:
 
 
 def _kind_of(name: str, weight: torch.Tensor, quantization: str) -> QuantKind | None:
-    """What a plain weight is to be quantised to; None: it stays plain."""
+    """The type to which a plain weight is quantized; None if it stays plain."""
     wanted = next((kind for kind in KINDS if kind == quantization), None)
     if wanted is not None and weight.dim() == 3:
-        log.warning("%s holds several experts in one tensor, and stays as it is", name)
+        log.warning("%s holds several experts in one tensor: it is not quantized", name)
     if weight.dim() != 2 or not name.endswith(".weight"):
         return None
     if _module(name) in (*_ROUTERS, *_EMBEDDINGS):
         return None
-    # Two codes of int4 share a byte.
+    # Two int4 codes share a byte.
     return "int8" if wanted == "int4" and weight.shape[1] % 2 else wanted
 
 
@@ -164,9 +168,10 @@ class _TensorFiles:
     """The tensors of several safetensors files by name. Its methods raise ConfigError."""
 
     def __init__(self, paths: list[Path], stack: ExitStack, *, stay_open: bool) -> None:
-        """``stack`` closes the files. Those that do not stay open are mapped tensor by tensor: what
+        """``stack`` closes the files.
 
-        was read of a file does not count as this process's memory any more.
+        With ``stay_open`` false, each tensor is mapped separately: what was read of a file then
+        does not count as this process's memory any more.
         """
         self._files: dict[str, tuple[Path, Any]] = {}
         for path in paths:
@@ -190,7 +195,7 @@ class _TensorFiles:
         return tensor
 
     def cut(self, name: str, cut: Cut) -> torch.Tensor:
-        """What ``cut`` says of a tensor, in memory of its own."""
+        """Read the part of a tensor that ``cut`` selects, into its own memory."""
         path, _ = self._files[name]
         with _read_errors(path), _open(path) as opened:
             if not cut.runs:
@@ -220,7 +225,7 @@ def _read_errors(path: Path) -> Iterator[None]:
 def _stored(
     files: _TensorFiles, layout: CheckpointFormat | None, slices: WeightSlices | None
 ) -> Iterator[tuple[str, Weight]]:
-    """Every weight as its file holds it, or the part of ``slices``, in the files' order."""
+    """Yield every weight as its file holds it, or the part of ``slices``, in the files' order."""
     owners = {} if layout is None else _owners(files, layout)
     done: set[str] = set()
     for name in files:
@@ -242,7 +247,7 @@ def _stored(
 
 
 def _owners(files: _TensorFiles, layout: CheckpointFormat) -> dict[str, str]:
-    """The quantised module that a tensor belongs to, by the tensor's name."""
+    """Map the name of each tensor of a quantized module to that module."""
     modules = {module for name in files if (module := layout.module(name)) is not None}
     return {name: module for module in modules for name in layout.names(module).values()}
 
@@ -250,7 +255,7 @@ def _owners(files: _TensorFiles, layout: CheckpointFormat) -> dict[str, str]:
 def _read_part(
     files: _TensorFiles, layout: CheckpointFormat, module: str, slices: WeightSlices | None
 ) -> QuantizedWeight | None:
-    """A quantised matrix, or what ``slices`` say of it; None: nothing of it."""
+    """Read a quantized matrix, or the part of ``slices``; None if the part is empty."""
     name = f"{module}.weight"
     if slices is None:
         return _read(files, layout, module)
@@ -271,7 +276,7 @@ def _read(files: _TensorFiles, layout: CheckpointFormat, module: str) -> Quantiz
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that make up the model, chosen as transformers does."""
+    """The files of the model, chosen as transformers does."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -289,16 +294,16 @@ def _shards(index: Path) -> list[Path]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} cannot be read: {error}") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ConfigError(f"{index} names no files of its folder")
+        raise ConfigError(f"{index} must name files of its own folder")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise ConfigError(f"{index.parent} lacks {', '.join(missing)}, which {index.name} names")
+        raise ConfigError(f"{index.parent} lacks {', '.join(missing)}, listed in {index.name}")
     return [index.parent / name for name in names]
 
 
 def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> Fingerprint:
     """The fingerprint of the weights, their type and quantization, and the tokenizer.
 
-    Raises ConfigError where there are no weights.
+    Raises ConfigError if there are no weights.
     """
     return Fingerprint(_files(folder), dtype, quantization, cache_dir())

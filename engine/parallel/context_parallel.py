@@ -1,14 +1,14 @@
-"""A step of a context-parallel worker: its tokens lie on the ranks, each of which has all weights.
+"""Steps of a context-parallel worker: each rank has all weights and computes some tokens.
 
-a long step ─every rank computes its tokens, and spreads their KV layer by layer→ rank 0 draws
-a short step ─rank 0 computes it alone, and its KV is copied to the others→ rank 0 draws
+    a long step ─every rank computes its tokens, and sends their KV layer by layer→ rank 0 draws;
+    a short step ─rank 0 computes it alone, and its KV is copied to the others→ rank 0 draws
 
-Every rank has a whole cache, with the same bytes in the same blocks: whichever rank a token's query
-is on, all that it attends to is there, from earlier chunks and from prompts that began alike. Of
-each layer the ranks gather one another's keys and values before they attend (all-gather, as Llama 3
-does: with few KV heads that is little beside the computing; a ring, Liu et al., 2023, would hide
-it, and hold less). What travels are the cache's own bytes, codes and scales of int8 and fp8
-included.
+Every rank has a whole cache, with the same bytes in the same blocks. So everything that a query
+attends to is on its rank, from earlier chunks and from prompts with the same beginning. For each
+layer, the ranks gather one another's keys and values before they attend (all-gather, as for Llama
+3). With few KV heads that is little work compared with the computation. A ring (Liu et al., 2023)
+would hide it, and need less memory. The ranks exchange the cache's own bytes, including codes and
+scales of int8 and fp8.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from engine.scheduling.plan import PlanRow
 
 @dataclass(frozen=True, slots=True)
 class SlotMapping:
-    """Where the KV of some tokens lies: int64 [tokens] both."""
+    """Where the KV of some tokens is stored: both int64 [tokens]."""
 
     blocks: torch.Tensor
     slots: torch.Tensor
 
     @classmethod
     def of(cls, rows: Sequence[PlanRow], block_size: int, device: torch.device) -> SlotMapping:
-        """Of all tokens of a step's rows."""
+        """The slot mapping of all tokens of a step's rows."""
         blocks, positions = [], []
         for row in rows:
             own = np.arange(row.start, row.start + row.count)
@@ -48,25 +48,26 @@ class SlotMapping:
         return cls(found[0], found[1])
 
     def at(self, tokens: torch.Tensor) -> SlotMapping:
-        """Of some of them."""
+        """The slot mapping of some tokens."""
         return SlotMapping(self.blocks[tokens], self.slots[tokens])
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpread:
-    """Of one step: what this rank gives, and what it gets."""
+    """What this rank sends and receives in one step."""
 
     own: SlotMapping
     widest: int
-    """The most tokens of a rank: what is gathered has one shape."""
+    """Maximum tokens of any rank, because all ranks must gather the same shape."""
     kept: torch.Tensor
-    """int64: of [ranks * widest] gathered tokens those of other ranks, without padding."""
+    """int64: indexes of other ranks' tokens, without padding, in [ranks * widest] gathered
+    tokens."""
     others: SlotMapping
-    """Where these belong."""
+    """Where the KV of these tokens is stored."""
 
 
 class ContextExchange:
-    """Used by the engine thread."""
+    """Exchanges KV between ranks that divide prompts. Used by the engine thread."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -75,7 +76,8 @@ class ContextExchange:
     def begin(
         self, rows: Sequence[PlanRow], shards: Sequence[ContextShard], cache: KvGroup
     ) -> None:
-        """A step is computed in ``shards``, until ``end``: each layer's KV is to be spread."""
+        """Begin a step that is computed in ``shards``: each layer's KV is exchanged until
+        ``end``."""
         device = cache.data.device
         widest = max(len(shard.tokens) for shard in shards)
         mapping = SlotMapping.of(rows, cache.block_size, device)
@@ -94,13 +96,13 @@ class ContextExchange:
         )
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._spread = None
 
     def spread(self, cache: KvGroup, layer: int) -> None:
-        """Have all tokens of the step in ``cache``, of which this rank has written its own.
+        """Complete the KV of a layer in ``cache``, where this rank has written that of its tokens.
 
-        Does nothing for a step that is not divided.
+        Has no effect in a step that is not divided.
         """
         spread = self._spread
         if spread is None:
@@ -113,7 +115,7 @@ class ContextExchange:
         cache.store(others.blocks, others.slots, found[spread.kept], layer)
 
     def copy_from_leader(self, rows: Sequence[PlanRow], cache: KvGroup) -> None:
-        """Have what rank 0 has computed alone, all layers of it."""
+        """Copy the KV of all layers that rank 0 has computed alone."""
         where = SlotMapping.of(rows, cache.block_size, cache.data.device)
         found = cache.stored(where.blocks, where.slots)
         self.group.broadcast(found)
@@ -121,34 +123,35 @@ class ContextExchange:
             cache.store(where.blocks, where.slots, found)
 
     def whole(self, own: torch.Tensor, places: Sequence[int], count: int) -> torch.Tensor:
-        """[count, …] of all ranks, of whom each has its ``own`` at some of the places."""
+        """Combine [count, …] from all ranks; each has its ``own`` rows at some of the places."""
         found = own.new_zeros(count, *own.shape[1:])
         found[torch.tensor(places, dtype=torch.int64, device=own.device)] = own
-        # Each place is one rank's, and the others add zeros.
+        # Each place belongs to one rank, and the others add zeros.
         return self.group.add(found)
 
 
 Compute: TypeAlias = Callable[[StepInput], StepOutput]
-"""Computes tokens on this rank, and calls ``ContextExchange.spread`` of each layer."""
+"""Computes tokens on this rank, and calls ``ContextExchange.spread`` for each layer."""
 
 _NOTHING = StepOutput([], None)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What one rank computes of a step."""
+    """One rank's part of a step."""
 
     step: StepInput
     tokens: tuple[int, ...] = ()
-    """Which tokens of the whole step these are; none of a step that is not divided."""
+    """Indexes of these tokens in the whole step; empty if the step is not divided."""
     outputs: tuple[int, ...] = ()
-    """Which outputs of the whole step its outputs are."""
+    """Indexes of its outputs in the whole step."""
     gathers: bool = False
-    """Whether rank 0 lacks some outputs. Usually these are last tokens of rows, which it has."""
+    """Whether rank 0 lacks some outputs. They are usually last tokens of rows, which it has."""
 
 
 class ContextSteps:
-    """One rank's steps; all ranks are given the same ones. Used by the engine thread."""
+    """Computes one rank's part of steps; all ranks get the same steps. Used by the engine
+    thread."""
 
     def __init__(self, cache: KvGroup, exchange: ContextExchange) -> None:
         self._cache = cache
@@ -157,9 +160,9 @@ class ContextSteps:
 
     @contextmanager
     def part(self, step: StepInput) -> Iterator[StepPart | None]:
-        """What this rank is to compute meanwhile; None: nothing. Behind it all ranks have the KV.
+        """Yield this rank's part of the step, or None. Afterwards, all ranks have the KV.
 
-        Raises WorkerFailed where one of them is lost.
+        Raises WorkerFailed if a rank is lost.
         """
         group = self.group
         if is_split(step.rows, group.ranks):
@@ -174,19 +177,19 @@ class ContextSteps:
         self._exchange.copy_from_leader(step.rows, self._cache)
 
     def run(self, step: StepInput, compute: Compute) -> StepOutput:
-        """Compute a step. Rank 0 alone has what comes out of it."""
+        """Compute a step. Only rank 0 has the result."""
         with self.part(step) as part:
             found = _NOTHING if part is None else compute(part.step)
         return found if part is None or not part.tokens else self._whole(step, part, found)
 
     def _whole(self, step: StepInput, part: StepPart, found: StepOutput) -> StepOutput:
-        """What the ranks have found together."""
+        """Combine the results of all ranks."""
         if found.hidden is not None:
             hidden = self._exchange.whole(found.hidden, part.tokens, len(step.token_ids))
             found = replace(found, hidden=hidden)
         if not part.gathers:
             return found
-        assert found.logits is not None, "such a part is not greedy"
+        assert found.logits is not None, "a part that gathers is not greedy"
         logits = self._exchange.whole(found.logits, part.outputs, len(step.outputs))
         if step.greedy:
             return replace(found, best=logits.argmax(dim=-1).tolist(), logits=None)
@@ -209,7 +212,7 @@ def _part(step: StepInput, own: ContextShard, lead: ContextShard) -> StepPart:
 
 
 class ContextModel:
-    """One rank's ``engine.sampling.step.StepModel``, of one that computes on this rank alone."""
+    """One rank's ``engine.sampling.step.StepModel`` on top of a model for this rank alone."""
 
     def __init__(self, model: StepModel, steps: ContextSteps) -> None:
         self._model = model
@@ -217,7 +220,7 @@ class ContextModel:
 
     @property
     def layers_done(self) -> int:
-        """Of rank 0: all tokens' KV is in its cache when it has computed a layer."""
+        """Layers done on rank 0, whose cache then has the KV of all tokens."""
         return self._model.layers_done
 
     def clear_progress(self) -> None:
@@ -228,5 +231,5 @@ class ContextModel:
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepOutput:
-        """Compute the tokens, on all ranks. Raises WorkerFailed where one of them is lost."""
+        """Compute the tokens on all ranks. Raises WorkerFailed if a rank is lost."""
         return self._steps.run(step, self._model.run)

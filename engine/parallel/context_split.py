@@ -1,11 +1,12 @@
 """Which of a step's tokens each rank of a context-parallel worker computes. Pure.
 
-A token attends to all before it: of a prompt's end a run costs more than of its beginning. So each
-row is cut into twice as many runs as there are ranks, and a rank takes one run from the front and
-its counterpart from the back (Dubey et al., The Llama 3 Herd of Models, 2024, 3.3.2). Tokens and
-pairs of query and key are so divided evenly, and a rank's tokens are two runs, which attention's
-kernels take as they are. Striped Attention (Brandon et al., 2023) deals token by token, which is
-as even; it needs that in a ring, where keys come by and by, and would need a mask of its own here.
+A token attends to all tokens before it, so the end of a prompt costs more than its beginning. Each
+row is therefore cut into twice as many runs as there are ranks. A rank takes one run from the front
+and its counterpart from the back (Dubey et al., The Llama 3 Herd of Models, 2024, 3.3.2). This
+divides both tokens and pairs of query and key evenly. A rank's tokens are two runs, which the
+attention kernels accept. Striped Attention (Brandon et al., 2023) deals tokens one by one, which is
+equally even. It needs that in a ring, where keys arrive gradually, and would need a mask of its own
+here.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ from dataclasses import dataclass, replace
 from engine.scheduling.plan import PlanRow
 
 MIN_TOKENS = 32
-"""Of a rank: a step with fewer is not worth an exchange for each layer."""
+"""Minimum tokens per rank; a smaller step is not worth an exchange for each layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """What one rank computes of a step."""
+    """The rows of a step that one rank computes."""
 
     rows: tuple[PlanRow, ...]
     """Runs of the step's rows, with the rows' block tables."""
     tokens: tuple[int, ...]
-    """Their tokens, in their order, by their numbers in the step."""
+    """Indexes of their tokens in the step, in order."""
 
 
 def is_split(rows: Sequence[PlanRow], ranks: int) -> bool:
-    """Whether a step is worth dividing; else rank 0 computes it.
+    """Whether a step is worth dividing; otherwise rank 0 computes it.
 
-    Rows that are too short for every rank to have a part do not count.
+    Rows that are too short to give every rank a part do not count.
     """
     return sum(row.count for row in rows if row.count >= 2 * ranks) >= ranks * MIN_TOKENS
 
 
 def shards_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShard]:
-    """One for each rank. Rank 0 has the last token of every row, of which it draws the next one."""
+    """The shard of each rank. Rank 0 has the last token of every row, from which the next is
+    drawn."""
     runs: list[list[PlanRow]] = [[] for _ in range(ranks)]
     tokens: list[list[int]] = [[] for _ in range(ranks)]
     first = 0
@@ -54,7 +56,7 @@ def shards_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShard]:
 
 
 def _runs(count: int, rank: int, ranks: int) -> list[range]:
-    """Of ``count`` tokens those of a rank: two runs at most, none of them empty."""
+    """A rank's part of ``count`` tokens: at most two runs, none of them empty."""
     pieces = 2 * ranks
     front, back = (
         range(number * count // pieces, (number + 1) * count // pieces)

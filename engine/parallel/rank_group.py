@@ -1,10 +1,10 @@
-"""The ranks of one worker, as one of them sees them: a process group of torch.distributed.
+"""The ranks of one worker: a process group of torch.distributed.
 
-gloo between tensors in the host's memory, NCCL between GPUs; the same calls. Every call is made by
-all ranks in the same order. What ``add`` returns is the same on all ranks, bit for bit, since each
-number is added up once.
+It uses gloo for tensors in host memory and NCCL between GPUs, with the same calls. All ranks make
+every call in the same order. The result of ``add`` is the same on all ranks, bit for bit, since
+each number is summed only once.
 
-    formed ─an operation fails, or takes longer than the deadline→ broken (calls raise) ─→ closed
+    formed ─an operation fails, or exceeds the deadline→ broken (calls raise) ─→ closed
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import Store
 from baton.errors import ConfigError, WorkerFailed
 
 COLLECTIVE_S = 30.0
-"""A collective operation that takes longer has failed: a rank is gone, or stands still."""
+"""Seconds after which a collective operation has failed: a rank is gone, or stands still."""
 _TCP_STORE: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 _NCCL_SETTINGS = {
-    # Whoever owns the group ends the process; torch's monitors would do it without a word.
+    # The group's owner ends the process; torch's monitors would do it without a message.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -34,10 +34,10 @@ _NCCL_SETTINGS = {
 
 
 class Rendezvous:
-    """Where the ranks find one another: a small server of rank 0, on one address alone."""
+    """Where the ranks find one another: a small server on rank 0, on a single address."""
 
     def __init__(self, host: str, ranks: int) -> None:
-        """Listens from now on, on a port that the kernel chooses."""
+        """Listen from now on, on a port that the kernel chooses."""
         with socket.create_server((host, 0)) as server:
             self.port: int = server.getsockname()[1]
             self.store: Store = _TCP_STORE(
@@ -52,7 +52,7 @@ class Rendezvous:
 
 
 class RankGroup:
-    """Used by the engine thread alone, from the engine's start on."""
+    """Collective operations of the ranks. Used by the engine thread, from the engine's start on."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class RankGroup:
         host: str,
         deadline_s: float = COLLECTIVE_S,
     ) -> None:
-        """Blocks until all have come. ``host`` is where this rank listens.
+        """Wait until all ranks have joined. ``host`` is the address on which this rank listens.
 
-        Raises WorkerFailed after ``deadline_s`` seconds, and ConfigError where torch lacks what
-        ``device`` needs.
+        Raises WorkerFailed after ``deadline_s`` seconds, and ConfigError if torch lacks the backend
+        of ``device``.
         """
         self.rank, self.ranks = rank, ranks
         self._device = device
@@ -79,7 +79,7 @@ class RankGroup:
     def join(
         cls, host: str, port: int, rank: int, ranks: int, device: torch.device, own_host: str
     ) -> RankGroup:
-        """Another rank than 0: by way of the ``Rendezvous`` that rank 0 has at ``host``, ``port``.
+        """Join as a rank other than 0, through rank 0's ``Rendezvous`` at ``host``, ``port``.
 
         Raises WorkerFailed.
         """
@@ -97,31 +97,32 @@ class RankGroup:
             yield
         except RuntimeError as error:
             raise WorkerFailed(
-                f"rank {self.rank} of {self.ranks}: the others cannot be reached: {error}"
+                f"rank {self.rank} of {self.ranks}: the other ranks cannot be reached: {error}"
             ) from error
 
     def _run(self, begin: Callable[[], Any]) -> None:
         with self._told():
             work = begin()
-            # NCCL gives none for what it has put on the caller's stream.
+            # NCCL returns None for work on the caller's stream.
             if work is not None:
                 work.wait()
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks of ``x``, which is overwritten."""
+        """Sum ``x`` over all ranks; ``x`` is overwritten."""
         x = x.contiguous()
         options = _in_order(torch.distributed.AllreduceOptions())
         self._run(lambda: self._group.allreduce([x], options))
         return x
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Have rank 0's ``x``, which is contiguous, everywhere."""
+        """Copy rank 0's ``x``, which must be contiguous, to all ranks."""
         options = _in_order(torch.distributed.BroadcastOptions())
         options.rootRank = 0
         self._run(lambda: self._group.broadcast([x], options))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """On rank 0 those of all ranks, [ranks, …], in their order; elsewhere None."""
+        """Collect ``x`` from all ranks on rank 0: [ranks, …] in their order; None on other
+        ranks."""
         options = _in_order(torch.distributed.GatherOptions())
         options.rootRank = 0
         x = x.contiguous()
@@ -133,14 +134,15 @@ class RankGroup:
         return found
 
     def gather_everywhere(self, x: torch.Tensor) -> torch.Tensor:
-        """On every rank those of all ranks, [ranks, …], in their order; all of one shape."""
+        """Collect ``x`` from all ranks on every rank: [ranks, …] in their order; all have one
+        shape."""
         x = x.contiguous()
         found = torch.empty(self.ranks, *x.shape, dtype=x.dtype, device=x.device)
         self._run(lambda: self._group.allgather([list(found)], [x]))
         return found
 
     def least(self, number: int) -> int:
-        """The least of the numbers that the ranks give."""
+        """The smallest of the ranks' numbers."""
         options = _in_order(torch.distributed.AllreduceOptions())
         options.reduceOp = torch.distributed.ReduceOp.MIN
         held = torch.tensor([number], dtype=torch.int64, device=self._device)
@@ -149,9 +151,9 @@ class RankGroup:
 
 
 def _in_order(options: Any) -> Any:
-    """Options by which NCCL works on the caller's stream, where this torch can (2.8 and later).
+    """Let NCCL work on the caller's stream, if this torch supports it (2.8 and later).
 
-    Otherwise it takes a stream of its own and two events for each call.
+    Otherwise it uses its own stream and two events for each call.
     """
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
@@ -168,7 +170,7 @@ def _gloo(
 ) -> Any:
     from torch.distributed.distributed_c10d import ProcessGroupGloo  # noqa: PLC0415
 
-    gloo: Any = ProcessGroupGloo  # torch's stubs say less than there is
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack parts of it
     options = gloo._Options()
     options._timeout = deadline
     options._threads = 1

@@ -1,4 +1,4 @@
-"""What a rank adds to the layers that it computes: the parts of the model that the ranks divide."""
+"""Operations of a rank for the parts of the model that the ranks divide."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from engine.quantization.weight import QuantizedWeight, dequantize
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """One rank's shard of a model, and the way to the other ranks."""
+    """One rank's shard of a model, and its group of ranks."""
 
     shard: ModelShard
     group: RankGroup
 
     def embed(self, table: torch.Tensor | QuantizedWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        """fp32 [tokens, hidden_size], of ``table``, which has the rows of the rank's vocabulary.
+        """Embed tokens with the rank's part of the vocabulary, ``table``: fp32 [tokens,
+        hidden_size].
 
-        Exact: of each token one rank has the row, and the others add zeros.
+        The sum is exact: one rank has the row of a token, and the others add zeros.
         """
         own = self.shard.vocabulary
         here = (token_ids >= own.start) & (token_ids < own.stop)
@@ -34,7 +35,7 @@ class RankModel:
         return self.group.add(found * here[:, None])
 
     def add(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of what the ranks have computed of a layer; ``part`` is overwritten."""
+        """Sum the ranks' parts of a layer; ``part`` is overwritten."""
         return self.group.add(part)
 
     def norm_heads(
@@ -44,13 +45,14 @@ class RankModel:
         weights: tuple[torch.Tensor, torch.Tensor],
         epsilon: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RMS norms over all heads of all ranks, of the type of ``query``.
+        """Apply RMS norms over all heads of all ranks; the result has the type of ``query``.
 
-        ``query`` and ``key`` [tokens, the rank's heads * head_dim]; ``weights`` fp32, the rank's.
+        ``query`` and ``key`` are [tokens, the rank's heads * head_dim]; ``weights`` are fp32, the
+        rank's part.
         """
         shard = self.shard
         size = key.shape[1] // len(shard.kv_heads)
-        # What several ranks hold is counted once.
+        # A head that several ranks have is counted once.
         counted = slice((shard.counted_kv_heads.start - shard.kv_heads.start) * size, None)
         q, k = query.float(), key.float()
         sums = torch.stack((q.square().sum(dim=1), k[:, counted].square().sum(dim=1)), dim=1)
@@ -61,13 +63,13 @@ class RankModel:
         return q.to(query.dtype), k.to(key.dtype)
 
     def whole_logits(self, own: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """On rank 0 fp32 [rows, vocab_size] of ``own``, fp32 [rows, the rank's vocabulary].
+        """Collect logits on rank 0: fp32 [rows, vocab_size].
 
-        Elsewhere there is nothing: [0, vocab_size].
+        ``own`` is fp32 [rows, the rank's vocabulary]. Other ranks return [0, vocab_size].
         """
         if not len(own):
             return own.new_empty(0, vocab_size)
-        # Ranks may differ by one token, and what is gathered has one shape.
+        # Ranks may differ by one token, and all must gather the same shape.
         widest = -(-vocab_size // self.shard.ranks)
         found = self.group.gather(F.pad(own, (0, widest - own.shape[1])))
         if found is None:
@@ -77,14 +79,14 @@ class RankModel:
         return torch.cat([part[:, :size] for part, size in parts], dim=1)
 
     def best(self, own: torch.Tensor) -> list[int]:
-        """On rank 0 the likeliest token of each row of such logits, of equals the lowest one.
+        """The most likely token of each row of such logits, on rank 0; the lowest id on a tie.
 
-        Elsewhere there is nothing.
+        Other ranks return nothing.
         """
         if not len(own):
             return []
         value, place = own.max(dim=1)
-        # fp64 holds both exactly.
+        # fp64 represents both exactly.
         named = torch.stack((value.double(), (place + self.shard.vocabulary.start).double()))
         found = self.group.gather(named)
         if found is None:

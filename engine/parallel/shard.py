@@ -1,7 +1,8 @@
-"""What one rank of a worker holds of a model (Shoeybi et al., Megatron-LM, 2019). Pure.
+"""The part of a model on one rank of a worker (Shoeybi et al., Megatron-LM, 2019). Pure.
 
-Heads lie on ranks by ``baton.head_share``. The MLP's inner width, the vocabulary and the experts
-are cut into runs that differ by one piece at most. Norms and the routers of experts are everywhere.
+``baton.head_share`` assigns heads to ranks. The MLP's inner width, the vocabulary and the experts
+are cut into runs that differ by at most one piece. All ranks have the norms and the routers of
+experts.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from baton.head_share import kv_heads_of, query_heads_of, ranks_of
 from engine.checkpoint.model_config import ModelConfig
 
 _LARGEST_PIECE = 128
-"""Inputs of the MLP's second layer that stay together, where there are enough of them: the group of
-a quantised weight shares a scale."""
+"""Maximum inputs of the MLP's second layer that stay together, because the group of a quantized
+weight shares a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Of one rank."""
+    """The part of a model on one rank."""
 
     rank: int
     ranks: int
     query_heads: range
     kv_heads: range
     inner: range
-    """Of a dense MLP's intermediate size."""
+    """Range of a dense MLP's intermediate size."""
     experts: range
     """The experts that it computes, each of them whole."""
     vocabulary: range
     all_query_heads: int
-    """Of the whole model."""
+    """Number of query heads in the whole model."""
     all_kv_heads: int
 
     @property
     def counted_kv_heads(self) -> range:
-        """Its KV heads that no rank before it holds: over all ranks each head is there once."""
+        """The KV heads that no lower rank has, so that over all ranks each head counts once."""
         held = self.kv_heads
         first = next((h for h in held if self._first_holder(h) == self.rank), held.stop)
         return range(first, held.stop)
@@ -46,20 +47,20 @@ class ModelShard:
 
     @property
     def leads(self) -> bool:
-        """Whether it is rank 0, which draws the tokens."""
+        """Whether this is rank 0, which draws the tokens."""
         return self.rank == 0
 
 
 def shard_of(config: ModelConfig, rank: int, ranks: int) -> ModelShard:
-    """The shard of ``rank`` of the whole model. Raises ConfigError where there is none."""
+    """The shard of ``rank`` of the whole model. Raises ConfigError if there is none."""
     if ranks > config.heads:
         raise ConfigError(
-            f"tp {ranks} has more ranks than the model has query heads, {config.heads}: take"
+            f"tp {ranks} has more ranks than the model has query heads, {config.heads}: set"
             f" tp {config.heads} or less"
         )
     if config.experts is not None and ranks > config.experts.count:
         raise ConfigError(
-            f"tp {ranks} has more ranks than the model has experts, {config.experts.count}: take"
+            f"tp {ranks} has more ranks than the model has experts, {config.experts.count}: set"
             f" tp {config.experts.count} or less"
         )
     piece = _piece(config.intermediate_size, ranks)
@@ -79,7 +80,7 @@ def shard_of(config: ModelConfig, rank: int, ranks: int) -> ModelShard:
 
 
 def config_of(config: ModelConfig, shard: ModelShard) -> ModelConfig:
-    """The shape of what the rank holds. Vocabulary and experts are counted whole there."""
+    """The shape of the rank's part. Vocabulary and experts are those of the whole model."""
     return replace(
         config,
         heads=len(shard.query_heads),
@@ -93,7 +94,7 @@ def _run(count: int, rank: int, ranks: int) -> range:
 
 
 def _piece(size: int, ranks: int) -> int:
-    """The largest power of two up to ``_LARGEST_PIECE`` that leaves each rank one."""
+    """The largest power of two up to ``_LARGEST_PIECE`` that gives each rank at least one piece."""
     piece = _LARGEST_PIECE
     while piece > 1 and (size % piece or size // piece < ranks):
         piece //= 2

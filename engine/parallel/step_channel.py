@@ -1,14 +1,15 @@
-"""How rank 0 tells the other ranks what to compute: a TCP connection to each, and who is alive.
+"""The channel by which rank 0 sends steps to the other ranks, and detects lost ranks: TCP.
 
-    listening ─all ranks have come→ open ─a rank goes, is silent or a call fails→ broken → closed
-                                    open ─close()→ closed
+    listening ─all ranks have connected→ open ─a rank is lost, is silent or a call fails→ broken
+        → closed;
+    open ─close()→ closed
 
-Both sides send frames; an empty one says that its sender lives. Whoever hears nothing for too long,
-or finds the connection closed, says so once, with the reason: a group that has lost a rank is of no
-more use, and its processes are to end.
+Both sides send frames; an empty frame is a sign of life. A side that receives nothing for too long,
+or finds the connection closed, reports it once with the reason. A group that has lost a rank is
+unusable, and its processes must end.
 
-A rank's first frame is its ``Greeting``. Another one follows when it is ready to compute: the
-address at which it serves other workers, if any.
+A rank's first frame is its ``Greeting``. When it is ready to compute, it sends another frame with
+the address at which it serves other workers, if any.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from baton.liveness.silence import SilenceWatch
 
 BEAT_S = 0.5
 SILENT_RANK_S = 5.0
-"""A rank that says nothing for so long, while it is connected, stands still: its whole worker ends,
-before the leases of its handoffs and long before its requests are hopeless."""
+"""Silence in seconds after which a connected rank counts as lost. Its whole worker then ends,
+before the leases of its handoffs expire and long before its requests are hopeless."""
 SILENT_LOADING_S = 30.0
-"""The same of one that is not ready yet: it may import and load without a break, nobody waits for
-its steps, and a worker that does not come up on a busy host is worse."""
+"""Silence in seconds after which a rank that is not ready yet counts as lost. It may import and
+load without a break, and no step waits for it. A limit that stops workers from starting on a busy
+host would be worse."""
 SILENT_LEADER_S = 60.0
-"""Rank 0 may stand still for a while and go on, as a worker of one rank may. It is not there any
-more after this: its host has gone."""
+"""Silence in seconds after which rank 0 counts as lost. Rank 0 may stand still for a while and
+continue, like a worker with one rank. After this time, its host is gone."""
 _LEADER_TICKS = 4
-"""How often within ``SILENT_LEADER_S`` a rank looks whether it has heard rank 0."""
+"""Checks for silence by a rank within ``SILENT_LEADER_S``."""
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 28
 _MAX_GREETING = 4096
 _SEND_S = 30.0
-"""A frame that a rank does not take for so long."""
+"""Maximum seconds for a rank to accept a frame."""
 
 OnBroken = Callable[[str], None]
 
@@ -57,40 +59,40 @@ class GroupAddress:
     host: str
     port: int
     token: str
-    """32 hex digits that nobody else knows."""
+    """A secret of 32 hex digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Who a rank is."""
+    """Identifies a rank to rank 0."""
 
     token: str
     rank: int
     process: str
-    """What names its process to whoever is to end it."""
+    """Names the rank's process, for the code that has to end it."""
 
 
 class LeaderChannel:
-    """Rank 0's end. ``tell`` is the engine thread's; a thread of its own watches the ranks."""
+    """Rank 0's end. The engine thread calls ``tell``; another thread watches the ranks."""
 
     def __init__(self, host: str, ranks: int) -> None:
-        """Listens from now on."""
+        """Listen from now on."""
         self.ranks = ranks
         self._token = secrets.token_hex(16)
         self._server = socket.create_server((host, 0))
         self.address = GroupAddress(host, self._server.getsockname()[1], self._token)
         self.greetings: dict[int, Greeting] = {}
-        """Of the ranks that have come."""
+        """Greetings of the ranks that have connected."""
         self._peers: dict[int, socket.socket] = {}
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self.lost: Future[str] = Future()
-        """Why the group is of no more use, once it is."""
+        """The reason why the group is unusable, once it is."""
         self._ready: dict[int, Future[str]] = {rank: Future() for rank in range(1, ranks)}
         self._watcher: threading.Thread | None = None
 
     def accept(self, deadline_s: float) -> None:
-        """Wait for all ranks. Raises WorkerFailed where one does not come."""
+        """Wait for all ranks. Raises WorkerFailed if one is missing."""
         end = time.monotonic() + deadline_s
         while len(self._peers) < self.ranks - 1:
             try:
@@ -99,7 +101,7 @@ class LeaderChannel:
             except TimeoutError as error:
                 missing = sorted(set(range(1, self.ranks)) - self._peers.keys())
                 raise WorkerFailed(
-                    f"ranks {missing} of {self.ranks} did not come within {deadline_s:.0f} s"
+                    f"ranks {missing} of {self.ranks} did not connect within {deadline_s:.0f} s"
                 ) from error
             except OSError as error:
                 raise WorkerFailed(self._why()) from error
@@ -107,7 +109,7 @@ class LeaderChannel:
         self._server.close()
 
     def _greet(self, connection: socket.socket, timeout_s: float) -> None:
-        """Take a rank in; anybody else is sent away."""
+        """Accept a rank; close all other connections."""
         connection.settimeout(min(timeout_s, SILENT_RANK_S))
         try:
             greeting = Greeting(**json.loads(_read_frame(connection, _MAX_GREETING)))
@@ -125,12 +127,12 @@ class LeaderChannel:
         self.greetings[rank] = greeting
 
     def watch(self) -> None:
-        """From now on ``lost`` has a reason as soon as a rank is lost."""
+        """Watch the ranks from now on: ``lost`` gets a reason as soon as one is lost."""
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
 
     def addresses(self, deadline_s: float) -> tuple[str, ...]:
-        """Where the ranks from 1 on serve other workers, once all are ready to compute.
+        """Addresses at which the ranks from 1 on serve other workers, once all are ready.
 
         Raises WorkerFailed.
         """
@@ -151,7 +153,7 @@ class LeaderChannel:
         return self.lost.result() if self.lost.done() else "the ranks of this worker are gone"
 
     def tell(self, frame: bytes) -> None:
-        """Send a frame to all. Raises WorkerFailed where one does not take it."""
+        """Send a frame to all ranks. Raises WorkerFailed if one does not accept it."""
         if self.lost.done() or self._closed.is_set():
             raise WorkerFailed(self._why())
         message = _LENGTH.pack(len(frame)) + frame
@@ -160,17 +162,17 @@ class LeaderChannel:
                 try:
                     peer.sendall(message)
                 except OSError as error:
-                    self.fail(f"rank {rank} takes no step: {error}")
-                    raise WorkerFailed(f"rank {rank} takes no step: {error}") from error
+                    self.fail(f"rank {rank} does not accept steps: {error}")
+                    raise WorkerFailed(f"rank {rank} does not accept steps: {error}") from error
 
     def fail(self, reason: str) -> None:
-        """The group is of no more use; only the first reason counts. From any thread."""
+        """Mark the group as unusable; only the first reason counts. Any thread may call this."""
         if self._closed.is_set():
             return
         with suppress(InvalidStateError):
             self.lost.set_result(reason)
         with suppress(OSError):
-            # Whoever waits for ranks waits no longer.
+            # Wakes a thread that waits for ranks.
             self._server.shutdown(socket.SHUT_RDWR)
 
     def _watch(self) -> None:
@@ -200,18 +202,18 @@ class LeaderChannel:
             computing = {rank: n for rank, n in heard.items() if self._ready[rank].done()}
             for watch, signs in (ready_ones, computing), (loading, heard):
                 for rank in watch.tick(signs, now):
-                    self.fail(f"rank {rank} has said nothing for {watch.limit_s:.0f} s")
+                    self.fail(f"rank {rank} was silent for {watch.limit_s:.0f} s")
                     return
-            # Beats come at their own pace.
+            # The interval of checks does not depend on the rate of beats.
             self._closed.wait(BEAT_S / 2)
 
     def _take(self, rank: int, said: bytearray) -> None:
-        """What a rank has said in whole frames, which go."""
+        """Process a rank's complete frames, and remove them from the buffer."""
         while len(said) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(said)
             end = _LENGTH.size + length
             if length > _MAX_GREETING:
-                self.fail(f"rank {rank} says what cannot be read")
+                self.fail(f"rank {rank} sent an invalid frame")
                 said.clear()
             if len(said) < end:
                 return
@@ -221,10 +223,10 @@ class LeaderChannel:
             del said[:end]
 
     def _beat(self) -> None:
-        # Whoever sends a step has the lock, and is a sign of life itself.
+        # A thread that sends a step has the lock, and the step is itself a sign of life.
         if self._sending.acquire(blocking=False):
             try:
-                # One that takes nothing at the moment has enough to read.
+                # A rank whose buffer is full has enough to read.
                 _, able, _ = select.select([], list(self._peers.values()), [], 0)
                 for peer in able:
                     with suppress(OSError):
@@ -235,7 +237,7 @@ class LeaderChannel:
                 self._sending.release()
 
     def close(self) -> None:
-        """The ranks end when they notice; idempotent."""
+        """Close the connections, which ends the ranks; idempotent."""
         self._closed.set()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
@@ -250,12 +252,12 @@ class LeaderChannel:
 
 
 class FollowerChannel:
-    """Another rank's end. ``frame`` is the engine thread's; another thread says that it lives."""
+    """Another rank's end. The engine thread calls ``frame``; another thread sends signs of life."""
 
     def __init__(
         self, address: GroupAddress, rank: int, deadline_s: float, process: str = ""
     ) -> None:
-        """Connects. Raises WorkerFailed."""
+        """Connect to rank 0. Raises WorkerFailed."""
         self._sending = threading.Lock()
         try:
             self._socket = socket.create_connection((address.host, address.port), deadline_s)
@@ -274,11 +276,11 @@ class FollowerChannel:
             self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
 
     def ready(self, address: str) -> None:
-        """Say that steps may come, and where this rank serves others. Raises WorkerFailed."""
+        """Report that steps may come, and where this rank serves others. Raises WorkerFailed."""
         try:
             self._send(address.encode())
         except OSError as error:
-            raise WorkerFailed(f"rank 0 has gone: {error}") from error
+            raise WorkerFailed(f"rank 0 is gone: {error}") from error
 
     @property
     def own_host(self) -> str:
@@ -286,7 +288,7 @@ class FollowerChannel:
         return str(self._socket.getsockname()[0])
 
     def live(self, on_broken: OnBroken) -> None:
-        """From now on say so; ``on_broken`` is called, once, when rank 0 has gone."""
+        """Send signs of life from now on; ``on_broken`` is called once, when rank 0 is gone."""
         threading.Thread(
             target=self._live, args=(on_broken,), name="rank-beat", daemon=True
         ).start()
@@ -297,24 +299,22 @@ class FollowerChannel:
                 self._send(b"")
             except OSError as error:
                 if not self._closed.is_set():
-                    on_broken(f"rank 0 has gone: {error}")
+                    on_broken(f"rank 0 is gone: {error}")
                 return
 
     def frame(self) -> bytes | None:
-        """The next one, however long that takes; None once rank 0 has gone or closed.
+        """The next frame, however long that takes; None once rank 0 is gone or has closed.
 
-        Raises WorkerFailed where rank 0 says nothing for too long, or what no rank 0 says.
+        Raises WorkerFailed if rank 0 is silent for too long, or sends an invalid frame.
         """
         while True:
             self._wait(0)
             try:
                 frame = _read_frame(self._socket, _MAX_BYTES, self._wait)
             except ValueError as error:
-                raise WorkerFailed(f"rank 0 says what cannot be read: {error}") from error
+                raise WorkerFailed(f"rank 0 sent an invalid frame: {error}") from error
             except TimeoutError as error:
-                raise WorkerFailed(
-                    f"rank 0 has said nothing for {SILENT_LEADER_S:.0f} s"
-                ) from error
+                raise WorkerFailed(f"rank 0 was silent for {SILENT_LEADER_S:.0f} s") from error
             except (OSError, EOFError):
                 return None
             self._frames += 1
@@ -322,7 +322,7 @@ class FollowerChannel:
                 return frame
 
     def _wait(self, read: int) -> None:
-        """Count a timeout in a message of which ``read`` bytes have come.
+        """Check for silence after a timeout; ``read`` bytes of the current message have arrived.
 
         Raises TimeoutError once rank 0 is silent.
         """
@@ -330,7 +330,7 @@ class FollowerChannel:
             raise TimeoutError
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection; idempotent."""
         self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -340,21 +340,21 @@ class FollowerChannel:
 def _read_frame(
     connection: socket.socket, most: int, wait: Callable[[int], None] | None = None
 ) -> bytes:
-    """Read one frame. ``wait`` gets the bytes read so far after each timeout of the connection.
+    """Read one frame. ``wait`` is called with the bytes read so far at each timeout.
 
-    Raises EOFError where the other end has closed, ValueError for more than ``most`` bytes, and
-    TimeoutError at the first timeout where ``wait`` is None.
+    Raises EOFError if the other end has closed, ValueError for more than ``most`` bytes, and
+    TimeoutError at the first timeout if ``wait`` is None.
     """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, wait))
     if length > most:
-        raise ValueError(f"a frame of {length} bytes")
+        raise ValueError(f"a frame of {length} bytes is too long")
     return _exactly(connection, length, wait)
 
 
 def _exactly(
     connection: socket.socket, size: int, wait: Callable[[int], None] | None = None
 ) -> bytes:
-    """Raises EOFError where the other end has closed."""
+    """Read ``size`` bytes. Raises EOFError if the other end has closed."""
     found = bytearray()
     while len(found) < size:
         try:

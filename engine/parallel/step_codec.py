@@ -1,7 +1,7 @@
-"""What rank 0 tells the other ranks: flat numbers, no pickle. Pure but for numpy.
+"""Encodes what rank 0 sends to the other ranks: plain numbers, no pickle. Pure, with numpy.
 
-A frame is one byte for its kind and little-endian numbers behind it. A row's block table is told
-once: of a sequence that was in the step before, the blocks that were added alone.
+A frame is one byte for its kind, followed by little-endian numbers. A row's block table is sent
+once: for a sequence that was in the previous step, only added blocks are sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
 
 _STEP = struct.Struct("<BBIIII")
-"""Kind, greedy, rows, tokens, outputs, layers whose states are wanted."""
+"""Kind, greedy, rows, tokens, outputs, and layers whose states are wanted."""
 _ROW = np.dtype(
     [("id", "<i8"), ("start", "<i4"), ("count", "<i4"), ("kept", "<i4"), ("new", "<i4")]
 )
@@ -29,21 +29,21 @@ Copies: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Kind(IntEnum):
-    """Of a frame."""
+    """Kind of a frame."""
 
     STEP = 1
     """Compute a step."""
     DRAWING_STEP = 2
-    """Compute a step, and take the tokens that rank 0 draws of it: the next one may name them."""
+    """Compute a step, and receive its tokens from rank 0: the next step may refer to them."""
     COPY = 3
     """Copy blocks."""
     WARM_UP = 4
-    """Run and capture what a GPU is to have done before."""
+    """Warm up: run and capture what a GPU needs before requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A frame that was read."""
+    """A decoded frame."""
 
     kind: Kind
     step: StepInput | None = None
@@ -51,13 +51,13 @@ class Told:
 
 
 class StepWriter:
-    """Rank 0's end. Used by the engine thread."""
+    """Rank 0's encoder. Used by the engine thread."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[int, ...]] = {}
 
     def step(self, step: StepInput, *, draws: bool) -> bytes:
-        """A frame of a step; with ``draws`` the ranks take its tokens afterwards."""
+        """Encode a step; with ``draws``, the ranks receive its tokens afterwards."""
         rows = np.zeros(len(step.rows), _ROW)
         added: list[int] = []
         tables: dict[int, tuple[int, ...]] = {}
@@ -77,13 +77,13 @@ class StepWriter:
 
 
 class StepReader:
-    """Another rank's end."""
+    """Another rank's decoder."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[int, ...]] = {}
 
     def read(self, frame: bytes) -> Told:
-        """Raises ValueError for what no ``StepWriter`` writes."""
+        """Decode a frame. Raises ValueError if it is invalid."""
         kind = Kind(frame[0])
         if kind is Kind.COPY:
             pairs = np.frombuffer(frame, _NUMBER, offset=1).reshape(-1, 2).tolist()
@@ -95,7 +95,9 @@ class StepReader:
         numbers = np.frombuffer(frame, _NUMBER, offset=_STEP.size + heads.nbytes).tolist()
         rows, end = self._rows(heads, numbers)
         if len(numbers) != end + sum(sizes):
-            raise ValueError(f"a step of {len(frame)} bytes for {count} rows and {sizes} numbers")
+            raise ValueError(
+                f"a step of {len(frame)} bytes is too short or too long for {count} rows"
+            )
         lists = []
         for size in sizes:
             lists.append(numbers[end : end + size])
@@ -106,7 +108,7 @@ class StepReader:
     def _rows(
         self, heads: npt.NDArray[np.void], numbers: Sequence[int]
     ) -> tuple[tuple[PlanRow, ...], int]:
-        """The rows, and where the tables' numbers end."""
+        """The rows, and the index after the tables' last number."""
         tables: dict[int, tuple[int, ...]] = {}
         rows: list[PlanRow] = []
         end = 0
@@ -123,12 +125,12 @@ class StepReader:
 
 
 def copy_frame(copies: Sequence[tuple[int, int]]) -> bytes:
-    """A frame that has blocks copied: (from, to) each."""
+    """Encode a frame that copies blocks, given as (from, to)."""
     return bytes((Kind.COPY,)) + _numbers([block for pair in copies for block in pair])
 
 
 def warm_up_frame() -> bytes:
-    """A frame that has a GPU warmed up."""
+    """Encode a frame that warms up a GPU."""
     return bytes((Kind.WARM_UP,))
 
 

@@ -1,8 +1,8 @@
-"""Which part of each of a checkpoint's tensors a rank holds, by the tensors' names.
+"""Which part of each of a checkpoint's tensors a rank has, by the tensors' names.
 
-Layers whose outputs are divided (query, key, value, gate, up, embedding, head) are cut by rows,
-those whose inputs are (the output of attention and of the MLP) by columns; the bias of the latter
-is rank 0's, since their results are added up.
+Layers with divided outputs (query, key, value, gate, up, embedding, head) are cut by rows. Layers
+with divided inputs (the output of attention and of the MLP) are cut by columns. Their bias is only
+on rank 0, since the ranks' results are added.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 _HEADS = ("lm_head", "tied_lm_head")
 
 ReadSpan = Callable[[int, range], torch.Tensor]
-"""Reads a run of a tensor's rows (0) or columns (1)."""
+"""Reads a range of a tensor's rows (0) or columns (1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Runs of a tensor along one dimension, one behind another. Without runs: all of it."""
+    """Runs of a tensor along one dimension, in order. Without runs: the whole tensor."""
 
     dim: int = 0
     runs: tuple[range, ...] = ()
 
     def tensor(self, read: ReadSpan) -> torch.Tensor:
-        """What is held of a plain tensor, contiguous, in memory of its own."""
+        """Read the rank's part of a plain tensor, contiguous, into its own memory."""
         parts = [read(self.dim, run) for run in self.runs]
         return (
             torch.cat(parts, dim=self.dim)
@@ -44,9 +44,9 @@ class Cut:
         )
 
     def quantized(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """What is held of a quantised matrix, in memory of its own.
+        """Copy the rank's part of a quantized matrix into its own memory.
 
-        Raises ValueError where a run of inputs cuts a group of several in a row.
+        Raises ValueError if a run of inputs cuts a group, unless a row has only one.
         """
         if not self.runs:
             return weight.clone()
@@ -58,7 +58,7 @@ class Cut:
 
 
 class WeightSlices:
-    """Of one rank. The model's names are Hugging Face's."""
+    """The parts of all tensors on one rank. The model's names are Hugging Face's."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard) -> None:
         """``config`` is the whole model's."""
@@ -83,7 +83,7 @@ class WeightSlices:
         self._columns = {"o_proj": query, "down_proj": shard.inner}
 
     def of(self, name: str) -> Cut | None:
-        """The part of the tensor ``name``, or of the matrix of that name; None: nothing of it."""
+        """The part of the tensor or matrix ``name``; None if the rank has none of it."""
         if not name.startswith((*self._family.tensor_prefixes, *_HEADS)):
             return None
         if _FUSED_EXPERTS.search(name):
@@ -100,14 +100,14 @@ class WeightSlices:
         return Cut(0, self._rows.get(layer, ()))
 
     def quantized(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | None:
-        """What is held of the quantised matrix ``name``. Raises ConfigError."""
+        """The rank's part of the quantized matrix ``name``. Raises ConfigError."""
         cut = self.of(name)
         try:
             return None if cut is None else cut.quantized(weight)
         except ValueError as error:
             raise ConfigError(
-                f"the quantised weight {name} cannot be cut for tp {self._shard.ranks}: {error};"
-                " take another tp, or quantization none"
+                f"the quantized weight {name} cannot be divided for tp {self._shard.ranks}:"
+                f" {error}; use another tp, or quantization none"
             ) from error
 
 

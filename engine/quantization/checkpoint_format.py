@@ -1,4 +1,4 @@
-"""What ``quantization_config`` of a checkpoint says: which tensors make up a quantised weight."""
+"""Reads ``quantization_config`` of a checkpoint: which tensors make up a quantized weight."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ Parts = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """How the weights of a quantised checkpoint are found and read."""
+    """How the weights of a quantized checkpoint are found and read."""
 
     method: str
     marks: tuple[str, ...]
-    """Endings of names, each of which tells that its module is quantised."""
+    """Name endings that mark their module as quantized."""
     parts: tuple[str, ...]
-    """Endings of names that belong to the module then, and that ``read`` gets the tensors by."""
+    """Name endings of the module's tensors; ``read`` gets the tensors by these endings."""
     read: Callable[[Parts], QuantizedWeight]
-    """It raises KeyError and ValueError where the parts do not fit."""
+    """Reads a weight; raises KeyError or ValueError if the parts do not fit."""
     prefix: str = ""
-    """What stands between the module's name and the ending."""
+    """Text between the module's name and the ending."""
 
     def module(self, name: str) -> str | None:
-        """The module that a tensor's name says to be quantised."""
+        """The module that a tensor's name marks as quantized; None if it marks none."""
         for mark in self.marks:
             ending = f".{self.prefix}{mark}"
             if name.endswith(ending):
@@ -54,18 +54,18 @@ class CheckpointFormat:
         return None
 
     def names(self, module: str) -> dict[str, str]:
-        """What the module's parts would be called in the file, by their endings."""
+        """The names of the module's parts in the file, by their endings."""
         return {part: f"{module}.{self.prefix}{part}" for part in self.parts}
 
 
 UNUSED = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale", "q_scale")
-"""Endings of what a checkpoint holds for quantised activations and KV: Baton's are its own."""
+"""Name endings of tensors for quantized activations and KV, which Baton does not use."""
 
 
 def checkpoint_format(folder: Path) -> CheckpointFormat | None:
-    """The format that the folder's config.json names; None where the weights are plain.
+    """The format that the folder's config.json names; None if the weights are plain.
 
-    Raises ConfigError where it is none of those served.
+    Raises ConfigError if it is not supported.
     """
     path = folder / "config.json"
     config = _quantization_config(path)
@@ -74,12 +74,12 @@ def checkpoint_format(folder: Path) -> CheckpointFormat | None:
     method = config.get("quant_method")
     reader = _METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
-        raise ConfigError(f"{path}: weights quantised with {method} are not served; {_served()}")
+        raise ConfigError(f"{path}: weights quantized with {method} are not supported; {_served()}")
     return reader(_Config(path, config))
 
 
 def _served() -> str:
-    return f"served are {SERVED}"
+    return f"supported: {SERVED}"
 
 
 def _quantization_config(path: Path) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _quantization_config(path: Path) -> dict[str, Any]:
         whole = json.loads(path.read_text())
         config = whole.get("quantization_config") or whole.get("compression_config") or {}
         if not isinstance(config, dict):
-            raise TypeError("quantization_config is no object")
+            raise TypeError("quantization_config is not an object")
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return config
@@ -103,14 +103,14 @@ class _Config:
     values: dict[str, Any]
 
     def one_of(self, name: str, served: tuple[Any, ...], default: Any = None) -> Any:
-        """The value; raises ConfigError unless it is one of those served."""
+        """The value; raises ConfigError if it is not supported."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, list | dict) or value not in served:
             known = ", ".join(str(one) for one in served)
             raise ConfigError(
-                f"{self.path}: quantised weights with {name} {value} are not served; "
-                f"with {name} {known} they are"
+                f"{self.path}: quantized weights with {name} {value} are not supported; "
+                f"supported: {name} {known}"
             )
         return value
 
@@ -121,15 +121,15 @@ class _Config:
         return _Config(self.path, value)
 
     def refuse(self, *names: str) -> None:
-        """Raises ConfigError where one of them says something."""
+        """Raise ConfigError if any of these fields is set."""
         for name in names:
             if self.values.get(name):
                 raise ConfigError(
-                    f"{self.path}: quantised weights with {name} are not served; {_served()}"
+                    f"{self.path}: quantized weights with {name} are not supported; {_served()}"
                 )
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """[rows, columns] of a block, or None."""
+        """The field as [rows, columns] of a block, or None."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -145,7 +145,7 @@ class _Config:
 def _gptq(config: _Config) -> CheckpointFormat:
     bits = config.one_of("bits", (4, 8))
     config.refuse("is_marlin_format")
-    # GPTQModel's newer versions call it by the second name.
+    # Newer versions of GPTQModel use the second name.
     field = "checkpoint_format" if config.values.get("checkpoint_format") else "format"
     v2 = config.one_of(field, ("gptq", "gptq_v2"), "gptq") == "gptq_v2"
     _refuse_mixed_bits(config, bits)
@@ -158,12 +158,13 @@ def _gptq(config: _Config) -> CheckpointFormat:
 
 
 def _refuse_mixed_bits(config: _Config, bits: int) -> None:
-    """GPTQModel's ``dynamic`` gives some modules settings of their own; the tensors show groups."""
+    """Refuse mixed bits: GPTQModel's ``dynamic`` sets options per module; the tensors show
+    groups."""
     for pattern, settings in config.object("dynamic").values.items():
         if isinstance(settings, dict) and settings.get("bits", bits) != bits:
             raise ConfigError(
-                f"{config.path}: bits {settings['bits']} for {pattern} beside bits {bits} are not "
-                "served; one number of bits is"
+                f"{config.path}: bits {settings['bits']} for {pattern} and bits {bits} for others"
+                " are not supported; all modules must have the same bits"
             )
 
 
@@ -206,7 +207,8 @@ def _compressed(config: _Config) -> CheckpointFormat:
     }
     if len(settings) != 1:
         raise ConfigError(
-            f"{config.path}: config_groups of {len(settings)} kinds are not served; one kind is"
+            f"{config.path}: {len(settings)} kinds of config_groups are not supported;"
+            " all must be alike"
         )
     ((_type, bits, block),) = settings
     return _compressed_format(layout, bits, block)
@@ -226,7 +228,7 @@ def _compressed_format(layout: str, bits: int, block: tuple[int, int] | None) ->
         if layout == "int-quantized":
             return read_int8(parts)
         if "weight_zero_point" in parts:
-            raise ValueError("it has a zero point, which float weights lack")
+            raise ValueError("it has a zero point, which float weights must not have")
         return read_float8(parts["weight"], parts["weight_scale"], block)
 
     packed = ("weight_packed", "weight_shape", "weight_g_idx")

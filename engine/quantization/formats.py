@@ -1,7 +1,7 @@
-"""The quantized weights of checkpoints, as each format stores them: GPTQ, AWQ, compressed-tensors,
+"""Reads quantized weights of checkpoints: GPTQ, AWQ, compressed-tensors, float8 and Baton's own.
 
-float8 and Baton's own. The first three keep integer codes with scales and zero points. Each reader
-takes the parts of one module by their names.
+The first three store integer codes with scales and zero points. Each reader takes the parts of one
+module by their names.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from engine.quantization.weight import QuantizedWeight, QuantKind, pack_nibbles,
 
 
 def unpack_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [rows, words] → uint8 [rows, words * 32 / bits]: the lowest bits come first.
+    """Unpack int32 [rows, words] to uint8 [rows, words * 32 / bits], the lowest bits first.
 
-    ``bits`` is 4 or 8. What four bytes of a word hold, lies in their order on every machine that
-    torch runs on.
+    ``bits`` is 4 or 8. A word's four bytes are in little-endian order on every machine that torch
+    runs on.
     """
     codes = packed.contiguous().view(torch.uint8)
     return unpack_nibbles(codes) if bits == 4 else codes
@@ -32,12 +32,12 @@ def affine_weight(
     zeros: torch.Tensor | None,
     groups: torch.Tensor | None = None,
 ) -> QuantizedWeight:
-    """The weight ``(code - zero) * scale``.
+    """Make the weight ``(code - zero) * scale``.
 
-    ``codes``: uint8 [out, in] of 0..2^bits-1, where ``bits`` is 4 or 8. ``scales``: floating
-    [out, number of groups]. ``zeros``: integers of the same shape; None: 2^(bits-1) everywhere.
-    ``groups``: integers [in], each input's group, where they do not simply follow one another.
-    Raises ValueError where the shapes do not fit.
+    ``codes``: uint8 [out, in] of 0..2^bits-1, where ``bits`` is 4 or 8. ``scales``: floating [out,
+    number of groups]. ``zeros``: integers of the same shape; None: 2^(bits-1) everywhere.
+    ``groups``: integers [in], each input's group, unless groups are consecutive inputs. Raises
+    ValueError if the shapes do not fit.
     """
     inputs, number = codes.shape[1], scales.shape[1]
     if inputs % number:
@@ -47,7 +47,7 @@ def affine_weight(
     middle = 1 << (bits - 1)
     offsets = torch.zeros_like(full) if zeros is None else full * (middle - zeros.float())
     if bits == 4:
-        # Codes are unsigned, so that the middle is part of the minimum.
+        # Codes are unsigned, so the middle becomes part of the minimum.
         scales, mins = narrowed(full, offsets - full * middle)
         return QuantizedWeight(pack_nibbles(codes), "int4", scales, mins, inputs // number, columns)
     signed = codes ^ 128
@@ -61,7 +61,7 @@ def affine_weight(
 def _sorted(
     codes: torch.Tensor, groups: torch.Tensor | None, group: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes with each group's inputs side by side, and the inputs in that order."""
+    """Codes sorted so that each group's inputs are adjacent, and the inputs in that order."""
     if groups is None:
         return codes, None
     plain = torch.arange(codes.shape[1], device=codes.device) // group
@@ -76,7 +76,7 @@ def _sorted(
 
 
 def narrowed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """All in fp16 where that loses nothing of any, else in fp32. The result is contiguous."""
+    """Convert all to fp16 if that is exact for each of them, else to fp32; contiguous."""
     halves = tuple(tensor.half().contiguous() for tensor in tensors)
     full = tuple(tensor.float().contiguous() for tensor in tensors)
     exact = all(torch.equal(half.float(), one) for half, one in zip(halves, full, strict=True))
@@ -86,14 +86,14 @@ def narrowed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def read_gptq(parts: Mapping[str, torch.Tensor], bits: int, *, v2: bool) -> QuantizedWeight:
     """A weight in the layout of AutoGPTQ and its successor GPTQModel; ``bits`` is 4 or 8.
 
-    Of a module: ``qweight`` int32 [in * bits / 32, out], packed along the inputs; ``qzeros`` int32
-    [groups, out * bits / 32], packed along the outputs; ``scales`` floating [groups, out];
-    ``g_idx`` int32 [in], each input's group (Frantar et al., 2022, arXiv:2210.17323, call its use
-    act-order).
+    Parts of a module: ``qweight`` int32 [in * bits / 32, out], packed along the inputs; ``qzeros``
+    int32 [groups, out * bits / 32], packed along the outputs; ``scales`` floating [groups, out];
+    ``g_idx`` int32 [in], each input's group (its use is called act-order in Frantar et al., 2022,
+    arXiv:2210.17323).
 
-    The format ``gptq`` keeps each zero point less one, ``gptq_v2`` (``v2``) as it is. The sum wraps
-    at 2^bits, as it does in AutoGPTQ's kernels. Raises KeyError for a missing part, ValueError for
-    one that does not fit.
+    The format ``gptq`` stores each zero point minus one, ``gptq_v2`` (``v2``) stores it unchanged.
+    The sum wraps at 2^bits, as in AutoGPTQ's kernels. Raises KeyError for a missing part,
+    ValueError for one that does not fit.
     """
     codes = unpack_words(parts["qweight"].t(), bits)
     scales = parts["scales"].t()
@@ -105,14 +105,14 @@ def read_gptq(parts: Mapping[str, torch.Tensor], bits: int, *, v2: bool) -> Quan
 
 _AWQ_BITS = 4
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble of a word in which each of its eight outputs lies: the even ones come first."""
+"""The nibble of a word that holds each of its eight outputs: the even outputs come first."""
 
 
 def read_awq(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
     """A weight in AutoAWQ's ``gemm`` layout (Lin et al., 2023, arXiv:2306.00978).
 
-    Of a module: ``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [groups, out / 8], both packed
-    along the outputs; ``scales`` floating [groups, out]. Raises KeyError for a missing part,
+    Parts of a module: ``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [groups, out / 8], both
+    packed along the outputs; ``scales`` floating [groups, out]. Raises KeyError for a missing part,
     ValueError for one that does not fit.
     """
     return affine_weight(
@@ -124,7 +124,7 @@ def read_awq(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
 
 
 def _awq_outputs(packed: torch.Tensor) -> torch.Tensor:
-    """int32 [n, out / 8] → uint8 [n, out]."""
+    """Unpack int32 [n, out / 8] to uint8 [n, out]."""
     words = unpack_words(packed, _AWQ_BITS).view(packed.shape[0], -1, len(_AWQ_PLACES))
     return words[:, :, list(_AWQ_PLACES)].flatten(1)
 
@@ -132,11 +132,10 @@ def _awq_outputs(packed: torch.Tensor) -> torch.Tensor:
 def read_packed(parts: Mapping[str, torch.Tensor], bits: int) -> QuantizedWeight:
     """A weight of compressed-tensors (llm-compressor's format), ``pack-quantized``, 4 or 8 bits.
 
-    ``weight_packed`` int32 [out, in * bits / 32], ``weight_shape`` [2] the unpacked shape,
-    ``weight_scale`` floating [out, groups], and perhaps ``weight_zero_point`` int32
-    [out * bits / 32, groups] and ``weight_g_idx`` int [in]. Codes and zero points are stored with
-    2^(bits-1) added.
-    Raises KeyError for a missing part, ValueError for one that does not fit.
+    Parts: ``weight_packed`` int32 [out, in * bits / 32], ``weight_shape`` [2] the unpacked shape,
+    ``weight_scale`` floating [out, groups]; optional are ``weight_zero_point`` int32 [out * bits /
+    32, groups] and ``weight_g_idx`` int [in]. Codes and zero points are stored with 2^(bits-1)
+    added. Raises KeyError for a missing part, ValueError for one that does not fit.
     """
     outputs, inputs = (int(size) for size in parts["weight_shape"])
     codes = unpack_words(parts["weight_packed"], bits)[:, :inputs]
@@ -151,8 +150,8 @@ def read_packed(parts: Mapping[str, torch.Tensor], bits: int) -> QuantizedWeight
 def read_int8(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
     """A weight of compressed-tensors, ``int-quantized``, 8 bits.
 
-    ``weight`` int8 [out, in] with ``weight_scale`` and perhaps ``weight_zero_point`` int8. Raises
-    as ``read_packed``.
+    Parts: ``weight`` int8 [out, in], ``weight_scale``, and optionally ``weight_zero_point`` int8.
+    Raises like ``read_packed``.
     """
     weight = parts["weight"]
     if weight.dtype != torch.int8:
@@ -165,7 +164,7 @@ def read_int8(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
 
 
 def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """One number, [out] or [out, groups] → [out, groups]."""
+    """Expand one number, [out] or [out, groups] to [out, groups]."""
     return values.reshape(1, 1).expand(rows, 1) if values.numel() == 1 else values.view(rows, -1)
 
 
@@ -175,11 +174,11 @@ _MIN_GROUP = 16
 def read_float8(
     codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None
 ) -> QuantizedWeight:
-    """An e4m3fn weight ``code * scale``, with a scale per tensor, per row or per block of both.
+    """An e4m3fn weight ``code * scale``, with a scale per tensor, per row or per block.
 
-    ``codes``: float8_e4m3fn [out, in]. ``scales``: floating, with ``block`` None one number, or
-    [out] or [out, 1]; else [out / block[0], in / block[1]], rounded up (DeepSeek-V3's layout, 128 x
-    128, and its descendants'). Raises ValueError where they do not fit.
+    ``codes``: float8_e4m3fn [out, in]. ``scales``: floating. If ``block`` is None, they are one
+    number, [out] or [out, 1]. Otherwise they are [out / block[0], in / block[1]], rounded up (the
+    layout of DeepSeek-V3 and its successors, 128 x 128). Raises ValueError if they do not fit.
     """
     if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2:
         raise ValueError(f"its weight is {codes.dtype} {tuple(codes.shape)}, not e4m3fn [out, in]")
@@ -198,7 +197,7 @@ def read_float8(
 def _spread(
     scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], group: int
 ) -> torch.Tensor:
-    """One scale per row and ``group`` inputs: the last blocks may be cut short."""
+    """Expand to one scale per row and ``group`` inputs; the last blocks may be incomplete."""
     expected = tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
     if scales.shape != expected:
         raise ValueError(f"{tuple(scales.shape)} scales for {expected} blocks")
@@ -210,7 +209,7 @@ def _spread(
 
 NATIVE_METHOD = "baton"
 NATIVE_CONFIG: dict[str, Any] = {"quant_method": NATIVE_METHOD, "version": 1}
-"""``quantization_config`` of such a checkpoint."""
+"""The ``quantization_config`` of a checkpoint in Baton's own format."""
 
 _TYPES: dict[QuantKind, torch.dtype] = {
     "int8": torch.int8,
@@ -221,7 +220,7 @@ _KINDS = {dtype: kind for kind, dtype in _TYPES.items()}
 
 
 def native_tensors(name: str, weight: QuantizedWeight) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint holds of the weight ``name``."""
+    """The tensors of a checkpoint for the weight ``name``."""
     yield f"{name}.codes", weight.codes.view(_TYPES[weight.kind])
     yield f"{name}.scales", weight.scales
     if weight.mins is not None:
@@ -233,9 +232,9 @@ def native_tensors(name: str, weight: QuantizedWeight) -> Iterator[tuple[str, to
 def read_native(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
     """A weight of Baton's own checkpoints: its parts under its name, ready to be mapped.
 
-    ``codes`` [out, in], or [out, in / 2] for int4, of the type that tells the kind; ``scales`` fp32
-    or fp16 [out, groups]; perhaps ``mins`` of the same shape and ``columns`` int64 [in]. Raises
-    KeyError or ValueError where they do not fit.
+    ``codes`` is [out, in], or [out, in / 2] for int4; its type determines the kind. ``scales`` is
+    fp32 or fp16 [out, groups]. Optional are ``mins`` of the same shape and ``columns`` int64 [in].
+    Raises KeyError or ValueError if they do not fit.
     """
     codes, scales = parts["codes"], parts["scales"]
     if codes.dtype not in _KINDS:

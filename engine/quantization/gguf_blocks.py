@@ -1,10 +1,11 @@
-"""GGUF's quantised blocks → codes, scales and minimums, without a float in between.
+"""Converts GGUF's quantized blocks to codes, scales and minimums, without floats in between.
 
 Layouts: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml. Codes are the file's
-own, put in order. Scales stay fp16 as in the file. The products of a K-quant's scales and its
-sub-scales are rounded to fp16, by at most 2^-11 of themselves: that moves a weight by 1/60 of a
-quantization step or so, and in fp32 they would make a 4-bit weight a fifth larger, which is read
-for every token. A product of a subnormal scale is exact, for it is a multiple of the least one.
+own, reordered. Scales stay fp16 as in the file. The products of a K-quant's scales and its
+sub-scales are rounded to fp16, which changes them by at most 2^-11 of their value. That moves a
+weight by about 1/60 of a quantization step. In fp32 they would make a 4-bit weight a fifth larger,
+and it is read for every token. A product of a subnormal scale is exact, because it is a multiple of
+the smallest one.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import torch
 from engine.quantization.weight import QuantizedWeight, QuantKind, concat_rows, pack_nibbles
 
 _PIECE_VALUES = 1 << 22
-"""Values whose codes are unpacked at a time."""
+"""Number of values whose codes are unpacked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unpacked:
-    """Of ``n`` blocks: integer codes [n, values], fp32 scales and mins [n, groups]."""
+    """``n`` unpacked blocks: integer codes [n, values], fp32 scales and mins [n, groups]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -35,24 +36,24 @@ class BlockFormat:
 
     kind: QuantKind
     values: int
-    """Weights in a block."""
+    """Number of weights in a block."""
     size: int
-    """Bytes of a block."""
+    """Number of bytes of a block."""
     group: int
     unpack: Callable[[torch.Tensor], _Unpacked]
-    """Of uint8 [n, size]."""
+    """Unpacks blocks, uint8 [n, size]."""
 
 
 def read_blocks(raw: torch.Tensor, type_name: str) -> QuantizedWeight:
-    """uint8 [out, bytes of a row] of a type in ``BLOCK_FORMATS`` → the weight [out, in].
+    """Convert uint8 [out, bytes of a row] of a type in ``BLOCK_FORMATS`` to a weight [out, in].
 
-    ``int4`` and its kind ``Q4_*`` keep their nibbles; 5- and 6-bit codes become ``int8`` codes of
-    the same value. Raises ValueError where a row is not made of whole blocks, KeyError for a type
-    that is not known.
+    Types with 4 bits become ``int4``, with the same nibbles; 5- and 6-bit codes become ``int8``
+    codes of the same value. Raises ValueError if a row does not consist of whole blocks, KeyError
+    for an unknown type.
     """
     layout = BLOCK_FORMATS[type_name]
     if raw.shape[1] % layout.size:
-        raise ValueError(f"rows of {raw.shape[1]} bytes are no blocks of {layout.size}")
+        raise ValueError(f"rows of {raw.shape[1]} bytes are not whole blocks of {layout.size}")
     inputs = raw.shape[1] // layout.size * layout.values
     step = max(1, _PIECE_VALUES // inputs)
     return concat_rows([_read(part, layout) for part in torch.split(raw, step)])
@@ -72,17 +73,17 @@ def _read(raw: torch.Tensor, layout: BlockFormat) -> QuantizedWeight:
 
 
 def _floats(raw: torch.Tensor) -> torch.Tensor:
-    """Bytes [n, 2 k] of fp16 → fp32 [n, k]."""
+    """View bytes [n, 2 k] of fp16 as fp32 [n, k]."""
     return raw.contiguous().view(torch.float16).float()
 
 
 def _halves(raw: torch.Tensor) -> torch.Tensor:
-    """[n, k] → [n, 2 k]: the low nibbles of all bytes, then the high ones."""
+    """Unpack [n, k] to [n, 2 k]: the low nibbles of all bytes, then the high ones."""
     return torch.cat((raw & 15, raw >> 4), dim=-1)
 
 
 def _bits(raw: torch.Tensor) -> torch.Tensor:
-    """[n, k] → [n, 8 k] of 0 and 1: bit i of a row's little-endian number."""
+    """Unpack [n, k] to [n, 8 k] of 0 and 1: bit i of a row's little-endian number."""
     return (raw.unsqueeze(-1) >> _steps(8, 1, raw) & 1).flatten(1)
 
 
@@ -114,8 +115,10 @@ def _q8_0(raw: torch.Tensor) -> _Unpacked:
 
 
 def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minimums [n, 8] of Q4_K and Q5_K: two fp16, then sixteen 6-bit numbers in twelve
-    bytes; the upper two bits of the last four of each kind are those of the first eight bytes.
+    """Scales and minimums [n, 8] of Q4_K and Q5_K.
+
+    The input has two fp16 numbers, then sixteen 6-bit numbers in twelve bytes. The upper two bits
+    of the last four of each kind are those of the first eight bytes.
     """
     scale, least = _floats(raw[:, :2]), _floats(raw[:, 2:4])
     low, high, rest = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
@@ -125,7 +128,10 @@ def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nibble_rows(raw: torch.Tensor, width: int) -> torch.Tensor:
-    """[n, k] → [n, 2 k / width, width]: of each ``width`` bytes the low nibbles, then the high."""
+    """Unpack [n, k] to [n, 2 k / width, width].
+
+    Each ``width`` bytes give their low nibbles, then their high ones.
+    """
     return _halves(raw.reshape(len(raw), -1, width)).reshape(len(raw), -1, width)
 
 
@@ -157,4 +163,4 @@ BLOCK_FORMATS = {
     "Q5_K": BlockFormat("int8", 256, 176, 32, _q5_k),
     "Q6_K": BlockFormat("int8", 256, 210, 16, _q6_k),
 }
-"""By GGUF's names. Files named Q4_K_M and Q5_K_M mix Q4_K or Q5_K with Q6_K."""
+"""Formats by GGUF's names. Files named Q4_K_M and Q5_K_M mix Q4_K or Q5_K with Q6_K."""

@@ -1,9 +1,9 @@
 """Packed weights on disk, mapped into memory: all workers of a host share one copy.
 
-``<folder>/packed/<key>.safetensors`` appears complete, by a rename. Whoever builds it holds the
-lock ``<key>.lock``; the others wait and then map what it built. A file that cannot be read is built
-anew. When the files take more than the limit, those that were not used for longest go; a process
-that has one mapped keeps it: the bytes of a removed file stay until its last mapping ends.
+``<folder>/packed/<key>.safetensors`` appears complete, by a rename. The process that builds it
+holds the lock ``<key>.lock``; other processes wait, and then map the file. A file that cannot be
+read is built again. If the files exceed the limit, the least recently used ones are removed. A
+process that has one mapped keeps it: the bytes of a removed file stay until its last mapping ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from baton.errors import ConfigError
 from engine.quantization.tensor_file import PADDING, write_tensors
 
 DEFAULT_LIMIT = 64 << 30
-"""Bytes of all files together: room for a few models of 8 billion weights, or one of 70 in int4."""
+"""Limit of all files together, in bytes: room for a few models of 8 billion weights, or one of 70
+in int4."""
 _WAIT_S = 1800.0
-"""How long one worker waits for another's build: of the largest models it takes minutes."""
+"""Maximum seconds that a worker waits for another one's build: the largest models take minutes."""
 
 Build = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -39,16 +40,17 @@ class PackedCache:
         self._wait_s = wait_s
 
     def get_or_build(self, key: str, build: Build) -> dict[str, torch.Tensor]:
-        """The tensors of ``key`` by name, mapped from the file; built first where there is none.
+        """The tensors of ``key`` by name, mapped from the file; the file is built if it is missing.
 
-        ``build`` yields (name, tensor); each is written before the next one is asked for. The key
-        must change with whatever decides the tensors: the source's hash, the layout, its version.
-        Every tensor begins at a multiple of 64 bytes. They are views of a private mapping: nobody
-        should write into them. Raises ConfigError where another process builds for too long or the
-        disk fails, ValueError for a key that is no file name, and whatever ``build`` raises.
+        ``build`` yields (name, tensor); each is written before the next one is requested. The key
+        must change with everything that determines the tensors: the source's hash, the layout, its
+        version. Every tensor begins at a multiple of 64 bytes. They are views of a private mapping,
+        and must not be written to. Raises ConfigError if another process builds for too long or the
+        disk fails, ValueError for a key that is no valid file name, and everything that ``build``
+        raises.
         """
         if not re.fullmatch(r"\w[\w.-]{0,199}", key):
-            raise ValueError(f"{key!r} is no key")
+            raise ValueError(f"{key!r} is not a valid key")
         path = self._folder / f"{key}.safetensors"
         if (found := _load(path)) is not None:
             return found
@@ -57,8 +59,8 @@ class PackedCache:
                 return found
             self._build(path, build)
             if (found := _load(path)) is None:
-                raise ConfigError(f"{path} cannot be read, just after it was written")
-            # Mapped first: another key's build may take this file away at once.
+                raise ConfigError(f"{path} cannot be read although it was just written")
+            # Mapped before the removal: another key's build may remove this file at any time.
             self._drop_unused(path)
         return found
 
@@ -72,7 +74,7 @@ class PackedCache:
             draft.unlink(missing_ok=True)
 
     def _drop_unused(self, kept: Path) -> None:
-        """Files beyond the limit, least recently used first; never ``kept``."""
+        """Remove the least recently used files beyond the limit, but never ``kept``."""
         total, files = 0, []
         for path in self._folder.glob("*.safetensors"):
             with suppress(FileNotFoundError):
@@ -108,13 +110,13 @@ class PackedCache:
             yield
         except OSError as error:
             raise ConfigError(
-                f"packed weights cannot be kept under {self._folder}: {error}; see to permissions "
+                f"packed weights cannot be stored under {self._folder}: {error}; check permissions "
                 "and free space there, or set BATON_CACHE_DIR to another folder"
             ) from error
 
 
 def _load(path: Path) -> dict[str, torch.Tensor] | None:
-    """The mapped tensors; None where the file is absent, damaged or of another key."""
+    """The mapped tensors; None if the file is absent, damaged or of another key."""
     if not path.is_file():
         return None
     try:
@@ -125,7 +127,7 @@ def _load(path: Path) -> dict[str, torch.Tensor] | None:
             tensors = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError, ValueError):
         return None
-    # It tells the least recently used: not every file system keeps times of reading.
+    # Marks the file as recently used: not every file system records read times.
     with suppress(OSError):
         os.utime(path)
     return tensors

@@ -1,7 +1,8 @@
-"""Writes a safetensors file tensor by tensor: the library's writer wants all of them in memory.
+"""Writes a safetensors file tensor by tensor; the library's writer needs all of them in memory.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, the
-header, a JSON object that spaces may follow, and the tensors' bytes without holes.
+The format (https://huggingface.co/docs/safetensors) has eight bytes with the header's length, then
+the header, and then the tensors' bytes without holes. The header is a JSON object, which may be
+padded with spaces.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any, BinaryIO
 import torch
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of a cache line, so that aligned vector loads may read them."""
+"""Alignment of tensors, a cache line, so that aligned vector loads can read them."""
 PADDING = "__padding"
-"""Prefix of the names of tensors that only fill up to the alignment: the format has no holes."""
+"""Name prefix of tensors that only pad for the alignment: the format allows no holes."""
 
 _HEADER_ROOM = 1 << 18
-"""Bytes that the header usually fits in: it is known last, and stands first."""
+"""Bytes reserved for the header, which is known last and comes first; it usually fits."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,17 +42,17 @@ _DTYPES = {
 def write_tensors(
     path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]
 ) -> None:
-    """Write ``path``, which must not exist, and see it onto the disk.
+    """Write ``path``, which must not exist, and sync it to the disk.
 
-    One tensor is held at a time. Raises ValueError for a name that comes twice and for a type that
-    the format lacks, OSError where the disk fails.
+    One tensor is held at a time. Raises ValueError for a repeated name or a type that the format
+    lacks, and OSError if the disk fails.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     with path.open("xb") as file:
         file.seek(_HEADER_ROOM)
         for name, tensor in tensors:
             if name in header:
-                raise ValueError(f"tensor {name} comes twice")
+                raise ValueError(f"tensor {name} occurs twice")
             _append(file, header, name, tensor)
         blob = json.dumps(header, separators=(",", ":")).encode()
         if 8 + len(blob) <= _HEADER_ROOM:
@@ -89,7 +90,7 @@ def _put_header(file: BinaryIO, blob: bytes, room: int) -> None:
 
 
 def _make_room(path: Path, file: BinaryIO, blob: bytes) -> None:
-    """Exchange the file for one whose header is as long as it has to be."""
+    """Replace the file by one with a header of the required length."""
     room = -(-(8 + len(blob)) // ALIGNMENT) * ALIGNMENT
     longer = path.with_name(f"{path.name}.longer")
     try:

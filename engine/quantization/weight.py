@@ -1,4 +1,4 @@
-"""A quantised weight matrix: the form in which every reader, packer and kernel meets.
+"""A quantized weight matrix: the common form of all readers, packers and kernels.
 
 ``w[i, j] = code[i, j] * scale[i, j // group] + min[i, j // group]``
 """
@@ -15,45 +15,46 @@ import torch
 QuantKind = Literal["int8", "int4", "fp8"]
 KINDS: tuple[QuantKind, ...] = ("int8", "int4", "fp8")
 DEFAULT_GROUP = 32
-"""Inputs that share a scale, as in GGUF's Q4_0, Q4_1 and Q8_0."""
+"""Default number of inputs that share a scale, as in GGUF's Q4_0, Q4_1 and Q8_0."""
 
 _FP8_MAX = 448.0
 """The largest finite e4m3fn value (OCP 8-bit Floating Point Specification 1.0)."""
 _HALF_MAX = 65504.0
 _MIN_GROUP = 16
 _PIECE_VALUES = 1 << 20
-"""Values that are held in fp32 at a time while a tensor is quantised."""
+"""Number of values that are held in fp32 at a time while a tensor is quantized."""
 _SHRINKS = tuple(1.0 - 0.025 * step for step in range(13))
-"""Parts of a group's range that int4 tries, 1.0 to 0.7."""
+"""Fractions of a group's range that int4 tries, 1.0 to 0.7."""
 _HALF_LOSS, _HALF_STEP = 2.0**-9, 2.0**-12
-"""What fp16 may change of a scale: a part of itself, or a part of the largest. More comes of
-subnormals and infinities only."""
+"""Maximum change of a scale by fp16: relative to itself, or to the largest scale. Only subnormals
+and infinities exceed it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A matrix [out, in] of ``codes`` with a scale, and perhaps a minimum, per group of inputs.
+    """A matrix [out, in] of ``codes``, with a scale and optionally a minimum per group of inputs.
 
-    Raises ValueError where the parts do not fit together.
+    Raises ValueError if the parts do not fit together.
     """
 
     codes: torch.Tensor
-    """uint8 [out, in], or [out, in / 2] for ``int4``: the low nibble is the even input."""
+    """uint8 [out, in], or [out, in / 2] for ``int4``, with the even input in the low nibble."""
     kind: QuantKind
     """``int8``: -128..127 in two's complement; ``int4``: 0..15; ``fp8``: the bits of e4m3fn."""
     scales: torch.Tensor
     """fp32 or fp16 [out, in / group]."""
     mins: torch.Tensor | None
-    """Of the scales' shape and type. ``int8`` may have them too: Q5_1, Q5_K, asymmetric GPTQ."""
+    """Same shape and type as the scales. ``int8`` may have them too: Q5_1, Q5_K, asymmetric
+    GPTQ."""
     group: int
-    """Inputs that share a scale; it divides ``in``."""
+    """Number of inputs that share a scale; it divides ``in``."""
     columns: torch.Tensor | None = None
     """int64 [in]: stored column j belongs to input ``columns[j]`` (GPTQ's act-order), so that a
-    kernel takes ``x[:, columns]``; None: the inputs' own order."""
+    kernel takes ``x[:, columns]``. None: columns are in the order of the inputs."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
-            raise ValueError(f"no {self.kind} codes: {self.codes.dtype} {self.codes.shape}")
+            raise ValueError(f"not {self.kind} codes: {self.codes.dtype} {self.codes.shape}")
         outputs, inputs = self.shape
         if self.group < 1 or inputs % self.group:
             raise ValueError(f"groups of {self.group} do not divide {inputs} inputs")
@@ -64,7 +65,7 @@ class QuantizedWeight:
                     f"scales or mins are {tensor.dtype} {tuple(tensor.shape)}, not {expected}"
                 )
         if self.scales.dtype not in (torch.float32, torch.float16):
-            raise ValueError(f"scales of {self.scales.dtype}; fp32 and fp16 are known")
+            raise ValueError(f"scales are {self.scales.dtype}, and must be fp32 or fp16")
         if self.columns is not None and self.columns.shape != (inputs,):
             raise ValueError(f"{tuple(self.columns.shape)} columns of {inputs}")
 
@@ -94,7 +95,7 @@ class QuantizedWeight:
         )
 
     def rows(self, chosen: torch.Tensor | slice) -> QuantizedWeight:
-        """Some rows: by their numbers, int64 [n] (copied), or by a slice (views)."""
+        """Select rows: by their numbers, int64 [n] (copied), or by a slice (views)."""
         return replace(
             self,
             codes=self.codes[chosen],
@@ -103,21 +104,23 @@ class QuantizedWeight:
         )
 
     def inputs(self, run: range) -> QuantizedWeight:
-        """The columns of the inputs in ``run``; views.
+        """Select the columns of the inputs in ``run``; views.
 
-        Rows with one scale each may be cut anywhere, since a part of a row keeps the scale. Raises
-        ValueError where a run cuts a group of several or a byte of ``int4``, and where columns have
-        another order than the inputs.
+        Rows with only one scale may be cut anywhere, since a part of a row keeps the scale. Raises
+        ValueError if a run cuts a group or a byte of ``int4``, or if columns are not in the order
+        of the inputs.
         """
         if self.columns is not None:
-            raise ValueError("its columns have another order than its inputs")
+            raise ValueError("its columns are not in the order of its inputs")
         group, groups = self.group, slice(None)
         if group == self.shape[1]:
             group = len(run)
         else:
             groups = slice(run.start // group, run.stop // group)
             if run.start % group or run.stop % group:
-                raise ValueError(f"inputs {run.start} to {run.stop} are no whole groups of {group}")
+                raise ValueError(
+                    f"inputs {run.start} to {run.stop} are not whole groups of {group}"
+                )
         codes = slice(run.start, run.stop)
         if self.kind == "int4":
             if run.start % 2 or run.stop % 2:
@@ -132,7 +135,7 @@ class QuantizedWeight:
         )
 
     def clone(self) -> QuantizedWeight:
-        """A contiguous copy in memory of its own."""
+        """A contiguous copy in its own memory."""
         return replace(
             self,
             codes=self.codes.clone(memory_format=torch.contiguous_format),
@@ -153,9 +156,9 @@ def _code_values(codes: torch.Tensor, kind: QuantKind) -> torch.Tensor:
 
 
 def dequantize(weight: QuantizedWeight, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 [out, in], in the inputs' own order: the reference for every kernel.
+    """Dequantize to fp32 [out, in], in the inputs' own order: the reference for every kernel.
 
-    ``rows``: the numbers of those that are wanted, int64 [n], as an embedding has them; None: all.
+    ``rows`` selects rows by their numbers, int64 [n], as for an embedding; None: all.
     """
     codes, scales, mins = weight.codes, weight.scales, weight.mins
     if rows is not None:
@@ -174,7 +177,8 @@ def dequantize(weight: QuantizedWeight, rows: torch.Tensor | None = None) -> tor
 
 
 def fitting_group(inputs: int, wanted: int = DEFAULT_GROUP) -> int:
-    """``wanted``, or its half and so on down to 16, if that divides ``inputs``; else a row."""
+    """The largest of ``wanted``, its half, … down to 16 that divides ``inputs``; else
+    ``inputs``."""
     group = wanted
     while group >= _MIN_GROUP:
         if inputs % group == 0:
@@ -184,18 +188,18 @@ def fitting_group(inputs: int, wanted: int = DEFAULT_GROUP) -> int:
 
 
 def quantize(tensor: torch.Tensor, kind: QuantKind, group: int | None = None) -> QuantizedWeight:
-    """Quantise a floating matrix [out, in], a piece of it at a time.
+    """Quantize a floating-point matrix [out, in], piece by piece.
 
-    ``int8`` is symmetric about 0 with the group's largest magnitude at 127. ``int4`` has a scale
-    and a minimum. ``fp8`` has the row's largest magnitude at 448, and takes whole rows as groups.
-    ``group`` is 32 where that divides the inputs, if it is None. Raises ValueError where it does
-    not divide them, or where ``int4`` is asked of an odd number of them.
+    ``int8`` is symmetric about 0, with the group's largest magnitude at 127. ``int4`` has a scale
+    and a minimum. ``fp8`` has the row's largest magnitude at 448, and uses whole rows as groups. If
+    ``group`` is None, it is 32 if that divides the inputs. Raises ValueError if it does not divide
+    them, or if ``int4`` gets an odd number of inputs.
     """
     outputs, inputs = tensor.shape
     if group is None:
         group = inputs if kind == "fp8" else fitting_group(inputs)
     if inputs % group or (kind == "fp8" and group != inputs) or (kind == "int4" and inputs % 2):
-        raise ValueError(f"{kind} has no groups of {group} in rows of {inputs}")
+        raise ValueError(f"{kind} cannot have groups of {group} in rows of {inputs}")
     quantizer = {"int8": _int8, "int4": _int4, "fp8": _fp8}[kind]
     rows = max(1, _PIECE_VALUES // inputs)
     pieces = [
@@ -206,7 +210,7 @@ def quantize(tensor: torch.Tensor, kind: QuantKind, group: int | None = None) ->
 
 
 def _int8(groups: torch.Tensor) -> QuantizedWeight:
-    """``groups`` is fp32 [rows, groups, group]; so it is for the next ones."""
+    """Quantize ``groups``, fp32 [rows, groups, group]; the next functions take the same."""
     scales = groups.abs().amax(-1) / 127
     scales = scales.to(_scale_type(scales))
     codes = (groups * _inverse(scales.float()).unsqueeze(-1)).round_().clamp_(-127, 127)
@@ -222,9 +226,10 @@ def _fp8(groups: torch.Tensor) -> QuantizedWeight:
 
 
 def _int4(groups: torch.Tensor) -> QuantizedWeight:
-    """The range that leaves the least squared error, as AWQ's clipping searches it on a grid
-    (Lin et al., 2023, arXiv:2306.00978, section 4), with scale and minimum refitted to the codes by
-    least squares, as llama.cpp's ``make_qkx2_quants`` does.
+    """Find the range with the smallest squared error on a grid, as AWQ's clipping does.
+
+    Source: Lin et al., 2023, arXiv:2306.00978, section 4. Scale and minimum are refitted to the
+    codes by least squares, as in llama.cpp's ``make_qkx2_quants``.
     """
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, reach = (low + high) / 2, (high - low) / 2
@@ -234,7 +239,7 @@ def _int4(groups: torch.Tensor) -> QuantizedWeight:
     for shrink in _SHRINKS:
         scale, least = reach * (2 * shrink / 15), middle - reach * shrink
         scale, least = _least_squares(groups, _nibbles(groups, scale, least), scale, least)
-        # Judged as it will be stored.
+        # The error is measured with the scale as stored.
         scale, least = scale.to(dtype).float(), least.to(dtype).float()
         error = _nibbles(groups, scale, least).mul_(scale).add_(least).sub_(groups)
         error = error.square_().sum(-1, keepdim=True)
@@ -254,7 +259,8 @@ def _nibbles(groups: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> 
 def _least_squares(
     groups: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The line through (code, weight) of each group; the one given where all codes are equal."""
+    """Fit a line through (code, weight) of each group; keep the given one if all codes are
+    equal."""
     mean_code, mean = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
     centred = codes - mean_code
     spread = centred.square().sum(-1, keepdim=True)
@@ -272,8 +278,9 @@ def _inverse(values: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_type(scales: torch.Tensor) -> torch.dtype:
-    """fp16 where it is fine enough, for its size: in groups of 32, fp32 scales and minimums would
-    make a 4-bit weight a fifth larger.
+    """fp16 if it is precise enough, for its size.
+
+    In groups of 32, fp32 scales and minimums would make a 4-bit weight a fifth larger.
     """
     room = torch.maximum(scales * _HALF_LOSS, scales.max() * _HALF_STEP)
     fine = (scales.half().float() - scales).abs() <= room
@@ -281,17 +288,17 @@ def _scale_type(scales: torch.Tensor) -> torch.dtype:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., n] of 0..15 → [..., n / 2], the low nibble first."""
+    """Pack uint8 [..., n] of 0..15 into [..., n / 2], the low nibble first."""
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., n] → [..., 2 n] of 0..15, the low nibble first."""
+    """Unpack uint8 [..., n] into [..., 2 n] of 0..15, the low nibble first."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def can_concat(weights: Sequence[QuantizedWeight]) -> bool:
-    """Whether ``concat_rows`` takes them: equal kind, group, inputs and order of columns."""
+    """Whether ``concat_rows`` accepts them: same kind, group, inputs and order of columns."""
     first = weights[0]
     return all(
         (weight.kind, weight.group, weight.shape[1]) == (first.kind, first.group, first.shape[1])
@@ -307,17 +314,17 @@ def _same_order(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def concat_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight of all rows, so that layers with the same input run as one.
+    """Concatenate all rows into one weight, so that layers with the same input run as one.
 
-    Scales become fp32 if one of them is; minimums of 0 are filled in where some have them. Raises
-    ValueError unless ``can_concat``.
+    Scales become fp32 if any of them is. Minimums of 0 are added if only some weights have
+    minimums. Raises ValueError unless ``can_concat`` is true.
     """
     first = weights[0]
     if len(weights) == 1:
         return first
     if not can_concat(weights):
         found = ", ".join(f"{w.kind} {w.shape} in groups of {w.group}" for w in weights)
-        raise ValueError(f"rows of unlike weights: {found}")
+        raise ValueError(f"cannot join rows of different weights: {found}")
     halves = all(weight.scales.dtype == torch.float16 for weight in weights)
     dtype = torch.float16 if halves else torch.float32
     mins: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Which tokens may follow in an answer, draft tokens included; where it stands in its grammar."""
+"""The state of an answer in its grammar: which tokens may follow, also after draft tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from baton.errors import GrammarFailed
 from baton.grammar import TokenMatcher, reason_in
 
 Mask = npt.NDArray[np.uint32]
-"""[words]: a bit for each token of the vocabulary, from the lowest bit up; 1 for one that may be
-drawn. Bits behind the vocabulary mean nothing."""
+"""[words]: one bit per token of the vocabulary, from the lowest bit up; 1 if the token is allowed.
+Bits after the vocabulary have no meaning."""
 
 
 class AnswerState(Protocol):
@@ -24,23 +24,24 @@ class AnswerState(Protocol):
 
     @property
     def length(self) -> int:
-        """Output tokens so far."""
+        """Number of output tokens so far."""
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """Go on by tokens that were drawn. Raises GrammarFailed for one that may not come."""
+        """Advance by tokens that were drawn. Raises GrammarFailed for a token that is not
+        allowed."""
 
     def rollback(self, count: int) -> None:
-        """Take the latest ``count`` tokens back. Raises GrammarFailed."""
+        """Undo the latest ``count`` tokens. Raises GrammarFailed."""
 
     def fill(self, mask: Mask) -> None:
-        """Write which tokens may come next into a mask of ones. Raises GrammarFailed."""
+        """Write the allowed next tokens into a mask of ones. Raises GrammarFailed."""
 
 
 def masks_of(state: AnswerState, draft_tokens: Sequence[int] = ()) -> npt.NDArray[np.uint32]:
-    """Which tokens may come next, and which behind each of ``draft_tokens``.
+    """Masks of the allowed next tokens, and of those after each of ``draft_tokens``.
 
-    uint32 [1 + drafts, words]. Behind a draft token that may not come itself everything may:
-    nothing that is drawn there counts. The state stays where it is. Raises GrammarFailed.
+    Returns uint32 [1 + drafts, words]. After a draft token that is not allowed, all tokens are: a
+    draw there has no effect. The state does not change. Raises GrammarFailed.
     """
     words = -(-state.vocab_size // 32)
     rows = np.full((1 + len(draft_tokens), words), 0xFFFFFFFF, np.uint32)
@@ -58,10 +59,10 @@ def masks_of(state: AnswerState, draft_tokens: Sequence[int] = ()) -> npt.NDArra
 
 
 class GrammarState:
-    """The output tokens that a matcher has taken. Implements ``AnswerState``.
+    """Follows output tokens with a matcher. Implements ``AnswerState``.
 
-    A text that has ended stays ended: what a step that was planned meanwhile draws behind its end
-    is counted, and not matched.
+    A text that has ended stays ended. A step that was planned meanwhile may draw more tokens; they
+    are counted and not matched.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class GrammarState:
         min_tokens: int = 0,
         never: Iterable[int] = (),
     ) -> None:
-        """``stop_ids`` may not be drawn before ``min_tokens``, nor ``never`` at all, but where
+        """``stop_ids`` may not be drawn before ``min_tokens``, and ``never`` not at all.
 
-        nothing else may.
+        Both are allowed if no other token is.
         """
         self._matcher = matcher
         self.vocab_size = vocab_size
         self.before = 0
-        """Output tokens before the text that the grammar is about."""
+        """Number of output tokens before the text that must match the grammar."""
         self._min_tokens = min_tokens
         never = frozenset(never)
         self._later = all_but(never, vocab_size)
@@ -91,11 +92,12 @@ class GrammarState:
 
     @property
     def length(self) -> int:
-        """Tokens so far, without those in ``before``."""
+        """Number of tokens so far, without those in ``before``."""
         return self._taken + self._behind
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """Go on by tokens that were drawn. Raises GrammarFailed for one that may not come."""
+        """Advance by tokens that were drawn. Raises GrammarFailed for a token that is not
+        allowed."""
         for token in token_ids:
             if self._matcher.is_stopped():
                 self._check()
@@ -103,21 +105,21 @@ class GrammarState:
                 continue
             if not self._matcher.consume_token(token):
                 self._check()
-                raise GrammarFailed("a token came that the grammar does not allow")
+                raise GrammarFailed("the engine drew a token that the grammar does not allow")
             self._taken += 1
 
     def rollback(self, count: int) -> None:
-        """Take the latest ``count`` tokens back. Raises GrammarFailed."""
+        """Undo the latest ``count`` tokens. Raises GrammarFailed."""
         behind = min(count, self._behind)
         self._behind -= behind
         if count > behind:
             if not self._matcher.rollback(count - behind):
                 self._check()
-                raise GrammarFailed("the grammar cannot go back")
+                raise GrammarFailed("the grammar's state cannot be rolled back")
             self._taken -= count - behind
 
     def fill(self, mask: Mask) -> None:
-        """Write which tokens may come next. Raises GrammarFailed."""
+        """Write the allowed next tokens into the mask. Raises GrammarFailed."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
         if not self._limits:
@@ -131,7 +133,7 @@ class GrammarState:
     def _check(self) -> None:
         if self._matcher.is_error():
             why = reason_in(self._matcher.get_error())
-            raise GrammarFailed(f"the grammar could not be followed any further: {why}")
+            raise GrammarFailed(f"the grammar's matcher failed: {why}")
 
 
 def all_but(token_ids: Iterable[int], vocab_size: int) -> Mask:
@@ -142,14 +144,14 @@ def all_but(token_ids: Iterable[int], vocab_size: int) -> Mask:
 
 
 def pack(bits: npt.NDArray[np.bool_]) -> Mask:
-    """A mask of bool [vocab_size]."""
+    """Pack bool [vocab_size] into a mask."""
     padded = np.zeros(-(-len(bits) // 32) * 32, np.bool_)
     padded[: len(bits)] = bits
     return np.packbits(padded, bitorder="little").view(np.uint32)
 
 
 def unpack(mask: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """bool [vocab_size] of a mask: the tokens that may be drawn."""
+    """Unpack a mask into bool [vocab_size]: the tokens that are allowed."""
     bits = np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little")
     return bits.view(np.bool_)
 

@@ -1,6 +1,6 @@
-"""Log probabilities of tokens by the raw logits: log-softmax, in plain torch.
+"""Log probabilities of tokens from the raw logits: log-softmax, in plain torch.
 
-The CPU has its own (``engine.cpu.sampler``), which this defines.
+This is the definition; the CPU has its own implementation (``engine.cpu.sampler``).
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ class Scored:
     """A token whose log probability is wanted."""
 
     row: int
-    """Of the step's logits."""
+    """Row of the step's logits."""
     token_id: int
     top: int
-    """How many of the likeliest tokens are told beside it."""
+    """How many of the most likely tokens to report in addition."""
 
 
 Scorer = Callable[[torch.Tensor, Sequence[Scored]], list[TokenLogprobs]]
-"""Takes logits, fp32 [rows, vocab_size], which are left as they are."""
+"""Takes logits, fp32 [rows, vocab_size], and does not change them."""
 
 
 def token_logprobs(logits: torch.Tensor, wanted: Sequence[Scored]) -> list[TokenLogprobs]:
-    """A ``Scorer`` for any device. Of equally likely tokens the lower id comes first, but which of
+    """A ``Scorer`` for any device.
 
-    them are among the likeliest where not all of them have room is left open.
+    Equally likely tokens are ordered by id. If not all of them fit among the most likely, it is
+    undefined which ones are reported.
     """
     if not wanted:
         return []

@@ -1,7 +1,7 @@
-"""Counter-based noise: a hash in place of a generator's state.
+"""Counter-based noise: a hash instead of a generator's state.
 
-The noise of (seed, choice, position, token id) depends on nothing else, so a seeded stream stays
-the same wherever, in whatever batch, and however often it is computed. 32-bit integer operations
+The noise depends only on (seed, choice, position, token id). So a seeded stream is the same on
+every worker, in every batch, and however often it is computed. It uses 32-bit integer operations
 with Chris Wellons' ``lowbias32`` (nullprogram.com, 2018) as the mixer.
 """
 
@@ -40,7 +40,7 @@ def _lowbias32_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def noise_bits_tensor(keys: tuple[int, int], token_ids: torch.Tensor) -> torch.Tensor:
-    """32 bits, as int64, for each of ``token_ids`` (int64)."""
+    """32 random bits, as int64, for each of ``token_ids`` (int64)."""
     mixed = _lowbias32_tensor(token_ids ^ keys[0])
     return _lowbias32_tensor((mixed + keys[1]) & _MASK)
 

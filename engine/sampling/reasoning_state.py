@@ -1,9 +1,9 @@
-"""Where a sequence stands in its reasoning: when it ends, by itself or forced, and what follows.
+"""The state of a sequence's reasoning: where it ends, by itself or forced, and what follows.
 
-    before ── the start run ──► inside ── an end run, or the forced one ──► behind: the grammar
-       └───────── another token ─────────────────────────────────────────────┘
+    before ── the start run ──► inside ── an end run, or the forced one ──► after: the grammar
+    └───────── another token ──────────────────────────────────────────────┘
 
-All of it follows from the output tokens alone, so that it is the same after a move.
+It depends only on the output tokens, so that it is the same after a migration.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ReasoningState:
         stop_ids: Iterable[int] = (),
         grammar: GrammarState | None = None,
     ) -> None:
-        """``grammar`` is of the text behind the reasoning, and is at its start.
+        """``grammar`` applies to the text after the reasoning, and is in its initial state.
 
-        With a grammar, none of ``stop_ids`` ends the answer within the reasoning.
+        With a grammar, none of ``stop_ids`` can end the answer within the reasoning.
         """
         self.vocab_size = vocab_size
         self._span = span
@@ -35,22 +35,23 @@ class ReasoningState:
         self._unstopped = None if grammar is None else all_but(stop_ids, vocab_size)
         self._length = 0
         self._tokens: list[int] = []
-        """Until it is known where the reasoning ends; the grammar has those behind."""
+        """Output tokens until the end of the reasoning is known; the grammar has those after it."""
         self._over = False
-        """Whether that is known."""
+        """Whether the end of the reasoning is known."""
 
     @property
     def length(self) -> int:
-        """Output tokens so far."""
+        """Number of output tokens so far."""
         return self._length
 
     @property
     def is_free(self) -> bool:
-        """Whether any token may follow from now on, however many come."""
+        """Whether any token may follow from now on, without a limit."""
         return self._over and self._grammar is None
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """Go on by tokens that were drawn. Raises GrammarFailed for one that may not come."""
+        """Advance by tokens that were drawn. Raises GrammarFailed for a token that is not
+        allowed."""
         for token in token_ids:
             self._length += 1
             if self._over:
@@ -64,7 +65,7 @@ class ReasoningState:
                 self._end(before=len(self._tokens))
 
     def rollback(self, count: int) -> None:
-        """Take the latest ``count`` tokens back. Raises GrammarFailed."""
+        """Undo the latest ``count`` tokens. Raises GrammarFailed."""
         self._length -= count
         known = len(self._tokens)
         if self._length >= known:
@@ -77,7 +78,7 @@ class ReasoningState:
         del self._tokens[self._length :]
 
     def fill(self, mask: Mask) -> None:
-        """Write which tokens may come next into a mask of ones. Raises GrammarFailed."""
+        """Write the allowed next tokens into a mask of ones. Raises GrammarFailed."""
         if self._over:
             if self._grammar is not None:
                 self._grammar.fill(mask)
@@ -89,7 +90,7 @@ class ReasoningState:
             mask[:] = self._unstopped
 
     def _fill_start(self, mask: Mask) -> None:
-        """At the answer's beginning: the start run, or the grammar's text."""
+        """Fill the mask at the answer's beginning: the start run, or the grammar's text."""
         if self._grammar is None:
             return
         begun = len(self._tokens)
@@ -113,7 +114,7 @@ class ReasoningState:
         )
 
     def _forced(self) -> int | None:
-        """The token that must come; None where the budget leaves room."""
+        """The token that must come next; None if the budget leaves room."""
         span = self._span
         if span.budget is None:
             return None
@@ -121,13 +122,13 @@ class ReasoningState:
         beyond = len(self._tokens) - spent
         if beyond < 0:
             return None
-        # The model may have begun the run itself.
+        # The model may have begun the forced run itself.
         latest = max(len(span.start), spent - len(span.forced))
         place = _overlap(self._tokens[latest:spent], span.forced) + beyond
         return span.forced[place] if place < len(span.forced) else None
 
     def _end(self, before: int) -> None:
-        """The text behind ``before`` tokens is the grammar's."""
+        """End the reasoning: the text after ``before`` tokens belongs to the grammar."""
         self._over = True
         if self._grammar is not None:
             self._grammar.before = before
@@ -143,7 +144,7 @@ def _is_prefix(tokens: list[int] | Run, whole: list[int] | Run) -> bool:
 
 
 def _overlap(tokens: list[int], run: Run) -> int:
-    """How many tokens of ``run``, from its first, but not all, end ``tokens``."""
+    """Length of the longest proper prefix of ``run`` with which ``tokens`` end."""
     for length in range(min(len(tokens), len(run) - 1), 0, -1):
         if tuple(tokens[-length:]) == run[:length]:
             return length

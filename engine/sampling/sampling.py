@@ -1,8 +1,8 @@
-"""Drawing the next token: a pure function of the logits row, the parameters and the token ids.
+"""Draws the next token: a pure function of the logits row, the parameters and the token ids.
 
-Order: repetition, presence and frequency penalties, logit bias, min_tokens and bad words, the
-tokens that are allowed, the mask of the grammar or of bounded reasoning, then temperature, top_k,
-top_p, min_p, and the Gumbel-max draw (Maddison et al., 2014) with hashed noise.
+Order: repetition, presence and frequency penalties, logit bias, min_tokens and bad words, allowed
+tokens, the mask of the grammar or of bounded reasoning. Then temperature, top_k, top_p, min_p, and
+the Gumbel-max draw (Maddison et al., 2014) with hashed noise.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from baton.sampling_params import SamplingParams
 from engine.sampling.grammar_state import Mask, unpack
 from engine.sampling.noise import gumbel, noise_keys
-from engine.scheduling.plan import KnownSequence
+from engine.scheduling.plan import RunnerSequence
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What one draw depends on beside its logits. ``token_ids`` is prompt and output."""
+    """All inputs of one draw except its logits. ``token_ids`` is prompt and output."""
 
     sampling: SamplingParams
     token_ids: list[int]
@@ -29,20 +29,20 @@ class SampleRow:
     stop_ids: tuple[int, ...]
     choice: int = 0
     mask: Mask | None = None
-    """Which tokens the sequence's grammar or bounded reasoning allows; None: it has neither, or the
-    mask is still to come. A grammar's holds back what may not be drawn before ``min_tokens``, too.
-    """
+    """Tokens that the sequence's grammar or bounded reasoning allows; None if it has neither, or if
+    the mask is not made yet. A grammar's mask also excludes what may not be drawn before
+    ``min_tokens``."""
     bound: bool = False
-    """Whether a mask is there, or is still to come."""
+    """Whether the draw needs a mask, which may not be made yet."""
 
     @property
     def plain(self) -> bool:
-        """Whether the logits are used as they are."""
+        """Whether the logits are used unchanged."""
         return not (self.adjusted or self.bound) and self.sampling.grammar is None
 
     @property
     def adjusted(self) -> bool:
-        """Whether logits are changed by more than a grammar's mask."""
+        """Whether anything but a grammar's mask changes the logits."""
         s = self.sampling
         penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
         limited = s.allowed_token_ids or s.bad_words
@@ -50,24 +50,26 @@ class SampleRow:
 
     @property
     def held_back(self) -> tuple[int, ...]:
-        """The stop tokens, while ``min_tokens`` has not come; a mask has them in it."""
+        """The stop tokens, until ``min_tokens`` is reached. A grammar's mask excludes them
+        itself."""
         output = len(self.token_ids) - self.prompt_length
         has_grammar = self.sampling.grammar is not None
         return () if has_grammar or output >= self.sampling.min_tokens else self.stop_ids
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Tokens that may not be drawn here: ``held_back``, and the last tokens of bad words whose
+        """Tokens that may not be drawn here.
 
-        other tokens have just come. Empty where these are all that the allowed tokens and the
-        grammar's mask leave: one of them is drawn then.
+        These are ``held_back``, and the last token of each bad word whose other tokens have just
+        come. Empty if nothing else is allowed by the allowed tokens and the grammar's mask: one of
+        them is then drawn.
         """
         ends = (word[-1] for word in self.sampling.bad_words if self._ends_with(word[:-1]))
         found = (*self.held_back, *ends)
         return found if found and self._leaves_some(found) else ()
 
     def _leaves_some(self, forbidden: tuple[int, ...]) -> bool:
-        """Whether something may be drawn besides these."""
+        """Whether any token may be drawn besides these."""
         allowed = self.sampling.allowed_token_ids
         if allowed and self.mask is None:
             return not set(allowed).issubset(forbidden)
@@ -84,11 +86,11 @@ class SampleRow:
 
 
 def draw_of(
-    known: KnownSequence, token_ids: list[int], choice: int | None = None, *, bound: bool = False
+    known: RunnerSequence, token_ids: list[int], choice: int | None = None, *, bound: bool = False
 ) -> SampleRow:
-    """The draw of the token behind ``token_ids``, of the sequence's own choice or another one.
+    """The draw of the token after ``token_ids``, for the sequence's own choice or another one.
 
-    ``bound``: a mask is to come.
+    ``bound``: whether a mask follows.
     """
     number = known.choice if choice is None else choice
     return SampleRow(
@@ -97,14 +99,14 @@ def draw_of(
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-    """One token for each row of ``logits``, fp32 [rows, vocab_size]."""
+    """Draw one token for each row of ``logits``, fp32 [rows, vocab_size]."""
     if all(row.plain and row.sampling.greedy for row in rows):
         return [int(token) for token in logits.argmax(dim=-1).tolist()]
     return [sample_one(logits[index], row) for index, row in enumerate(rows)]
 
 
 def sample_one(logits: torch.Tensor, row: SampleRow) -> int:
-    """One token from one row of logits, fp32 [vocab_size], which is left as it is."""
+    """Draw one token from one row of logits, fp32 [vocab_size], which does not change."""
     if not row.plain:
         logits = _adjust(logits.clone(), row)
     if row.sampling.greedy:
@@ -149,11 +151,11 @@ def _keep(scores: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor,
     limited = 0 < sampling.top_k < scores.shape[0]
     token_ids = torch.arange(scores.shape[0], device=scores.device)
     if limited:
-        # Not less, rather than greater or equal: broken logits (NaN) must leave something to draw.
+        # ``~(<)`` instead of ``>=``: NaN logits must leave something to draw.
         token_ids = token_ids[~(scores < scores.topk(sampling.top_k).values[-1])]
         scores = scores[token_ids]
     if limited or sampling.top_p < 1.0:
-        # Stable: of equal scores the lower id comes first, as it does in a greedy draw.
+        # A stable sort: on equal scores the lower id comes first, as in a greedy draw.
         scores, order = scores.sort(descending=True, stable=True)
         token_ids = token_ids[order]
     if limited:

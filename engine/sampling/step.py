@@ -1,7 +1,7 @@
-"""A step of a model: what it is asked, whatever computes it, and what its outputs are for.
+"""The input and output of a model's step, and what each output is for.
 
-A model is torch, the CPU's C++ or the GPU's kernels. A row of logits may serve several draws, where
-choices begin, and a row may be there to score a token of the prompt alone.
+A model is torch, the C++ decoder of the CPU, or the kernels of a GPU. A row of logits may serve
+several draws when choices begin, or only score a token of the prompt.
 """
 
 from __future__ import annotations
@@ -21,88 +21,87 @@ from engine.scheduling.plan import PlanRow, StepResult
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The tokens of one step, all sequences after one another."""
+    """The tokens of one step, one sequence after another."""
 
     rows: tuple[PlanRow, ...]
     token_ids: list[int]
-    """[tokens]: of every row its ``count`` tokens."""
+    """The ``count`` tokens of every row, [tokens]."""
     outputs: list[int]
-    """Which of the tokens' logits are wanted."""
+    """Indexes of the tokens whose logits are wanted."""
     greedy: bool
-    """Whether their likeliest tokens are all that is wanted."""
+    """Whether only their most likely tokens are wanted."""
     hidden_layers: tuple[int, ...] = ()
-    """Of which layers what goes into them is wanted, of every token, for a drafter: 0 is the first
-    layer, whose input are the embeddings; the number of layers stands for what comes out of the
-    last one, before the last norm."""
+    """Layers whose inputs a drafter wants, for every token. 0 is the first layer, whose input is
+    the embeddings. The number of layers is the output of the last layer, before the last norm."""
     features: torch.Tensor | None = None
-    """fp32 [tokens, hidden_size]: what an EAGLE head takes beside the tokens."""
+    """Features for an EAGLE head, fp32 [tokens, hidden_size]."""
     states: torch.Tensor | None = None
-    """fp32 [tokens, layers, hidden_size], in place of ``features``: what went into the target's
-    layers, which the head makes them of."""
+    """Inputs of the target's layers, fp32 [tokens, layers, hidden_size]. The head computes its
+    features from them; set instead of ``features``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Of the first two one: ``best`` for a greedy step, else ``logits``."""
+    """Output of one step: ``best`` for a greedy step, and ``logits`` otherwise."""
 
     best: list[int] | None
-    """The likeliest token of each output; of equals the lowest."""
+    """The most likely token of each output; the lowest id on a tie."""
     logits: torch.Tensor | None
-    """fp32 [outputs, vocab_size]; it may be overwritten by the next step."""
+    """fp32 [outputs, vocab_size]; the next step may overwrite it."""
     hidden: torch.Tensor | None = None
     """fp32 [tokens, hidden_layers, hidden_size], in the order of ``StepInput.hidden_layers``; None
-    where none are wanted. It may be overwritten by the next step."""
+    if none are wanted. The next step may overwrite it."""
 
 
 class StepModel(Protocol):
-    """A decoder over a KV cache. Called by the engine thread alone."""
+    """A decoder over a KV cache. Only the engine thread calls it."""
 
     @property
     def layers_done(self) -> int:
-        """Layers that have stored the KV of all tokens of the step that runs; any thread may ask.
+        """Number of layers that have stored the KV of all tokens of the running step.
 
-        0 where that is not known before the step's end.
+        Any thread may read it. It is 0 if the number is not known before the step's end.
         """
 
     def clear_progress(self) -> None:
-        """Before a step: none of its layers is done."""
+        """Reset ``layers_done`` before a step."""
 
     def run(self, step: StepInput) -> StepOutput:
         """Compute the tokens, and store their KV."""
 
     def use_threads(self, threads: int) -> None:
-        """Take this many threads of the CPU from the next step on."""
+        """Use this number of CPU threads from the next step on."""
 
 
 @dataclass(slots=True)
 class StepWork:
-    """Filled row by row of the plan, in order."""
+    """Collects the work of a step, row by row of the plan."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Of every row its tokens."""
+    """The tokens of every row."""
     outputs: list[int] = field(default_factory=list)
-    """Which of them have logits."""
+    """Indexes of the tokens that have logits."""
     draws: list[SampleRow] = field(default_factory=list)
     draw_rows: list[int] = field(default_factory=list)
-    """The output from whose logits each is drawn."""
+    """The output from whose logits each draw is made."""
     row_draws: list[int] = field(default_factory=list)
-    """How many of them each row has that samples."""
+    """Number of draws of each row that samples."""
     scored: list[Scored] = field(default_factory=list)
-    """The prompts' tokens whose log probabilities are wanted."""
+    """Prompt tokens whose log probabilities are wanted."""
     embedded: dict[int, int] = field(default_factory=dict)
-    """By row: the token whose embedding is wanted."""
+    """The token whose embedding is wanted, by row."""
 
     def score(self, row: PlanRow, known: Sequence[int], top: int) -> None:
-        """The logits of a row's first tokens, which are the last ones here, score the next."""
+        """Score the next tokens of a row's first tokens. The row's tokens were added last."""
         begin = len(self.token_ids) - row.count
         for n in range(row.scored):
             self.scored.append(Scored(len(self.outputs), known[row.start + n + 1], top))
             self.outputs.append(begin + n)
 
     def draw(self, draws: Sequence[SampleRow]) -> None:
-        """Draw one token from the logits of each of the last tokens: of the last, or of those of a
+        """Draw one token from the logits of each of the last tokens.
 
-        draft and the one before it.
+        That is the last token, or the tokens of a draft and the one before it.
         """
         first = len(self.outputs)
         self.draw_rows += range(first, first + len(draws))
@@ -119,7 +118,7 @@ class StepWork:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the likeliest tokens alone do not do."""
+        """Whether the most likely tokens alone are not enough."""
         if self.scored:
             return True
         for draw in self.draws:
@@ -130,22 +129,22 @@ class StepWork:
 
     @property
     def on_device(self) -> bool:
-        """Whether each output has one draw, that a GPU can make without the host, and no score, and
+        """Whether a GPU can make all draws without the host.
 
-        nothing is embedded.
+        Each output then has one draw and no score, and nothing is embedded.
         """
         if len(self.outputs) != len(self.draws) or self.embedded:
             return False
         return not any(draw.adjusted or draw.sampling.logprobs is not None for draw in self.draws)
 
     def draw_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """One row for each draw, of [outputs, vocab_size]."""
+        """One row for each draw, from [outputs, vocab_size]."""
         if len(self.outputs) == len(self.draws):
             return logits
         return logits[torch.tensor(self.draw_rows, dtype=torch.int64, device=logits.device)]
 
     def draw_best(self, best: Sequence[int]) -> list[int]:
-        """The token of each draw, of those of the outputs."""
+        """The token of each draw, from those of the outputs."""
         return [best[row] for row in self.draw_rows]
 
 
@@ -157,9 +156,9 @@ def result_of(
     logits: torch.Tensor | None,
     scorer: Scorer,
 ) -> StepResult:
-    """What was found for each row, with the scores that are wanted; ``tokens`` are each row's.
+    """Assemble the result of a step, with the scores that are wanted.
 
-    The seconds of the step are still to come.
+    ``tokens`` has each row's tokens. The seconds of the step are not set yet.
     """
     if logits is None:
         return StepResult(step, tokens)
@@ -175,7 +174,7 @@ def result_of(
 
 
 def by_row(rows: Sequence[PlanRow], drawn: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The tokens of each row where each that samples has one."""
+    """Each row's tokens, if every row that samples has one draw."""
     tokens = iter(drawn)
     for row in rows:
         yield (next(tokens),) if row.sample else ()
@@ -188,7 +187,7 @@ def _token_logprobs(
     logits: torch.Tensor,
     scorer: Scorer,
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
-    """Of each row's tokens, None for a row that wants none; empty if none does."""
+    """Scores of each row's tokens; None for a row that wants none; empty if no row does."""
     if all(draw.sampling.logprobs is None for draw in work.draws):
         return ()
     wanted: list[Scored] = []

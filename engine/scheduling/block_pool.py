@@ -1,4 +1,4 @@
-"""The block pool: which KV blocks are in use, which can be found by hash, which are taken back.
+"""The block pool: which KV blocks are in use, which can be found by hash, which are evicted.
 
 A block is in one of these states:
 
@@ -8,13 +8,13 @@ A block is in one of these states:
                  that are retained after all others
     quarantined  released, but a writer elsewhere may still write to it
 
-    free ─allocate→ used ─release→ free, or cached where it has a hash
+    free ─allocate→ used ─release→ free, or cached if it has a hash
     cached ─pin→ used;  cached ─allocate (eviction)→ used;  cached ─expire→ free
     used ─quarantine→ quarantined ─end_quarantine→ free
 
 ``engine.scheduling.retention`` decides which hashes are retained, and
-``engine.scheduling.prefix_cache`` finds blocks for sequences. Where blocks run out, the sequence
-that costs least loses its own (``victim_of``). Plain Python, owned by the engine core.
+``engine.scheduling.prefix_cache`` finds blocks for sequences. If blocks run out, the cheapest
+sequence to recompute loses its blocks (``victim_of``). Plain Python, owned by the engine core.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NONE: OrderedDict[int, float] = OrderedDict()
 
 
 class OutOfBlocks(Exception):
-    """Fewer blocks are free or evictable than were asked for."""
+    """Fewer blocks are free or evictable than requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """How many blocks are in each state."""
+    """Number of blocks in each state."""
 
     free: int
     used: int
@@ -47,17 +47,17 @@ class BlockCounts:
 class CacheListener(Protocol):
     """Copies cached blocks elsewhere. It must not change the pool.
 
-    It is called before each change. Where it raises, the pool stays as it was.
+    Its methods are called before each change. If one raises, the pool stays unchanged.
     """
 
     def idle(self, block: int) -> None:
-        """A block has become cached: from now on it may be evicted."""
+        """A block has become cached, and may be evicted from now on."""
 
     def busy(self, block: int) -> None:
         """A cached block has been pinned."""
 
     def evicted(self, block: int) -> None:
-        """A cached block is about to be forgotten, and will hold something else."""
+        """A cached block is about to be forgotten; its memory is reused."""
 
 
 class BlockPool:
@@ -70,13 +70,14 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._retained: set[bytes] = set()
         self._retained_cached: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks of these hashes."""
+        """Cached blocks whose hashes are retained."""
         self._ttl_of: dict[int, float] = {}
-        """Seconds for which a findable block may be cached; a block that is absent has no bound."""
+        """Maximum seconds for which a findable block stays cached; blocks not listed have no
+        limit."""
         self._newly_cached: dict[int, None] = {}
-        """Cached blocks with a bound, since the last call of ``expire``."""
+        """Cached blocks with such a limit, added since the last call of ``expire``."""
         self._expiring: dict[float, OrderedDict[int, float]] = {}
-        """By bound: cached blocks and when they expire, the first to expire first."""
+        """Cached blocks and their expiry times by limit, the first to expire first."""
         self._quarantined: set[int] = set()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -91,7 +92,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that ``allocate`` can give."""
+        """Number of blocks that ``allocate`` can return."""
         return len(self._free) + self._cached_count
 
     @property
@@ -108,7 +109,7 @@ class BlockPool:
         )
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of leading hashes that are held. Pins nothing."""
+        """The cached blocks of the longest run of leading hashes. Pins nothing."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -118,11 +119,11 @@ class BlockPool:
         return blocks
 
     def holds(self, digest: bytes) -> bool:
-        """Whether the prefix index is to know of a hash."""
+        """Whether the prefix index has to list a hash."""
         return digest in self._block_of or digest in self._leading
 
     def holder(self, digest: bytes) -> int | None:
-        """The block that is found by a hash."""
+        """The block with a hash; None if there is none."""
         return self._block_of.get(digest)
 
     def contents(self, block: int) -> tuple[bytes, tuple[bytes, ...]]:
@@ -130,21 +131,21 @@ class BlockPool:
         return self._hash_of[block], self._leading_of.get(block, ())
 
     def evictable(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` count as available now and will not once they are pinned."""
+        """How many of ``blocks`` are available now and would not be if they were pinned."""
         return sum(1 for block in blocks if self._references[block] == 0)
 
     def is_shared(self, block: int) -> bool:
-        """Whether it has several users."""
+        """Whether a block has several users."""
         return self._references[block] > 1
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """One more user of each block, which must be used or cached."""
+        """Add a user to each block. The blocks must be used or cached."""
         blocks = list(blocks)
         for listener in self._listeners:
             for block in blocks:
                 if self._references[block] == 0:
                     listener.busy(block)
-        # As in ``release``, nothing below calls a function.
+        # As in ``release``, the code below calls no function.
         for block in blocks:
             if self._references[block] == 0:
                 retained = self._hash_of[block] in self._retained
@@ -155,12 +156,13 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` blocks with one user each; evicts blocks longest unused, retained ones last.
+        """Take ``count`` blocks with one user each. Evicts the least recently used, retained ones
+        last.
 
-        Raises OutOfBlocks, and then changes nothing.
+        Raises OutOfBlocks without any change.
         """
         if count > self.available:
-            raise OutOfBlocks(f"{count} blocks wanted, {self.available} available")
+            raise OutOfBlocks(f"{count} blocks needed, {self.available} available")
         while len(self._free) < count:
             self._evict()
         blocks = [self._free.popleft() for _ in range(count)]
@@ -169,7 +171,7 @@ class BlockPool:
         return blocks
 
     def _evict(self) -> None:
-        """Free the cached block longest unused; a retained one if there is no other."""
+        """Free the least recently used cached block; a retained one only if there is no other."""
         self._forget(next(iter(self._cached or self._retained_cached)))
 
     def _forget(self, block: int) -> None:
@@ -177,7 +179,7 @@ class BlockPool:
         queue = self._queue_of(block)
         for listener in self._listeners:
             listener.evicted(block)
-        # As in ``release``, nothing below calls a function.
+        # As in ``release``, the code below calls no function.
         del queue[block]
         if block in self._ttl_of:
             self._newly_cached.pop(block, None)
@@ -193,14 +195,14 @@ class BlockPool:
                 self._changed[prefix] = False
 
     def release(self, blocks: Several[int]) -> None:
-        """One user less of each block. The last of a sequence's blocks will be evicted first."""
+        """Remove a user from each block. A sequence's last block is evicted first."""
         for block, count in Counter(reversed(blocks)).items():
             if self._references[block] < count:
                 raise ValueError(f"block {block} is released more often than pinned")
             if self._listeners and self._references[block] == count and block in self._hash_of:
                 for listener in self._listeners:
                     listener.idle(block)
-        # Nothing below calls a function: one that raised midway would lose blocks.
+        # The code below calls no function: an exception midway would lose blocks.
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -220,12 +222,13 @@ class BlockPool:
     def register(
         self, block: int, digest: bytes, leading: Several[bytes] = (), ttl_s: float = 0.0
     ) -> int:
-        """Make a used block's contents findable. Returns the block that holds them from now on:
+        """Make a used block's contents findable.
 
-        another one, if equal contents were held already; the caller may exchange its own for it.
-        ``leading`` are the hashes of the shorter prefixes that end within the block: the prefix
-        index is told of them, but nothing is found here by them. Several blocks may share one.
-        ``ttl_s``: seconds after its last use until it expires; 0: it does not.
+        Returns the block that holds these contents from now on. That is another one if equal
+        contents were cached already; the caller may then use it instead of its own. ``leading`` are
+        the hashes of the shorter prefixes that end within the block. The prefix index lists them,
+        but they find nothing here. Several blocks may share one. ``ttl_s`` is the time after the
+        last use until the block expires, in seconds; 0 means never.
         """
         if self._references[block] <= 0:
             raise ValueError(f"block {block} is not in use")
@@ -246,22 +249,22 @@ class BlockPool:
             self._changed[prefix] = True
         return block
 
-    # Blocks that stay longer, or shorter, than their last use decides
+    # Retention and expiry
 
     @property
     def retained(self) -> Set[bytes]:
-        """Hashes whose blocks are evicted last, held or not."""
+        """Hashes whose blocks are evicted last, cached or not."""
         return self._retained
 
     def retain(self, digests: Several[bytes]) -> None:
-        """Evict the blocks of these hashes last, from the first of them on, held already or not.
+        """Evict the blocks of these hashes last, starting with the last hash.
 
-        The last of ``digests`` will be evicted first.
+        The blocks need not be cached yet.
         """
         self._change_retention(digests, self._retained.add)
 
     def end_retention(self, digests: Several[bytes]) -> None:
-        """Treat the blocks of these hashes as all others; those that are cached were just used."""
+        """Treat the blocks of these hashes like all others. Cached ones count as just used."""
         self._change_retention(digests, self._retained.discard)
 
     def _change_retention(self, digests: Several[bytes], change: Callable[[bytes], None]) -> None:
@@ -270,21 +273,21 @@ class BlockPool:
             if block is None or self._references[block] > 0:
                 change(digest)
                 continue
-            # As in ``release``: ``change`` is a method of a set.
+            # As in ``release``: ``change`` is a set's method, which does not raise.
             (self._retained_cached if digest in self._retained else self._cached).pop(block)
             change(digest)
             queue = self._retained_cached if digest in self._retained else self._cached
             queue[block] = None
 
     def expires(self, block: int) -> bool:
-        """Whether a findable block has a time to live."""
+        """Whether a findable block has a maximum time in the cache."""
         return block in self._ttl_of
 
     def expire(self, now: float) -> int:
-        """Forget the cached blocks that were last used longer ago than they may be cached.
+        """Forget the cached blocks that were not used for longer than their limit.
 
-        Returns how many. The time counts from the first call after the last use; retention counts
-        as use. ``now`` is in seconds, on any clock that does not go back.
+        Returns their number. The time counts from the first call after the last use; retention
+        counts as use. ``now`` is in seconds, on any monotonic clock.
         """
         for block in self._newly_cached:
             ttl_s = self._ttl_of[block]
@@ -303,7 +306,7 @@ class BlockPool:
         return count
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Take blocks with one user and no hash out of circulation."""
+        """Take blocks out of circulation that have one user and no hash."""
         for block in blocks:
             if self._references[block] != 1 or block in self._hash_of:
                 raise ValueError(f"block {block} cannot be quarantined: it is shared or findable")
@@ -311,7 +314,7 @@ class BlockPool:
             self._quarantined.add(block)
 
     def end_quarantine(self, blocks: Iterable[int]) -> None:
-        """No writer is left: the blocks are free."""
+        """Free quarantined blocks that have no writer left."""
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)
@@ -323,11 +326,11 @@ class BlockPool:
         return stored, [digest for digest, held in changed.items() if not held]
 
     def held_hashes(self) -> list[bytes]:
-        """Every hash that the prefix index is to know of."""
+        """All hashes that the prefix index has to list."""
         return [*self._block_of, *self._leading]
 
     def drop_cache(self) -> None:
-        """Forget every block that nobody uses."""
+        """Forget all unused cached blocks."""
         while self._cached_count:
             self._evict()
 
@@ -341,7 +344,7 @@ class BlockPool:
         assert all(count >= 0 for count in self._references), "a block has a negative count"
         assert cached <= self._hash_of.keys(), "a cached block has no hash"
         retained = {block for block in cached if self._hash_of[block] in self._retained}
-        assert retained == self._retained_cached.keys(), "a retained block is in the wrong line"
+        assert retained == self._retained_cached.keys(), "a retained block is in the wrong queue"
         assert self._ttl_of.keys() <= self._hash_of.keys(), "a block without a hash expires"
         waits = Counter(self._newly_cached.keys())
         for blocks in self._expiring.values():
@@ -355,19 +358,19 @@ class BlockPool:
 
 
 PATIENCE = 3
-"""A sequence that has lost its blocks so often comes before all that have not, whatever their
-priorities: so even the lowest one ends."""
+"""A sequence that was preempted this many times comes before all others, whatever their priorities.
+So even the lowest priority ends."""
 CACHED_SHARE = 0.25
-"""What a token costs whose block can be found again, against one that must be computed: the blocks
-are the first to be used by others, and then they cannot."""
+"""Cost of a token whose block may still be found in the cache, relative to a token that must be
+computed. The blocks are the first to be reused, and then they cannot be found."""
 
 
 def victim_of(candidates: Several[Sequence], pool: BlockPool, block_size: int) -> Sequence:
-    """The one to lose its blocks; there is at least one.
+    """Choose the sequence to preempt; ``candidates`` is not empty.
 
-    The lowest priority; of equals who has lost its blocks less often; then who is cheapest to bring
-    back; then the last of ``candidates``, which stand in the order of their arrival. So one of them
-    is not chosen while others are there: it ends, and leaves its blocks to the next.
+    The order is: lowest priority, fewest preemptions, lowest cost to recompute, last of
+    ``candidates``, which are in order of arrival. So one sequence is never chosen while there are
+    others. It ends, and leaves its blocks to the next one.
     """
 
     def rank(place: int) -> tuple[bool, int, int, float, int]:
@@ -380,9 +383,9 @@ def victim_of(candidates: Several[Sequence], pool: BlockPool, block_size: int) -
 
 
 def recompute_cost(sequence: Sequence, pool: BlockPool, block_size: int) -> float:
-    """What it takes to bring a sequence back, in tokens to compute.
+    """Cost to bring a sequence back, in tokens to compute.
 
-    Of its full blocks those that others use stay where they are, and cost nothing.
+    Its full blocks that other sequences share stay where they are, and cost nothing.
     """
     full = sequence.block_table[: sequence.registered]
     own = sum(not pool.is_shared(block) for block in full)

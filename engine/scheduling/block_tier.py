@@ -1,19 +1,19 @@
-"""One tier behind the block pool: which copy of a block lies in which slot.
+"""One tier behind the block pool: which slot holds which block's copy.
 
 A slot is in one of these states:
 
     free      holds nothing that can be found
     writing   a copy is being made; not found yet
-    held      found by its hash; the one longest unused makes room
-    reading   held, and being read by at least one: it stays as it is until they have ended
+    held      found by its hash; the least recently used copy makes room
+    reading   held, with at least one reader: it does not change until all readers have ended
     retired   could not be written: never used again
 
     free ─begin_write→ writing ─end_write→ held;  writing ─abandon→ free
-    held ─begin_read→ reading ─end_read→ held, or free where it was dropped meanwhile
+    held ─begin_read→ reading ─end_read→ held, or free if it was dropped meanwhile
     held ─begin_write of another (the oldest)→ writing
     writing ─retire→ retired
 
-Slots that were never used come last, so that a file grows only as far as it must. Plain Python,
+Slots that were never used are taken last, so that a file grows no more than it must. Plain Python,
 owned by the engine core.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 
 class Copy:
-    """A block's copy in a slot."""
+    """A copy of a block in a slot."""
 
     __slots__ = ("digest", "dropped", "leading", "readers", "slot")
 
@@ -35,41 +35,41 @@ class Copy:
         self.slot = slot
         self.readers = 0
         self.dropped = False
-        """It is forgotten; its slot is free once nobody reads or writes it."""
+        """Whether the copy is forgotten; its slot is free once nothing reads or writes it."""
 
 
 class BlockTier:
-    """The slots 0 … ``total - 1``; see the module's text."""
+    """The slots 0 … ``total - 1`` of one tier."""
 
     def __init__(self, name: str, total: int) -> None:
         self.name = name
         self._held: OrderedDict[bytes, Copy] = OrderedDict()
         self._writing: dict[bytes, Copy] = {}
         self._forgotten = 0
-        """Copies that are dropped, and still read or written."""
+        """Number of copies that are dropped and still read or written."""
         self._free: list[int] = []
         self._used = 0
-        """Slots that were used at least once: the next new one's number."""
+        """Number of slots that were used at least once, which is the next new slot's number."""
         self._end = total
-        """The first number that is no slot any more."""
+        """The number after that of the last slot."""
         self._retired = 0
 
     def __len__(self) -> int:
-        """Copies that can be found."""
+        """Number of copies that can be found."""
         return len(self._held)
 
     def __iter__(self) -> Iterator[Copy]:
-        """Those that can be found, the longest unused first."""
+        """Iterate over the copies that can be found, the least recently used first."""
         return iter(self._held.values())
 
     @property
     def total(self) -> int:
-        """Slots that are not retired."""
+        """Number of slots that are not retired."""
         return self._end - self._retired
 
     @property
     def room(self) -> int:
-        """Slots that are free."""
+        """Number of free slots."""
         return len(self._free) + self._end - self._used
 
     @property
@@ -79,24 +79,24 @@ class BlockTier:
         return not (self._writing or self._forgotten or readers)
 
     def find(self, digest: bytes) -> Copy | None:
-        """The copy of a block."""
+        """The copy of a block; None if there is none."""
         return self._held.get(digest)
 
     def has(self, digest: bytes) -> bool:
-        """Whether a block is held here, or soon will be."""
+        """Whether a copy of a block is held or being written."""
         return digest in self._held or digest in self._writing
 
     def touch(self, digest: bytes) -> None:
-        """A block was used: others make room before it does."""
+        """Mark a block as used, so that other copies make room before it does."""
         if digest in self._held:
             self._held.move_to_end(digest)
 
     def begin_write(
         self, digest: bytes, leading: tuple[bytes, ...]
     ) -> tuple[Copy, Copy | None] | None:
-        """A slot for a block, and the copy that made room for it, which is forgotten.
+        """Get a slot for a block. Returns its copy, and the forgotten copy that made room for it.
 
-        None where every slot is being read or written, or where the block is here.
+        None if every slot is being read or written, or if the block is here already.
         """
         if self.has(digest):
             return None
@@ -117,7 +117,7 @@ class BlockTier:
         return copy, victim
 
     def end_write(self, copy: Copy) -> bool:
-        """The bytes are there. Returns whether the block can be found: not if it was dropped."""
+        """End a write. Returns whether the block can be found, which is false if it was dropped."""
         if copy.dropped:
             self._end_forgotten(copy)
             return False
@@ -126,7 +126,7 @@ class BlockTier:
         return True
 
     def abandon(self, copy: Copy) -> None:
-        """A copy that is being written is worth nothing."""
+        """Discard a copy that is being written."""
         if copy.dropped:
             self._end_forgotten(copy)
             return
@@ -134,14 +134,14 @@ class BlockTier:
         self._free.append(copy.slot)
 
     def retire(self, copy: Copy) -> None:
-        """A slot could not be written, so that those that were never used cannot be either."""
+        """Retire a slot that could not be written, and all slots that were never used."""
         self.abandon(copy)
         self._free.remove(copy.slot)
         self._retired += 1
         self._end = self._used
 
     def begin_read(self, copy: Copy) -> None:
-        """It keeps its slot until ``end_read``."""
+        """Keep a copy in its slot until ``end_read``."""
         copy.readers += 1
 
     def end_read(self, copy: Copy) -> None:
@@ -155,7 +155,7 @@ class BlockTier:
         self._free.append(copy.slot)
 
     def drop(self, copy: Copy) -> None:
-        """Forget a copy that can be found, or that is being written."""
+        """Forget a copy that can be found or is being written."""
         is_busy = copy.readers > 0 or copy.digest in self._writing
         self._held.pop(copy.digest, None)
         self._writing.pop(copy.digest, None)
@@ -166,7 +166,7 @@ class BlockTier:
             self._free.append(copy.slot)
 
     def drop_all(self) -> list[Copy]:
-        """Forget everything; returns what could be found."""
+        """Forget all copies; returns those that could be found."""
         held = list(self._held.values())
         for copy in (*held, *self._writing.values()):
             self.drop(copy)

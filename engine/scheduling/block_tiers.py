@@ -1,12 +1,12 @@
-"""The tiers behind a block pool: what is copied ahead of eviction, and what a prompt finds there.
+"""The tiers behind a block pool: what is copied before eviction, and what a prompt finds.
 
-Blocks go down one tier at a time, the oldest first: those that the pool would evict next, then
-those for which the first tier would make room next. They are copied *ahead*, so that evicting costs
-nothing: of each level as many blocks as it could soon give away are free, or have a copy below. A
-copy stays where it is when its block comes back.
+Blocks move down one tier at a time, the oldest first. First come the blocks that the pool would
+evict next, and then those for which the first tier would make room next. They are copied *ahead*,
+so that an eviction costs nothing. At each level, the blocks that it may soon give away are free, or
+have a copy below. A copy stays where it is when its block returns.
 
-A cached block is copied without being pinned, so that copying never takes from what can be
-allocated: if it is evicted meanwhile, its copy is thrown away.
+A cached block is copied without a pin, so that copying takes nothing from what can be allocated. If
+the block is evicted meanwhile, its copy is discarded.
 
 Plain Python, owned by the engine core.
 """
@@ -21,62 +21,65 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tier import BlockTier, Copy
 
 _AHEAD = 0.5
-"""Of a level's blocks: so many can be given away at once. A long prompt takes many at a time."""
+"""Share of a level's blocks that can be given away at once. A long prompt takes many at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spill:
-    """A copy that is to be made."""
+    """A copy that has to be made to a lower tier."""
 
     source: BlockTier | None
-    """None: the pool."""
+    """The tier to copy from; None: the pool."""
     place: int
-    """The block there, or the slot."""
+    """The block in the pool, or the slot in the tier."""
     target: BlockTier
     copy: Copy
     origin: Copy | None
-    """What is read, where it is no block of the pool."""
+    """The copy that is read, unless the source is the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where one block of a prompt is: in the pool, or in a tier."""
+    """The location of one block of a prompt: the pool, or a tier."""
 
     digest: bytes
     block: int | None
-    """Of the pool; None: ``copy`` of ``tier`` has it."""
+    """The block in the pool; None if ``copy`` of ``tier`` has it."""
     tier: BlockTier | None = None
     copy: Copy | None = None
 
 
 class BlockTiers:
-    """Implements ``engine.scheduling.block_pool.CacheListener``; see the module's text."""
+    """The block books of the pool and its tiers.
+
+    Implements ``engine.scheduling.block_pool.CacheListener``.
+    """
 
     def __init__(self, pool: BlockPool, tiers: Sequence[BlockTier]) -> None:
-        """``tiers`` are the fastest first."""
+        """``tiers`` are in order of speed, the fastest first."""
         self.pool = pool
         self.tiers = tuple(tiers)
         pool.subscribe(self)
         self._bare: OrderedDict[int, None] = OrderedDict()
         """Cached blocks of the pool without a copy in the first tier, the longest idle first."""
         self._bare_copies: list[OrderedDict[bytes, Copy]] = [OrderedDict() for _ in self.tiers]
-        """Of each tier the copies that no lower one has, in about the order of their last use."""
+        """For each tier, copies that no lower tier has, in about the order of their last use."""
         self._turn = len(self.tiers) - 1
-        """Of the level that was copied from last: 0 is the pool."""
+        """The level that was copied from last; 0 is the pool."""
         self._spilling: dict[int, Spill] = {}
         """Blocks of the pool that are being copied."""
         self._leading: Counter[bytes] = Counter()
         self._changed: dict[bytes, None] = {}
 
-    # What the pool tells
+    # Events of the pool
 
     def idle(self, block: int) -> None:
         """See ``CacheListener``."""
         digest, _ = self.pool.contents(block)
         for tier in self.tiers:
             tier.touch(digest)
-        # One that came from a lower tier goes to the first one too: it was wanted. What expires in
-        # the pool would be held here for longer.
+        # A block that came from a lower tier goes to the first tier too, because it was used. A
+        # block that expires in the pool is not copied: it would be held for longer in the tier.
         if not self.tiers[0].has(digest) and not self.pool.expires(block):
             self._bare[block] = None
 
@@ -87,14 +90,14 @@ class BlockTiers:
     def evicted(self, block: int) -> None:
         """See ``CacheListener``."""
         self._bare.pop(block, None)
-        # What is being copied from it is torn.
+        # A copy in progress of this block is torn.
         self._spilling.pop(block, None)
 
-    # Down
+    # Copies to lower tiers
 
     @property
     def wants_spill(self) -> bool:
-        """Whether ``next_spill`` has something."""
+        """Whether ``next_spill`` has a copy to make."""
         return self._pool_is_behind() or any(
             self._is_behind(level) for level in range(len(self.tiers) - 1)
         )
@@ -113,9 +116,10 @@ class BlockTiers:
         return tier.room + len(tier) - len(bare) < wanted
 
     def next_spill(self) -> Spill | None:
-        """The next copy to make, None where nothing is behind. ``end_spill`` must follow.
+        """The next copy to make; None if there is none. ``end_spill`` must follow.
 
-        The levels take turns: under pressure the first tier must not lose what the next one lacks.
+        The levels take turns: under pressure the first tier must not lose blocks that the next one
+        lacks.
         """
         for _ in self.tiers:
             self._turn = (self._turn + 1) % len(self.tiers)
@@ -155,9 +159,9 @@ class BlockTiers:
         return copy
 
     def end_spill(self, spill: Spill, *, failed: bool = False, damaged: bool = False) -> bool:
-        """A copy has been made. Returns whether it can be found now.
+        """End a copy. Returns whether it can be found now.
 
-        ``failed``: its slot could not be written; ``damaged``: it is not what it should be.
+        ``failed``: its slot could not be written; ``damaged``: its bytes are wrong.
         """
         if spill.source is None:
             is_whole = self._spilling.pop(spill.place, None) is spill
@@ -194,10 +198,10 @@ class BlockTiers:
                 del self._leading[prefix]
             self._changed[prefix] = None
 
-    # Up
+    # Loads from the tiers
 
     def find(self, hashes: Iterable[bytes]) -> list[Found]:
-        """The longest run of leading hashes that are held anywhere. Pins nothing."""
+        """Locate the longest run of leading hashes in the pool or any tier. Pins nothing."""
         run = []
         for digest in hashes:
             found = self._find(digest)
@@ -217,14 +221,14 @@ class BlockTiers:
         return None
 
     def begin_load(self, run: Iterable[Found]) -> None:
-        """The copies of a run keep their slots until ``end_load``."""
+        """Keep the copies of a run in their slots until ``end_load``."""
         for found in run:
             if found.tier is not None and found.copy is not None:
                 found.tier.begin_read(found.copy)
                 found.tier.touch(found.digest)
 
     def end_load(self, run: Iterable[Found], bad: Iterable[bytes] = ()) -> None:
-        """See ``begin_load``. Copies of the hashes ``bad`` are forgotten: they are damaged."""
+        """See ``begin_load``. Copies of the hashes ``bad`` are damaged, and are forgotten."""
         damaged = set(bad)
         for found in run:
             if found.tier is None or found.copy is None:
@@ -234,27 +238,28 @@ class BlockTiers:
                 self._forget(self.tiers.index(found.tier), found.copy)
                 found.tier.drop(found.copy)
 
-    # What the prefix index is told
+    # For the prefix index
 
     @property
     def total(self) -> int:
-        """Blocks that can be held, the pool's and the tiers'."""
+        """Number of blocks that the pool and the tiers can hold."""
         return self.pool.total + sum(tier.total for tier in self.tiers)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes stored and removed since the last call, by pool and tiers together."""
+        """Hashes that the pool and tiers together have stored and removed since the last call."""
         stored, removed = self.pool.drain_changes()
         changed, self._changed = self._changed, {}
         gone = [digest for digest in removed if not self._holds(digest)]
         for digest in changed:
-            # What the pool holds was told when it came there; what it has lost is in ``removed``.
+            # The pool reported its blocks when it stored them; those that it lost are in
+            # ``removed``.
             if self.pool.holds(digest):
                 continue
             (stored if self._holds(digest) else gone).append(digest)
         return stored, list(dict.fromkeys(gone))
 
     def held_hashes(self) -> list[bytes]:
-        """Every hash that the prefix index is to know of."""
+        """All hashes that the prefix index has to list."""
         held = dict.fromkeys(self.pool.held_hashes())
         for tier in self.tiers:
             held.update((copy.digest, None) for copy in tier)
@@ -265,10 +270,10 @@ class BlockTiers:
         in_tier = any(tier.find(digest) for tier in self.tiers)
         return in_tier or digest in self._leading
 
-    # Emptying
+    # Dropping the cache
 
     def drop_cache(self) -> int:
-        """Forget every block that nobody uses, in the pool and in all tiers; returns how many."""
+        """Forget all unused cached blocks, in the pool and in all tiers; returns their number."""
         copied = {copy.digest for tier in self.tiers for copy in tier}
         alone = sum(1 for digest in copied if self.pool.holder(digest) is None)
         dropped = self.pool.counts().cached + alone
@@ -284,7 +289,7 @@ class BlockTiers:
         return all(tier.is_idle for tier in self.tiers)
 
     def check(self) -> None:
-        """Assert that the books agree."""
+        """Assert that the books of the pool and the tiers agree."""
         for tier, bare in zip(self.tiers, self._bare_copies, strict=True):
             tier.check()
             assert all(tier.find(digest) is copy for digest, copy in bare.items()), "a lost copy"

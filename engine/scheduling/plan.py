@@ -1,4 +1,4 @@
-"""Step plans: how one step is built, what the engine is told of it, and what it brings.
+"""Step plans: how a step is built, what the engine receives, and what it returns.
 
 A step of a scheduler is built row by row, becomes a plan, and is in flight until its result is
 applied. Plain Python.
@@ -18,33 +18,33 @@ from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that the engine has not seen, or has dropped since."""
+    """A sequence that the engine does not know, or has dropped."""
 
     sequence_id: int
     token_ids: tuple[int, ...]
     prompt_length: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
-    """Tokens that end the sequence; forbidden before ``min_tokens``."""
+    """Tokens that end the sequence; they are forbidden before ``min_tokens``."""
     choice: int = 0
-    """Which of its request's answers it is: enters the noise."""
+    """Number of this choice of the request; it is part of the noise of its draws."""
     takes_prompt: bool = True
-    """Whether a drafter may take the prompt in as it is computed."""
+    """Whether a drafter may process the prompt while it is computed."""
     embeds: bool = False
-    """Whether its embedding is wanted, with the next token."""
+    """Whether the embedding is wanted, with the next token."""
     matcher: TokenMatcher | None = None
-    """That of its grammar, at the start of the answer; the engine follows a copy of it."""
+    """Matcher of the grammar, at the start of the answer; the engine uses a copy."""
     reasoning: ReasoningSpan | None = None
-    """Where its reasoning lies, if that bounds it, or its grammar."""
+    """The tokens around the reasoning, if the reasoning has a budget or precedes a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
     """A sequence's part of a step: compute the KV of tokens ``start … start + count - 1``.
 
-    A row of one token that samples computes the last token that the engine has, which lies behind
-    ``start`` where drafts were right in a step that was in flight when this one was planned. Its
-    block table has a block for that.
+    A row of one token that samples always computes the newest token that the engine has. If drafts
+    were accepted in a step that was in flight when this one was planned, that token is after
+    ``start``. The block table has a block for it.
     """
 
     sequence_id: int
@@ -52,24 +52,23 @@ class PlanRow:
     count: int
     block_table: tuple[int, ...]
     sample: bool
-    """Whether the last of these tokens is the last known one, so that the next is drawn."""
+    """Whether the row ends with the last known token, so that the next token is drawn."""
     limit: int = 0
-    """The most tokens that the sequence may have after the step: so far the engine may draft. 0: it
-    drafts nothing."""
+    """Maximum tokens of the sequence after the step, which bounds drafts. 0: no drafts."""
     choices: int = 1
-    """How many choices draw their first token here: from the same logits, each with its noise. The
-    first is the sequence's own; the others become sequences of their own."""
+    """Number of choices that draw their first token here. They share the logits; each has its own
+    noise. The first choice is the sequence itself; the others become new sequences."""
     scored: int = 0
-    """Of how many of these tokens, from the first, the next one's log probability is wanted: the
-    next one is known already, a token of the prompt."""
+    """Number of leading tokens for which the next token's log probability is wanted. That next
+    token is known already, as part of the prompt."""
     draft: tuple[int, ...] = ()
-    """Drafted tokens behind its own, of which ``count`` has them in it. The engine adds them: a
+    """Drafted tokens after the row's own token; ``count`` includes them. The engine adds them: a
     plan has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step. The engine appends what it samples to its own copy of the tokens."""
+    """One engine step. The engine appends sampled tokens to its own copy of each sequence."""
 
     step: int
     new: tuple[NewSequence, ...]
@@ -84,7 +83,7 @@ class StepPlan:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether every sequence computes one token: a short step."""
+        """Whether every sequence computes one token, which makes the step short."""
         return all(row.count == 1 for row in self.rows)
 
 
@@ -94,44 +93,44 @@ class StepResult:
 
     step: int
     token_ids: tuple[tuple[int, ...], ...]
-    """Of a row that samples one token, and one more for each token of its draft that was right; of
-    a row with ``choices`` the first token of each."""
+    """New tokens of each row. A row that samples has one, and one more for each accepted token of
+    its draft. A row with ``choices`` has the first token of each choice."""
     seconds: float = 0.0
     failed: tuple[tuple[int, str], ...] = ()
-    """Rows whose sequences cannot go on, by their place in the plan, and why."""
+    """Rows whose sequences cannot continue, by their index in the plan, and the reason."""
     drafted: int = 0
-    """Tokens that were drafted and checked, of all rows."""
+    """Number of drafted tokens that were checked, in all rows."""
     accepted: int = 0
-    """Those of them that were right."""
+    """Number of these tokens that were accepted."""
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
-    """One for each of a row's tokens, None for a row that wants none; empty if no row does."""
+    """One for each of a row's tokens, or None if the row wants none; empty if no row does."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """One for each token that a row scores; empty if no row does."""
     embeddings: tuple[tuple[float, ...] | None, ...] = ()
-    """fp32 [hidden_size] of a row whose sequence is embedded; empty if there is none."""
+    """Embedding of each row that wants one, fp32 [hidden_size]; empty if no row does."""
     left_out: tuple[int, ...] = ()
-    """Rows that were not computed, by their place in the plan: an earlier step failed, and their
+    """Rows that were not computed, by their index in the plan: an earlier step failed, and their
     sequences lack its tokens."""
 
 
 @dataclass(slots=True)
-class KnownSequence:
-    """What the engine was told of a sequence, and its tokens by now. Owned by the engine thread."""
+class RunnerSequence:
+    """A sequence as the engine knows it, with its current tokens. Owned by the engine thread."""
 
     token_ids: list[int]
-    """Prompt and output; the runner appends to it."""
+    """Tokens of prompt and output; the runner appends to them."""
     prompt_length: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     choice: int
     takes_prompt: bool = True
-    """Whether a drafter takes the prompt in as it is computed."""
+    """Whether a drafter processes the prompt while it is computed."""
     embeds: bool = False
-    """Whether its embedding is wanted, with the next token."""
+    """Whether the embedding is wanted, with the next token."""
 
     @classmethod
-    def of(cls, new: NewSequence) -> KnownSequence:
-        """As it was when it came."""
+    def of(cls, new: NewSequence) -> RunnerSequence:
+        """The initial state of a new sequence."""
         return cls(
             list(new.token_ids),
             new.prompt_length,
@@ -147,8 +146,8 @@ class ScheduledStep:
 
         planned: ``add``, ``make_plan``, ``mark_planned`` → in flight: ``land`` → over
 
-    The sequences of a step in flight land one after another. Each is counted once, even where the
-    scheduler fails to apply the result of one of them: ``Scheduler.fail`` goes on behind that one.
+    The sequences of a step in flight land one after another. Each is counted once, even if the
+    scheduler fails to apply one of the results: ``Scheduler.fail`` continues after that one.
     """
 
     __slots__ = ("_bounds", "_highest", "_landed", "_limits", "copied", "rows", "stayed")
@@ -159,9 +158,9 @@ class ScheduledStep:
         self.rows: list[tuple[Sequence, PlanRow]] = []
         """The sequences with their rows, in the order of the plan."""
         self.copied: list[int] = []
-        """Blocks that the plan copies from. They are pinned until the step is over."""
+        """Blocks that the plan copies from; pinned until the step is over."""
         self.stayed: list[Sequence] = []
-        """Sequences that had not left when they landed, and the siblings that they began."""
+        """Sequences that were still there when they landed, and the siblings that they started."""
         self._highest: list[int] = []
         self._landed = 0
 
@@ -173,7 +172,7 @@ class ScheduledStep:
         return sum(row.count for _, row in self.rows)
 
     def add(self, sequence: Sequence, most: int) -> int:
-        """A row of at most that many tokens; returns how many it has."""
+        """Add a row of at most ``most`` tokens; returns its number of tokens."""
         start = sequence.scheduled
         count = min(sequence.target - start, most, self._limits.max_tokens(start))
         scored = 0
@@ -191,11 +190,11 @@ class ScheduledStep:
         return count
 
     def drop_preempted(self) -> None:
-        """Leave out those that have lost their blocks since they were added."""
+        """Remove the sequences that were preempted since they were added."""
         self.rows = [(sequence, row) for sequence, row in self.rows if not sequence.preempted]
 
     def make_plan(self, step: int, dropped: tuple[int, ...]) -> StepPlan:
-        """The plan. Changes no sequence: see ``mark_planned``."""
+        """Make the plan. It changes no sequence: see ``mark_planned``."""
         new, copies, highest = [], [], []
         for sequence, row in self.rows:
             if sequence.copy_of is not None:
@@ -212,7 +211,7 @@ class ScheduledStep:
         return StepPlan(step, tuple(new), dropped, rows, tuple(copies))
 
     def mark_planned(self) -> None:
-        """Count all of its sequences as scheduled. Nothing in here raises: all of them or none."""
+        """Count all sequences as scheduled. Nothing here raises: all are counted or none."""
         for (sequence, row), highest in zip(self.rows, self._highest, strict=True):
             sequence.copy_of = None
             sequence.known_to_engine = True
@@ -223,9 +222,9 @@ class ScheduledStep:
             sequence.in_flight += 1
 
     def land(self, left: Container[Sequence]) -> int | None:
-        """Land the next sequence and return its place; None: all have landed.
+        """Land the next sequence and return its index; None if all have landed.
 
-        ``left`` has the sequences that have left the scheduler.
+        ``left`` contains the sequences that have left the scheduler.
         """
         place = self._landed
         if place == len(self.rows):

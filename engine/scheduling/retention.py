@@ -1,13 +1,13 @@
 """Retention: which cached blocks are evicted last, for which tenant, and until when.
 
     (none) ─claim→ held ─claimed again→ held, until the later of both times
-    held ─its time is over, end, another claim of the tenant takes its place→ (none)
+    held ─it expires, end, another claim of the tenant replaces it→ (none)
 
-A claim covers the leading blocks of a prompt. One with a name is a *pin*: it covers all of them or
-none, and only ``end`` and its time end it. One without a name makes room for newer claims of its
+A claim covers the leading blocks of a prompt. A named claim is a *pin*: it covers all of its blocks
+or none, and only ``end`` or its expiry ends it. An unnamed claim makes room for newer claims of its
 tenant, and covers as many leading blocks as there is room for. No claim takes room from another
-tenant. A claim outlives its blocks: one that was evicted is retained again once it is computed
-again. Plain Python, owned by the engine core.
+tenant. A claim outlives its blocks: an evicted block is retained again once it is computed again.
+Plain Python, owned by the engine core.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engine.scheduling.block_pool import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class RetentionShare:
-    """The maximum numbers of blocks of one pool that claims cover."""
+    """Maximum numbers of blocks of one pool that claims may cover."""
 
     of_tenant: int
     total: int
-    """Of all tenants together."""
+    """Maximum for all tenants together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +42,24 @@ class RetentionBook:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._claims: OrderedDict[tuple[str, bytes | str], _Claim] = OrderedDict()
-        """By the tenant and the name, or the last hash without one; the latest is the last."""
+        """Claims by tenant and name, or last hash if unnamed; the newest is last."""
         self._blocks: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
-        """By tenant: how many claims cover each hash."""
+        """For each tenant, the number of claims that cover each hash."""
         self._pinned: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
-        """The same of pins alone."""
+        """For each tenant, the number of pins that cover each hash."""
 
     @property
     def total(self) -> int:
-        """Blocks that claims cover, held in the pool or not."""
+        """Number of blocks that claims cover, cached or not."""
         return sum(map(len, self._blocks.values()))
 
     @property
     def total_pinned(self) -> int:
-        """Blocks that the pins of all tenants cover, held in the pool or not."""
+        """Number of blocks that the pins of all tenants cover, cached or not."""
         return sum(map(len, self._pinned.values()))
 
     def pinned(self, tenant: str) -> int:
-        """Blocks that the pins of a tenant cover."""
+        """Number of blocks that the pins of a tenant cover."""
         return len(self._pinned.get(tenant, ()))
 
     def claim(
@@ -70,9 +70,10 @@ class RetentionBook:
         share: RetentionShare,
         name: str = "",
     ) -> int:
-        """Retain the blocks of a prompt's leading hashes, on the clock of ``expire``.
+        """Retain the blocks of a prompt's leading hashes until ``until``, on the clock of
+        ``expire``.
 
-        Returns how many are retained: of a pin all or none. Where none is, nothing changes.
+        Returns how many are retained; for a pin, all or none. If the number is 0, nothing changes.
         """
         room = min(share.of_tenant, share.total - self.total + self._covered(tenant))
         kept = tuple(digests[: self._fitting(tenant, digests, room)])
@@ -101,16 +102,16 @@ class RetentionBook:
         return True
 
     def expire(self, now: float) -> None:
-        """End the claims whose time is over. ``now`` is in seconds."""
+        """End the claims that have expired. ``now`` is in seconds."""
         for key in [key for key, claim in self._claims.items() if claim.until <= now]:
             self._drop(key)
 
     def _covered(self, tenant: str, more: Sequence[bytes] = ()) -> int:
-        """Blocks that the tenant's claims cover, and ``more``."""
+        """Number of blocks that the tenant's claims and ``more`` cover."""
         return len(self._blocks.get(tenant, Counter[bytes]()).keys() | set(more))
 
     def _fitting(self, tenant: str, digests: Sequence[bytes], room: int) -> int:
-        """How many of the leading hashes have room beside the tenant's pins."""
+        """Number of leading hashes that have room in addition to the tenant's pins."""
         covered = set(self._pinned.get(tenant, ()))
         for count, digest in enumerate(digests):
             covered.add(digest)
@@ -119,13 +120,14 @@ class RetentionBook:
         return len(digests)
 
     def _unnamed(self, tenant: str) -> Iterator[tuple[str, bytes | str]]:
-        """Claims of a tenant that are no pins, the oldest first."""
+        """The tenant's claims that are no pins, the oldest first."""
         for key, claim in self._claims.items():
             if claim.tenant == tenant and not claim.is_pin:
                 yield key
 
     def _drop_covered(self, key: tuple[str, bytes | str]) -> None:
-        """Of a conversation that grows, the latest claim alone is needed."""
+        """Drop claims that a longer one covers: a growing conversation needs only the newest
+        claim."""
         claim = self._claims[key]
         covered = set(claim.digests)
         for other in [one for one in self._unnamed(claim.tenant) if one != key]:
@@ -144,7 +146,7 @@ class RetentionBook:
         )
 
     def check(self) -> None:
-        """Assert that the books agree."""
+        """Assert that the claims and their counts agree."""
         counted: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
         pinned: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
         for claim in self._claims.values():
@@ -158,7 +160,7 @@ class RetentionBook:
 
 
 def _subtract(counts: dict[str, Counter[bytes]], claim: _Claim) -> list[bytes]:
-    """Count a claim no more. Returns the hashes of which none is left."""
+    """Remove a claim from the counts. Returns the hashes that no claim covers any more."""
     own = counts[claim.tenant]
     own.subtract(claim.digests)
     ended = [digest for digest in claim.digests if not own[digest]]

@@ -1,22 +1,26 @@
 """The step scheduler: which sequences compute which tokens in the next step.
 
 One scheduler serves both roles. A prefill worker's sequences are ``prefill_only``; a decode
-worker's arrive with their KV computed; either may be computed in chunks, and a step may mix both.
+worker's arrive with their KV computed. Either may be computed in chunks, and a step may mix both.
 
-A sequence's life here:
+States of a sequence:
 
-    (a sibling) ─first token sampled from its parent's logits→ running, over shared blocks
-    waiting ─admitted→ running ─finished, aborted→ gone
-    running ─preempted (blocks ran out)→ waiting, first in line, all KV to be computed again
-    running ─preempted, may be handed back→ gone: its router places it again (``take_handed_back``)
+    (a sibling) ─first token sampled from its parent's logits→ running, over shared blocks;
+    waiting ─admitted→ running ─finished, aborted→ gone;
+
+    running ─preempted (blocks ran out)→ waiting, first in the queue, all KV to be computed again;
+    running ─preempted, may be handed back→ gone: its router places it again
+        (``take_handed_back``);
+
     running ─prefill_only, first token sampled→ held (its blocks are being sent) ─release→ gone
 
 Blocks of a sequence that ends are released when no plan in flight names it any more: until then the
-engine may still write to them. Plain Python, owned by the engine core; up to two plans in flight.
+engine may still write to them. Plain Python, owned by the engine core; up to two plans are in
+flight.
 
-Where a call in here raises (for example, MemoryError), the scheduler can go on: a method changes
-its state at once, after all calls that may raise. Blocks that must be released stay noted until
-they are. A plan whose result cannot be taken in is in flight until ``fail`` ends it.
+If a call raises (for example, MemoryError), the scheduler can continue: a method changes its state
+in one go, after all calls that may raise. Blocks that must be released stay recorded until they
+are. A plan whose result cannot be applied is in flight until ``fail`` ends it.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds, SequenceUpdate
 
 ReturnsHere = Callable[[Sequence], bool]
-"""Whether a sequence that loses its blocks has them back here sooner than elsewhere."""
+"""Whether a preempted sequence should resume here (from an offload tier) rather than be handed
+back."""
 
 
 class Scheduler:
@@ -49,16 +54,17 @@ class Scheduler:
         self.preemptions = 0
         self._leaving: set[Sequence] = set()
         self._giving_back: dict[Sequence, None] = {}
-        """Sequences that leave, or were preempted, and still have blocks.
+        """Sequences that leave or were preempted, and still have blocks.
 
-        A plan in flight may write to those."""
+        A plan in flight may write to these blocks.
+        """
         self._handed_back: list[Sequence] = []
         self._expired: list[Sequence] = []
         self._dropped: list[int] = []
         self._step = 0
         self._plans: dict[int, ScheduledStep] = {}
 
-    # What callers ask
+    # Queries
 
     @property
     def plans_in_flight(self) -> int:
@@ -66,13 +72,13 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens whose KV is still to be computed before their sequence can decode."""
+        """Number of tokens whose KV must be computed before their sequences can decode."""
         rest = (s.target - s.scheduled for s in (*self.waiting, *self.running))
         return sum(count for count in rest if count > 1)
 
     @property
     def wanted_blocks(self) -> int:
-        """Blocks that sequences in line have still to be given, cached ones included."""
+        """Number of blocks that queued sequences still need, including cached ones."""
         return sum(self._bounds.blocks_for(s.target) - len(s.block_table) for s in self.waiting)
 
     @property
@@ -81,12 +87,13 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Running sequences whose next step brings their next token: these wait for it."""
+        """Running sequences whose next step brings their next token, so that clients wait for
+        it."""
         return [s for s in self.running if s.target - s.scheduled == 1 and not s.prefill_only]
 
     @property
     def next_chunk_start(self) -> int | None:
-        """How many tokens lie before the next chunk of a prompt, None where there is no prompt."""
+        """Number of tokens before the next chunk of a prompt; None if there is no prompt."""
         prompts = (s for s in (*self.running, *self.waiting) if s.target - s.scheduled > 1)
         first = next(prompts, None)
         return None if first is None else first.scheduled
@@ -97,17 +104,17 @@ class Scheduler:
     # Joining and leaving
 
     def add(self, sequence: Sequence, blocks: Iterable[int] = ()) -> None:
-        """Queue a sequence whose KV is to be computed, except that of its leading ``blocks``.
+        """Queue a sequence whose KV has to be computed, except that of its leading ``blocks``.
 
-        These are full, are computed, and end before its last token; it owns them from now on.
-        Raises InvalidRequest for one that has nothing left to generate: it would never end. Its
-        blocks are released then.
+        These blocks are full and computed, and end before its last token; the sequence owns them
+        from now on. Raises InvalidRequest if nothing is left to generate, since the sequence would
+        never end. Its blocks are then released.
         """
         blocks = list(blocks)
         if not self._bounds.can_run(sequence):
             self.pool.release(blocks)
             raise InvalidRequest(
-                f"{len(sequence.token_ids)} tokens leave nothing to generate: the context is "
+                f"{len(sequence.token_ids)} tokens leave no room to generate: the context is "
                 f"{self.limits.context_length} tokens, "
                 f"max_tokens is {sequence.spec.sampling.max_tokens}"
             )
@@ -126,14 +133,14 @@ class Scheduler:
         self._prefix_cache.deduplicate(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """End a sequence in whatever state it is; idempotent."""
+        """End a sequence in any state; idempotent."""
         if sequence in self.running or sequence in self.held or sequence in self.waiting:
             self._leave(sequence)
 
     def expire(self, now: float) -> list[Sequence]:
-        """End those whose deadline has come, so that no step computes them; returns them.
+        """End the sequences whose deadline has passed, so that no step computes them; returns them.
 
-        Sequences that are held cost no step: whoever holds them has their deadline.
+        Held sequences are not included. They cost no step, and their handoff enforces the deadline.
         """
         for sequence in [s for s in (*self.waiting, *self.running) if s.deadline <= now]:
             if sequence not in self._expired:
@@ -173,7 +180,8 @@ class Scheduler:
         self._leaving.discard(sequence)
 
     def _release_all_idle(self) -> None:
-        """Release sequences that are no longer in flight; an error may have kept their blocks."""
+        """Release sequences that are no longer in flight, including those that an error left
+        over."""
         for sequence in tuple(self._giving_back):
             self._release_if_idle(sequence)
 
@@ -182,11 +190,11 @@ class Scheduler:
     def schedule(
         self, max_prompt_tokens: int | None = None, returns_here: ReturnsHere | None = None
     ) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute now.
+        """Plan the next step; None if there is nothing to compute now.
 
-        At most ``max_prompt_tokens``, which is positive, belong to chunks of prompts: for the sake
-        of sequences that decode in the same step. None sets no bound but the step's own.
-        ``returns_here``: None where no blocks come back from KV tiers.
+        Chunks of prompts get at most ``max_prompt_tokens`` tokens, a positive number, for the sake
+        of sequences that decode in the same step. If it is None, only the step's own limits apply.
+        ``returns_here`` is None if no blocks return from KV tiers.
         """
         budget = self.limits.chunk_tokens
         chunks = budget if max_prompt_tokens is None else max_prompt_tokens
@@ -209,7 +217,7 @@ class Scheduler:
             budget -= count
             chunks -= count if is_chunk else 0
         rows.drop_preempted()
-        # Blocks that a preemption brought are for the running ones, unless none of them can run.
+        # Blocks from a preemption are for running sequences, unless none of these can run.
         if not rows or self.preemptions == preemptions:
             self._admit(rows, chunks)
         while not (rows or self.running or self._plans) and self._strip_last_in_line(returns_here):
@@ -217,7 +225,7 @@ class Scheduler:
         return self._send(rows) if rows else None
 
     def _send(self, rows: ScheduledStep) -> StepPlan:
-        """The plan, in flight from now on."""
+        """Make the plan, and mark it as in flight."""
         plan = rows.make_plan(self._step + 1, tuple(self._dropped))
         rows.mark_planned()
         self._step += 1
@@ -226,7 +234,8 @@ class Scheduler:
         return plan
 
     def _grow(self, sequence: Sequence, returns_here: ReturnsHere | None) -> bool:
-        """Blocks for all tokens that there may be; preempts the latest arrivals if it must."""
+        """Get blocks for all tokens that there may be; preempts the latest arrivals if
+        necessary."""
         tokens = max(
             sequence.target,
             min(self._bounds.known_at_most(sequence), self._bounds.max_tokens(sequence)),
@@ -245,9 +254,9 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Blocks for drafts, where there are more than the sequences that run may soon need.
+        """Get blocks for drafts, if more are free than the running sequences may soon need.
 
-        A sequence keeps them: its next tokens go there.
+        A sequence keeps them for its next tokens.
         """
         if not self._bounds.may_draft(sequence):
             return
@@ -260,14 +269,14 @@ class Scheduler:
             sequence.block_table.extend(self.pool.allocate(missing))
 
     def _blocks_are_coming(self) -> bool:
-        """Whether a sequence gives its blocks back as soon as the plans in flight have ended."""
+        """Whether a sequence will release blocks when the plans in flight have ended."""
         return bool(self._giving_back)
 
     def _preempt(self, sequence: Sequence, returns_here: ReturnsHere | None = None) -> None:
         """Take the blocks of a running or waiting sequence.
 
-        Where it may be handed back it goes on elsewhere, unless its blocks come back here sooner:
-        here it would be computed again beside decoding sequences.
+        If it may be handed back, it continues elsewhere, unless its blocks return here sooner.
+        Computing it again here would slow the decoding sequences down.
         """
         if sequence.may_be_handed_back and not (returns_here and returns_here(sequence)):
             self._leave(sequence, handed_back=True)
@@ -282,12 +291,12 @@ class Scheduler:
         self._release_if_idle(sequence)
 
     def take_handed_back(self) -> list[Sequence]:
-        """Those that were handed back since this was last asked: they have left."""
+        """Sequences that were handed back since the last call; they have left."""
         handed_back, self._handed_back = self._handed_back, []
         return handed_back
 
     def _strip_last_in_line(self, returns_here: ReturnsHere | None) -> bool:
-        """Take the blocks of one that waits, for the one that is first: else both wait for ever."""
+        """Take the blocks of the last waiting sequence that has any, or else both wait forever."""
         if self.waiting and self.waiting[0].returning:
             return False
         for sequence in reversed(self.waiting):
@@ -297,7 +306,7 @@ class Scheduler:
         return False
 
     def _admit(self, rows: ScheduledStep, chunks: int) -> None:
-        """Let those in line join; ``chunks`` prompt tokens may be computed besides ``rows``."""
+        """Let queued sequences join; at most ``chunks`` prompt tokens are added to ``rows``."""
         budget = self.limits.chunk_tokens - rows.tokens
         while budget and len(self.running) < self.limits.max_sequences:
             sequence = self._next_in_line(prompts=chunks > 0)
@@ -312,9 +321,9 @@ class Scheduler:
             chunks -= count if is_chunk else 0
 
     def _next_in_line(self, *, prompts: bool) -> Sequence | None:
-        """The first that waits, with its blocks; where it lacks some, one that holds its own.
+        """The first queued sequence that can get its blocks, or one that holds its own.
 
-        Without ``prompts`` one that decodes at once: it need not wait for a prompt's turn.
+        Without ``prompts``, only a sequence that decodes at once: it need not wait behind a prompt.
         """
         for sequence in self.waiting:
             if not prompts and (
@@ -329,11 +338,11 @@ class Scheduler:
         return None
 
     def _take_blocks(self, sequence: Sequence) -> bool:
-        """Cached blocks of the longest known prefix, and new ones for the rest."""
+        """Take the cached blocks of the longest known prefix, and new ones for the rest."""
         if not sequence.block_table:
             hits = self._prefix_cache.prefix_of(sequence)
             missing = self._bounds.blocks_for(sequence.target) - len(hits)
-            # Room for one more block each keeps the running ones from preempting at once.
+            # One spare block per running sequence, so that these do not preempt at once.
             headroom = len(self.running)
             if missing + headroom > self.pool.available - self.pool.evictable(hits):
                 return False
@@ -352,9 +361,9 @@ class Scheduler:
     # Results
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Take in a step's result. Sequences that have left meanwhile are not reported.
+        """Apply a step's result. Sequences that have left meanwhile are not reported.
 
-        Where this raises, nothing of the step has been reported, and ``fail`` ends it.
+        If this raises, nothing of the step has been reported, and ``fail`` ends it.
         """
         updates = []
         flight = self._plans[plan.step]
@@ -389,7 +398,7 @@ class Scheduler:
             sequence.compute_s += row.count * token_s
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """A step broke: its sequences end. Returns those that had not left already."""
+        """End the sequences of a failed step. Returns those that had not left already."""
         flight = self._plans[plan.step]
         while flight.land(self._leaving) is not None:
             pass
@@ -397,8 +406,8 @@ class Scheduler:
             self.remove(sequence)
         self._unpin(flight)
         self._release_all_idle()
-        # The engine may not have dropped these: they are dropped again, except for sequences that
-        # have come back meanwhile.
+        # The engine may not have dropped these, so they are dropped again, except for sequences
+        # that have returned meanwhile.
         every = (*self.running, *self.waiting, *self.held, *self._leaving)
         known = {sequence.sequence_id for sequence in every if sequence.known_to_engine}
         self._dropped += [number for number in plan.dropped if number not in known]
@@ -408,17 +417,18 @@ class Scheduler:
     def _apply(
         self, sequence: Sequence, row: PlanRow, result: StepResult, place: int
     ) -> list[SequenceUpdate]:
-        """Of the sequence, and of the siblings that have begun with it."""
+        """Apply one row's result to its sequence, and to siblings that start with it."""
         tokens = result.token_ids[place]
         logprobs = (result.logprobs[place] if result.logprobs else None) or ()
         if row.scored:
-            # Also of one that has lost its blocks meanwhile: with its first token it keeps them.
+            # This includes a preempted sequence: it keeps the scores when its first token arrives.
             sequence.prompt_logprobs += result.prompt_logprobs[place]
         if sequence.spec.embeds and result.embeddings:
             sequence.embedding = result.embeddings[place] or ()
         begun: list[Sequence] = []
         if row.choices > 1:
-            # Before the sequence's own token: with that it may end, and its blocks are needed.
+            # Siblings start before the sequence's own token, which may end it: they need its
+            # blocks.
             begun = self.fork(sequence, tokens[1:])
             tokens = tokens[:1]
         accepted = []
@@ -429,7 +439,7 @@ class Scheduler:
             if sequence.finish_reason:
                 break
         if not sequence.preempted:
-            # The KV of the drafted tokens that were right is there too, and of no others.
+            # The KV of accepted drafted tokens is there too, and of no others.
             extra = max(0, len(accepted) - 1)
             sequence.scheduled += extra
             sequence.computed = len(sequence.token_ids) - 1 if accepted else row.start + row.count
@@ -452,10 +462,11 @@ class Scheduler:
     # Several answers from one prompt
 
     def fork(self, sequence: Sequence, tokens: Iterable[int]) -> list[Sequence]:
-        """Begin a sequence's siblings, which it has no more then, each with its first token.
+        """Start a sequence's siblings, each with its first token; the list of siblings is then
+        empty.
 
-        The KV of all tokens that the sequence came with must be computed or given up. Those that
-        have not ended with that token run, unless the sequence is ``prefill_only``.
+        The KV of all tokens that the sequence came with must be computed or given up. Siblings that
+        have not ended with their first token run, unless the sequence is ``prefill_only``.
         """
         forks, sequence.siblings = list(sequence.siblings), ()
         for fork, token in zip(forks, tokens, strict=True):
@@ -475,8 +486,8 @@ class Scheduler:
     def _begin(self, fork: Sequence, parent: Sequence) -> None:
         """Let a fork run over its parent's full blocks and one of its own.
 
-        Its first step writes into that one, which is filled from the parent's before. Where there
-        is no block for it, or the parent has lost its own, the fork's KV is computed anew.
+        Its first step writes into its own block, which is filled from the parent's before. If there
+        is no block for it, or the parent was preempted, the fork's KV is computed again.
         """
         if parent not in self._giving_back and self._has_spare(parent):
             computed, size = len(parent.spec.token_ids), self.limits.block_size
@@ -497,7 +508,7 @@ class Scheduler:
         self.waiting.appendleft(fork)
 
     def _has_spare(self, parent: Sequence) -> bool:
-        """Whether there is a block for a fork; it is the parent's until it is the fork's."""
+        """Whether there is a block for a fork. It stays the parent's until the fork takes it."""
         if not parent.spare and self.pool.available:
             parent.spare = self.pool.allocate(1)
         return bool(parent.spare)

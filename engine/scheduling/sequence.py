@@ -1,6 +1,6 @@
-"""A sequence: the scheduler's state of one request, its bounds, and what a step brings it.
+"""A sequence: the scheduler's state of one choice, its bounds, and the result of its steps.
 
-The bounds say how far a step and a sequence may go, and when a sequence ends. Plain Python.
+The bounds limit the size of steps and sequences, and decide when a sequence ends. Plain Python.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from baton.request import FinishReason, SequenceSpec
 
 
 class Sequence:
-    """One answer to a request, until it ends. The scheduler alone changes it.
+    """One choice of a request, until it ends. Only the scheduler changes it.
 
-    A request's answers share the prompt until the first token of each is drawn, all from the same
-    logits: ``siblings`` are those that begin then. A sibling writes into a block of its own; if its
-    prompt ends within a block, that one is filled from ``copy_of`` first.
+    A request's choices share the prompt until the first token of each is drawn, all from the same
+    logits. ``siblings`` are the choices that start then. A sibling writes into a block of its own.
+    If its prompt ends within a block, that block is first filled from ``copy_of``.
     """
 
     __slots__ = (
@@ -70,9 +70,9 @@ class Sequence:
         deadline: float = math.inf,
         choice: int = 0,
     ) -> None:
-        """``prefill_only`` stops after one token and keeps its blocks until they are released.
+        """``prefill_only``: stop after one token, and keep the blocks until they are released.
 
-        Nothing is computed for it after ``deadline``, on the clock of ``queued_at``.
+        Nothing is computed after ``deadline``, which is on the clock of ``queued_at``.
         """
         self.sequence_id = sequence_id
         self.spec = spec
@@ -87,44 +87,45 @@ class Sequence:
         self.hashes: list[bytes] = []
         """Hashes of the full hash blocks, as far as they were needed."""
         self.registered = 0
-        """Blocks that the prefix cache has, from the first."""
+        """Number of leading blocks that the prefix cache knows."""
         self.computed = 0
-        """Tokens whose KV is in the cache."""
+        """Number of tokens whose KV is in the cache."""
         self.scheduled = 0
-        """``computed`` tokens, and those of plans in flight."""
+        """``computed`` plus the tokens of plans in flight."""
         self.pending = 0
-        """Samples in flight: tokens that exist for the engine and not yet here."""
+        """Samples in flight: tokens that the engine has and the scheduler does not have yet."""
         self.highest = 0
-        """Maximum tokens when the plans in flight have ended, drafts included."""
+        """Maximum tokens once the plans in flight have ended, including drafts."""
         self.in_flight = 0
-        """Plans in flight that have a row of it."""
+        """Number of plans in flight that have a row for this sequence."""
         self.cached_tokens = 0
-        """Tokens of its prompt whose KV was found in the prefix cache."""
+        """Number of prompt tokens whose KV was found in the prefix cache."""
         self.computed_here = 0
-        """Tokens that it came with and that were computed here, in ``compute_s`` seconds."""
+        """Number of initial tokens that were computed here, in ``compute_s`` seconds."""
         self.compute_s = 0.0
-        """Its share of the time of steps, which is its share of their tokens."""
+        """The sequence's share of step times, in proportion to its share of the tokens."""
         self.known_to_engine = False
         self.preempted = False
         self.preemptions = spec.preemptions
         self.returning = False
-        """Whether lost blocks are on their way back: it keeps its place in line."""
+        """Whether preempted blocks are being loaded from a tier: it keeps its place in the
+        queue."""
         self.finish_reason: FinishReason | None = None
         self.choice = choice
         self.siblings: tuple[Sequence, ...] = ()
         self.copy_of: int | None = None
-        """A pinned block, which is copied into its own one before its first step."""
+        """A pinned block that is copied into the sequence's own block before its first step."""
         self.spare: list[int] = []
-        """Blocks for siblings."""
+        """Blocks for the first writes of siblings."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.takes_prompt = True
-        """Whether a drafter may take the prompt in as it is computed."""
+        """Whether a drafter may process the prompt while it is computed."""
         self.embedding: tuple[float, ...] = ()
-        """Of the prompt, with the first token, where it is wanted."""
+        """Embedding of the prompt, if wanted; it arrives with the first token."""
         self.matcher: TokenMatcher | None = None
 
     def follow(self, matcher: TokenMatcher | None) -> None:
-        """Make the answer, and those of the siblings, match a grammar. Call it before queueing.
+        """Let this sequence and its siblings follow a grammar. Call it before they are queued.
 
         ``matcher`` is at the start of an answer. It is only copied.
         """
@@ -137,36 +138,39 @@ class Sequence:
 
     @property
     def output_length(self) -> int:
-        """Tokens generated so far, those of earlier attempts included."""
+        """Number of generated tokens, including those of earlier attempts."""
         return len(self.token_ids) - self.spec.prompt_length
 
     @property
     def target(self) -> int:
-        """Tokens whose KV the next sample needs, counting samples in flight."""
+        """Number of tokens whose KV the next sample needs, including samples in flight."""
         return len(self.token_ids) + self.pending
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a token that it did not come with."""
+        """Whether the sequence has a token that it did not come with."""
         return len(self.token_ids) > len(self.spec.token_ids)
 
     @property
     def may_be_handed_back(self) -> bool:
-        """Whether its router places it again. One without a token yet is awaited where it is."""
+        """Whether the router places it again after a preemption.
+
+        A sequence without a new token is not handed back: the router waits for it here.
+        """
         return self.spec.hand_back and self.has_begun and not self.prefill_only
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log probabilities of the prompt's tokens are wanted that are not there yet.
+        """Whether log probabilities of the prompt's tokens are wanted and missing.
 
-        They are the first choice's to find, on its way to the first token.
+        Only the first choice computes them, on the way to its first token.
         """
         if self.spec.sampling.prompt_logprobs is None or self.choice != self.spec.choice:
             return False
         return not self.has_begun and len(self.prompt_logprobs) < self.prompt_length - 1
 
     def full_hashes(self, hash_block: int) -> list[bytes]:
-        """The hashes of all full hash blocks, of that many tokens, of the known tokens."""
+        """Hashes of all full hash blocks of the known tokens; ``hash_block`` is in tokens."""
         self.hashes = block_hashes(self.token_ids, hash_block, self.hash_key, self.hashes)
         return self.hashes
 
@@ -179,24 +183,26 @@ class SequenceUpdate:
     token_ids: tuple[int, ...]
     computed_prompt_tokens: int
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, where they are wanted."""
+    """One for each token, if they are wanted."""
     failure: str = ""
-    """Not empty: the sequence could not go on and has ended, and why."""
+    """Why the sequence could not continue and has ended; empty if it can."""
     lost: bool = False
-    """It has ended: an earlier step failed, and it lacks the tokens of that step."""
+    """Whether it has ended because an earlier step failed, so that it lacks that step's tokens."""
 
 
 SCORED_TOKENS = 128
-"""So many rows of 128k logits take 64 MiB, and a matrix product of so many is at its full speed."""
+"""Default maximum of scored tokens in a step. 128 rows of 128k logits take 64 MiB, and a matrix
+product of this size reaches full speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """``chunk_tokens`` and ``max_sequences`` bound one step; ``context_length`` one sequence.
+    """``chunk_tokens`` and ``max_sequences`` bound one step; ``context_length`` bounds one
+    sequence.
 
-    ``chunk_keys`` bounds what a chunk's attention costs: its tokens times the tokens that the last
-    of them attends to. Without it a step late in a long prompt takes many times as long as the
-    first, and nobody can join, leave or be aborted meanwhile. 0 sets no bound.
+    ``chunk_keys`` bounds the attention cost of a chunk: its tokens times the tokens that its last
+    token attends to. Without it, a step late in a long prompt takes many times as long as the
+    first, and no other sequence can join, leave or be aborted meanwhile. 0 sets no bound.
     """
 
     block_size: int
@@ -205,32 +211,32 @@ class SchedulerLimits:
     context_length: int
     chunk_keys: int = 0
     hash_block_size: int = 0
-    """Tokens of a hash block, of which ``block_size`` is a multiple; 0: as many."""
+    """Tokens of a hash block, a divisor of ``block_size``; 0: ``block_size``."""
     scored_tokens: int = SCORED_TOKENS
-    """Most tokens of a step whose logits are computed to score the prompt's next one; a prompt that
-    comes when they are used up scores one."""
+    """Maximum tokens of a step whose logits are computed to score the next prompt token. A prompt
+    that finds none left still scores one."""
     draft_tokens: int = 0
-    """The most tokens that the engine drafts for a sequence in a step."""
+    """Maximum tokens that the engine drafts for a sequence in a step."""
 
     def __post_init__(self) -> None:
         if self.block_size % self.hash_block:
             raise ValueError(
-                f"a block of {self.block_size} tokens holds no whole hash blocks of "
+                f"block_size {self.block_size} must be a multiple of the hash block size, "
                 f"{self.hash_block}"
             )
 
     @property
     def hash_block(self) -> int:
-        """Tokens of a hash block."""
+        """Number of tokens in a hash block."""
         return self.hash_block_size or self.block_size
 
     @property
     def hashes_per_block(self) -> int:
-        """Hash blocks of a block."""
+        """Number of hash blocks per block."""
         return self.block_size // self.hash_block
 
     def max_tokens(self, start: int) -> int:
-        """The longest chunk that may begin at token ``start``; at least one token."""
+        """The maximum length of a chunk that begins at token ``start``; at least one token."""
         if not self.chunk_keys:
             return self.chunk_tokens
         # The largest n with n * (start + n) <= chunk_keys.
@@ -239,7 +245,7 @@ class SchedulerLimits:
 
 
 class SequenceBounds:
-    """Answers by a scheduler's limits and a sequence's state; changes neither."""
+    """Derives bounds from a scheduler's limits and a sequence's state; changes neither."""
 
     __slots__ = ("_limits",)
 
@@ -254,12 +260,12 @@ class SequenceBounds:
         return sequence.scheduled < sequence.target and samples_left > 0 and fits
 
     def max_tokens(self, sequence: Sequence) -> int:
-        """The most tokens that a sequence's answer leaves room for."""
+        """Maximum tokens of a sequence, given its answer's limit."""
         sampling = sequence.spec.sampling
         return min(self._limits.context_length, sequence.prompt_length + sampling.max_tokens)
 
     def known_at_most(self, sequence: Sequence) -> int:
-        """The most tokens that a sequence has when the steps in flight have ended."""
+        """Maximum tokens of a sequence once the steps in flight have ended."""
         if not sequence.pending:
             return sequence.target
         most = len(sequence.token_ids) + sequence.pending * (1 + self._limits.draft_tokens)
@@ -269,9 +275,9 @@ class SequenceBounds:
         return -(-tokens // self._limits.block_size)
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Whether its next step only draws its next token, and more of them are wanted.
+        """Whether its next step only draws its next token, and drafts are allowed after that.
 
-        The first token of those that it came for comes alone: somebody is told of it at once.
+        The first new token is never combined with drafts, so that it is sent at once.
         """
         if not self._limits.draft_tokens or sequence.prefill_only:
             return False
@@ -288,7 +294,7 @@ class SequenceBounds:
         return min(self.max_tokens(sequence), room + 1)
 
     def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Why a sequence ends with its last token, ``token``; None where it does not."""
+        """Why a sequence ends with its last token, ``token``; None if it does not end."""
         sampling = sequence.spec.sampling
         if token in sequence.stop_ids and self._may_stop(sequence):
             return FinishReason.STOP
@@ -299,6 +305,7 @@ class SequenceBounds:
         return None
 
     def _may_stop(self, sequence: Sequence) -> bool:
-        """Whether a stop token ends the answer: a grammar's end goes before ``min_tokens``."""
+        """Whether a stop token ends the answer. The end of a grammar takes precedence over
+        ``min_tokens``."""
         sampling = sequence.spec.sampling
         return sequence.output_length > sampling.min_tokens or sampling.grammar is not None

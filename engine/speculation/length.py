@@ -1,10 +1,10 @@
-"""How many tokens of each draft a step checks: as many as bring the most tokens a second.
+"""How many tokens of each draft a step checks: the number that maximizes tokens per second.
 
-Each drafted token has a probability that it is kept, learned by the evidence for it and corrected
-by how the sequence has done lately; each makes the step longer, by what steps have taken. Of all
-drafts of a step together those tokens are taken that bring the most tokens kept for the time. Where
-none do, none are taken: then one is tried now and then, for at most a hundredth of the time, since
-a sequence may begin to copy. Plain Python: no clock, no I/O. Owned by the engine thread.
+Each drafted token has a probability of being kept. It is learned by the token's evidence, and
+corrected by the sequence's recent drafts. Each token also makes the step longer, as measured. From
+all drafts of a step together, those tokens are taken that maximize kept tokens per second. If no
+draft pays, one is still tried sometimes, for at most a hundredth of the time, since a sequence may
+begin to copy. Plain Python: no clock, no I/O. Owned by the engine thread.
 """
 
 from __future__ import annotations
@@ -14,49 +14,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LEVELS = 16
-"""Evidence above this is all alike."""
+"""Number of evidence levels; higher evidence counts as the highest level."""
 _FIRST_GUESS = (0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85)
-"""How likely a token is kept by its evidence from 1 on, until tokens have shown it."""
+"""Assumed probability that a token is kept, by its evidence from 1 on, until it is measured."""
 _GUESS_WEIGHT = 4.0
-"""How many tokens the first guess counts for."""
+"""Weight of the assumed probabilities, in tokens."""
 _KEPT_TOKENS = 500.0
-"""How many of the latest tokens of a level count."""
+"""Number of the latest tokens of a level that count."""
 _CLASS_BOUNDS = (2, 4, 8)
-"""Evidence from these on is another class of a sequence's own record."""
+"""Lower bounds of the evidence classes in a sequence's own record."""
 _LEVEL_WEIGHT = 3.0
-"""How many tokens of the sequence's own the experience with all sequences counts for."""
+"""Weight of the experience with all sequences, in tokens of the sequence's own record."""
 _RECORD_DECAY = 0.9
-"""Of a sequence's own record, with each draft of its."""
+"""Decay of a sequence's own record with each of its drafts."""
 _SUREST = 0.98
 _MIN_LIKELY = 0.02
-"""A token less likely to be kept than this is not looked at."""
+"""Minimum probability for a token to be considered."""
 _GAIN_ALONE, _GAIN = 1.02, 1.1
-"""Drafts must promise this many times the tokens a second of a step without: of one sequence, of
-several. Of many drafts the best by noisy estimates are taken, which promise more than they keep."""
+"""Minimum gain in tokens per second over a step without drafts: for one sequence, and for several.
+With many drafts, the best of noisy estimates are selected, which promise more than they keep."""
 _PROBE_SHARE = 0.01
-"""Of the time, for drafts that do not pay as far as is known."""
+"""Share of the time for drafts that are not expected to pay."""
 MAX_IN_A_STEP = 48
-"""Drafted tokens, of all sequences together."""
+"""Maximum drafted tokens of all sequences in a step."""
 
 
 _RATE = 0.15
-"""The weight of the newest measurement in an estimate."""
+"""Weight of the newest measurement in an estimate."""
 _MOST = 2.0
-"""A step or draft that takes longer than this many times its estimate counts as that many times."""
+"""Maximum ratio of a measurement to its estimate; longer times are cut to it."""
 _ROW_SHARE = 0.03
-"""What a drafted token is taken to cost where nothing is known: this part of the step without
-drafts, on a CPU. Little, so that it is tried."""
+"""Assumed cost of a drafted token on a CPU until it is measured, as a share of the step without
+drafts. It is low, so that drafts are tried."""
 _SLOPE_SHARE = 0.5
-"""Where steps of fewer and of more sequences are known: this part of what one costs between them.
-Not all of it: rows may be cheap up to some number, and dear behind it."""
+"""If steps of fewer and of more sequences are measured: assumed cost of a drafted token, as a
+share of the cost of a sequence between them. Rows may be cheap up to some number and expensive
+after it."""
 _KEPT_STEPS = 200
-"""For so many steps each time that it was seen, up to ``_MAX_SEEN``, an estimate is believed; then
-it is forgotten, so that what was measured at a bad moment is tried again."""
+"""An estimate is valid for this number of steps per observation, up to ``_MAX_SEEN`` observations.
+Then it is dropped, so that a measurement from a bad moment is repeated."""
 _MAX_SEEN = 10
 _FIRST_REACH = 4
-"""How many tokens are tried first; then at most twice as many as were tried, and so many more."""
+"""Maximum tokens of the first draft that is tried. Later maximum: twice the number that was tried,
+or this many more."""
 _EXACT = 16
-"""Up to so many, counts are told apart; above by fours."""
+"""Counts up to this number are distinguished; larger ones are grouped by fours."""
 
 
 @dataclass(slots=True)
@@ -67,21 +69,20 @@ class _Estimate:
 
 
 class DraftCosts:
-    """What a step takes by how many sequences decode in it and how many drafted tokens it checks.
+    """Duration of a step by its decoding sequences and the drafted tokens that it checks.
 
-    Learned from the steps themselves: a step of few rows is bound by memory, one of many by
-    arithmetic, and where the one becomes the other, and by what jumps, depends on the model and the
-    machine.
+    It is learned from the steps. A step of few rows is bound by memory, and one of many by
+    arithmetic. Where one becomes the other, and how abruptly, depends on the model and the machine.
     """
 
     def __init__(self, row_share: float = _ROW_SHARE) -> None:
-        """``row_share`` stands for that of a CPU."""
+        """``row_share`` replaces the assumed cost on a CPU."""
         self._row_share = row_share
         self._found: dict[int, dict[int, _Estimate]] = {}
         self._step = 0
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """A step of ``batch`` sequences with ``drafted`` tokens of drafts took so long."""
+        """Record the duration of a step of ``batch`` sequences with ``drafted`` drafted tokens."""
         self._step += 1
         known, count = self._found.setdefault(_rounded(batch), {}), _rounded(drafted)
         estimate = known.get(count)
@@ -93,9 +94,10 @@ class DraftCosts:
         estimate.seen = min(estimate.seen + 1, _MAX_SEEN)
 
     def seconds(self, batch: int, most: int, first_reach: int = _FIRST_REACH) -> list[float] | None:
-        """Of steps with 0, 1, … drafted tokens, to ``most`` or as far as they may be tried:
+        """Durations of steps with 0, 1, … drafted tokens, in seconds.
 
-        ``first_reach`` where none was. None before one without was seen.
+        The list ends at ``most``, or at the number that may be tried, which is ``first_reach`` if
+        none was tried before. None before a step without drafts was measured.
         """
         known = self._found.get(_rounded(batch))
         if known is None or 0 not in known:
@@ -106,7 +108,7 @@ class DraftCosts:
         least = self._row_share * known[0].seconds
         for count in range(min(most, reach) + 1):
             found = known.get(_rounded(count))
-            # What lies behind one that was tried may be cheap: it is to be tried too.
+            # A number beyond those that were tried may be cheap, so it is tried too.
             costs.append(
                 costs[-1] + max(least, _SLOPE_SHARE * self._slope(batch + count))
                 if found is None
@@ -115,7 +117,7 @@ class DraftCosts:
         return costs
 
     def _slope(self, rows: int) -> float:
-        """What one sequence more costs around that many; 0 where that is not known."""
+        """Cost of one more sequence around ``rows`` sequences, in seconds; 0 if it is not known."""
         batches = [batch for batch, known in self._found.items() if 0 in known]
         below = max((batch for batch in batches if batch < rows), default=0)
         above = min((batch for batch in batches if batch >= rows), default=0)
@@ -139,7 +141,7 @@ def _rounded(count: int) -> int:
 
 
 def towards(known: float | None, found: float) -> float:
-    """An estimate after a measurement; None: it is the first one."""
+    """Update an estimate with a measurement; None means that it is the first one."""
     if known is None:
         return found
     return known + _RATE * (min(found, _MOST * known) - known)
@@ -147,21 +149,21 @@ def towards(known: float | None, found: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A draft that a sequence has, by its measures."""
+    """The draft of a sequence, described by its numbers."""
 
     sequence_id: int
     evidence: int
     tokens: int
     drawn: int = 0
-    """So many of its first tokens are guesses of what a running step draws: right or wrong, nothing
-    is gained by them."""
+    """Number of leading tokens that only guess what a running step draws. They gain nothing,
+    whether right or wrong."""
 
 
 class DraftLength:
-    """See the module's text."""
+    """Chooses how many tokens of each draft a step checks."""
 
     def __init__(self, costs: DraftCosts | None = None) -> None:
-        """``costs``: where they are kept, for one who looks at them too."""
+        """``costs`` holds the measured costs; pass it to share it."""
         self._costs = costs or DraftCosts()
         self._levels = [_Level(_guess(level)) for level in range(_LEVELS)]
         self._records: dict[int, _Record] = {}
@@ -174,11 +176,11 @@ class DraftLength:
         proposals: Sequence[Proposal],
         costs: list[float] | None = None,
     ) -> list[int]:
-        """How many tokens of each proposal the next step checks.
+        """Choose how many tokens of each proposal the next step checks.
 
-        ``batch`` sequences decode in it, and ``rows`` tokens are computed without drafts: more than
-        ``batch`` where prompts are computed beside them. Such a step is bound by arithmetic.
-        ``costs``, of steps with 0, 1, … drafted tokens, stands for what was observed; then nothing
+        ``batch`` sequences decode in the step, and ``rows`` tokens are computed without drafts.
+        That is more than ``batch`` if prompts are computed too. Such a step is bound by arithmetic.
+        ``costs``, for steps with 0, 1, … drafted tokens, replaces the measured costs; then no draft
         is tried that does not pay.
         """
         lengths = [0] * len(proposals)
@@ -198,11 +200,11 @@ class DraftLength:
         return lengths
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """A step in which ``batch`` sequences decoded, and nothing else, took so long."""
+        """Record the duration of a step in which ``batch`` sequences decoded, and nothing else."""
         self._costs.observe(batch, drafted, seconds)
 
     def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:
-        """Of a draft's tokens the first ``kept`` of ``drafted`` were right."""
+        """Record that the first ``kept`` of a draft's ``drafted`` tokens were right."""
         record = self._records.setdefault(sequence_id, _Record())
         record.fade()
         for place in range(min(kept + 1, drafted)):
@@ -210,22 +212,21 @@ class DraftLength:
             record.count(evidence + place, place < kept)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop what is known of a sequence."""
+        """Drop the record of a sequence."""
         self._records.pop(sequence_id, None)
 
     def _step_costs(self, batch: int, rows: int, most: int) -> list[float] | None:
-        """In seconds, or in tokens where prompts are computed; None where nothing is known."""
+        """Costs in seconds, or in tokens if prompts are computed; None if they are not known."""
         if rows > batch:
             return [float(rows + n) for n in range(most + 1)]
         return self._costs.seconds(batch, most)
 
     def _likely(self, proposals: Sequence[Proposal]) -> list[tuple[float, int]]:
-        """The chance of each token that it is kept, and whose it is; the likeliest first.
+        """The probability of each token, and the index of its proposal; the most likely first.
 
-        Of each draft there is one token at least, however unlikely: it may be tried.
-        Tokens that are drawn already are not among them.
-        A token's chance is none above that of the token before it, so that any number of the first
-        of them are the first tokens of each draft.
+        Each draft has at least one token, however unlikely, because it may be tried. Tokens that
+        are drawn already are left out. A token's probability is at most that of the token before
+        it. So any number of the first entries are the first tokens of each draft.
         """
         found = []
         for index, proposal in enumerate(proposals):
@@ -245,7 +246,7 @@ class DraftLength:
         return found
 
     def _probe(self, costs: list[float]) -> int:
-        """1 where there is time for a token that does not pay, else 0."""
+        """1 if there is time for a token that does not pay, else 0."""
         self._purse = min(self._purse + _PROBE_SHARE * costs[0], costs[0])
         extra = max(0.0, costs[1] - costs[0])
         if self._purse < extra:
@@ -255,7 +256,7 @@ class DraftLength:
 
 
 def best_count(batch: int, chances: Sequence[float], costs: Sequence[float]) -> int:
-    """How many of the likeliest tokens bring the most tokens for the time."""
+    """How many of the most likely tokens maximize tokens per second."""
     gain = _GAIN_ALONE if batch == 1 else _GAIN
     best, most = 0, gain * batch / costs[0]
     tokens = float(batch)
@@ -276,7 +277,7 @@ def _guess(level: int) -> float:
 
 
 class _Level:
-    """How often tokens with so much evidence are kept."""
+    """How often tokens of one evidence level are kept."""
 
     __slots__ = ("_kept", "_seen")
 
@@ -297,7 +298,7 @@ class _Level:
 
 
 class _Record:
-    """How a sequence's own drafts have done lately, by classes of evidence."""
+    """Results of a sequence's own recent drafts, by classes of evidence."""
 
     __slots__ = ("_kept", "_seen")
 
@@ -306,13 +307,13 @@ class _Record:
         self._kept = [0.0] * (len(_CLASS_BOUNDS) + 1)
 
     def corrected(self, evidence: int, chance: float) -> float:
-        """The chance of a token, of which sequences in general have ``chance``."""
+        """The probability of a token, given the general ``chance``."""
         place = bisect_right(_CLASS_BOUNDS, evidence)
         kept = self._kept[place] + _LEVEL_WEIGHT * chance
         return kept / (self._seen[place] + _LEVEL_WEIGHT)
 
     def fade(self) -> None:
-        """Another draft follows: those before it count for less."""
+        """Reduce the weight of earlier drafts, because another one follows."""
         self._seen = [_RECORD_DECAY * seen for seen in self._seen]
         self._kept = [_RECORD_DECAY * kept for kept in self._kept]
 

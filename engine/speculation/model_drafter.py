@@ -1,12 +1,12 @@
-"""What guesses tokens with a model of its own, for all sequences of a step at once.
+"""Drafters with a model of their own, which draft for all sequences of a step at once.
 
-Each step goes in this order, all of it on the engine thread:
+Each step has this order, all on the engine thread:
 
     backlog, catch_up, propose → begin → (the model computes the step) → computed
 
-A drafter may have a group of the KV cache (``KvCache.drafter``), of the same block tables as the
-model's: it fills it for the tokens that the model has computed, at once or when it needs it.
-``FilledSlots`` says how far it has come.
+A drafter may have a group of the KV cache (``KvCache.drafter``) with the same block tables as the
+model's. It fills the group for tokens that the model has computed, at once or when it needs them.
+``FilledSlots`` records its progress.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from engine.cpu.library import CoreShare
 from engine.kv.kv_cache import DrafterGroup
 from engine.sampling.sampling import SampleRow
 from engine.sampling.step import StepModel
-from engine.scheduling.plan import KnownSequence, PlanRow
+from engine.scheduling.plan import PlanRow, RunnerSequence
 
 
 @dataclass(frozen=True, slots=True)
 class DraftQuery:
-    """A sequence that decodes in a step, and how many tokens behind its last one are wanted."""
+    """A sequence that decodes in a step, and how many draft tokens are wanted."""
 
     row: PlanRow
-    """As it is computed without a draft: the sequence's last token."""
-    known: KnownSequence
+    """The row without a draft: the sequence's last token."""
+    known: RunnerSequence
     most: int
-    """1 or more; its block table has slots for them."""
+    """Maximum draft tokens, 1 or more; the block table has slots for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,72 +41,71 @@ class ComputedRow:
     """A row that the model has computed."""
 
     row: PlanRow
-    """With the drafted tokens in it."""
-    known: KnownSequence
-    """With the tokens that the step has brought, behind those of the row."""
+    """The row, including its drafted tokens."""
+    known: RunnerSequence
+    """The sequence, including the tokens that the step has brought."""
     right: int
-    """So many of the row's tokens, from its first, are the sequence's: all but wrong drafts."""
+    """Number of the row's leading tokens that belong to the sequence: all except wrong drafts."""
     drafted: int
-    """So many of the row's tokens, to its last, are those of a draft."""
+    """Number of the row's trailing tokens that are a draft."""
     first: int
-    """Which of the step's tokens the row's first one is: its place in ``StepOutput.hidden``."""
+    """Index of the row's first token in the step, and in ``StepOutput.hidden``."""
 
 
 class ModelDrafter(Protocol):
-    """One for an engine; see the module's text."""
+    """Drafts tokens for all sequences of an engine."""
 
     @property
     def name(self) -> str:
-        """As the configuration and the metrics call it."""
+        """Name in the configuration and the metrics."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """What ``computed`` wants of the model; see ``StepInput.hidden_layers``."""
+        """Layers of the model that ``computed`` needs; see ``StepInput.hidden_layers``."""
 
     @property
     def max_tokens(self) -> int:
-        """The longest draft that it makes."""
+        """Maximum tokens of a draft."""
 
     def backlog(self, query: DraftQuery) -> int | None:
-        """How many tokens it must take in before it can draft for a sequence, the last one aside.
+        """Number of tokens to process before it can draft for a sequence, without the last one.
 
-        None where it cannot draft for it, now or ever.
+        None if it cannot draft for the sequence, now or ever.
         """
 
     def catch_up(self, query: DraftQuery, most: int) -> None:
-        """Take in up to ``most`` tokens of the backlog."""
+        """Process up to ``most`` tokens of the backlog."""
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """Of each up to ``most`` tokens, the backlog being taken in first."""
+        """Draft up to ``most`` tokens for each query, after processing its backlog."""
 
     def begin(self, rows: Sequence[PlanRow]) -> None:
-        """The model computes these rows next, drafted tokens included."""
+        """Prepare for a step: the model computes these rows next, drafted tokens included."""
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """The model has computed a step. ``hidden`` is of ``hidden_layers``.
+        """Process a step that the model has computed. ``hidden`` is from ``hidden_layers``.
 
-        ``prompts``: whether to take in at once what was computed of prompts; other tokens may wait
-        for the next draft. Returns how many tokens were taken in so.
+        ``prompts``: whether to process the computed prompt tokens at once. Other tokens may wait
+        for the next draft. Returns the number of tokens that were processed at once.
         """
 
     def forget(self, sequence_id: int) -> None:
-        """Drop the state of a sequence; one that is not known is ignored."""
+        """Drop the state of a sequence; an unknown one is ignored."""
 
     def use_threads(self, threads: int) -> None:
         """See ``StepModel``."""
 
     def share_cores(self, share: CoreShare) -> None:
-        """Share the host's cores with other engines, where its model can."""
+        """Share the host's cores with other engines, if its model can."""
 
 
 class FilledSlots:
-    """How much of a drafter's part of a cache on the CPU is filled, block by block.
+    """How much of a drafter's part of a CPU cache is filled, block by block.
 
-    The count lies in the block itself (``DrafterGroup.filled``), so that it is right after a
-    handoff, a hit in the prefix cache, a fork and a preemption, without a message. Owned by the
-    engine thread.
+    The count is in the block itself (``DrafterGroup.filled``). So it is right after a handoff, a
+    hit in the prefix cache, a fork and a preemption, without a message. Owned by the engine thread.
     """
 
     def __init__(self, group: DrafterGroup) -> None:
@@ -114,10 +113,10 @@ class FilledSlots:
         self._filled = group.filled.numpy().data
         self.block_size = self._size = group.block_size
         self._known: dict[int, int] = {}
-        """How many of each sequence's first tokens were filled when it was last looked at."""
+        """Number of each sequence's leading tokens that were filled at the last check."""
 
     def spoil(self, rows: Iterable[PlanRow]) -> None:
-        """The model computes these rows: the drafter's KV in their slots is of other tokens."""
+        """Invalidate draft KV in the slots that the model overwrites with these rows."""
         size, filled = self._size, self._filled
         for row in rows:
             first, slot = divmod(row.start, size)
@@ -141,7 +140,8 @@ class FilledSlots:
         return found
 
     def fill(self, row: PlanRow, start: int, end: int) -> None:
-        """Tokens ``start`` … ``end - 1`` of a row's sequence are filled, as all before them are."""
+        """Record that tokens ``start`` … ``end - 1`` of a row's sequence and all before are
+        filled."""
         size, filled = self._size, self._filled
         for place in range(start // size, -(-end // size)):
             block = row.block_table[place]
@@ -150,15 +150,15 @@ class FilledSlots:
         self._known[row.sequence_id] = end
 
     def forget(self, sequence_id: int) -> None:
-        """Drop what is known of a sequence; one that is not known is ignored."""
+        """Drop the state of a sequence; an unknown one is ignored."""
         self._known.pop(sequence_id, None)
 
 
 class CachedDrafter:
-    """The part of ``ModelDrafter`` that drafters with KV in the cache have in common."""
+    """The common part of drafters that have KV in the cache; see ``ModelDrafter``."""
 
     def __init__(self, steps: StepModel, filled: FilledSlots) -> None:
-        """``steps`` computes over the cache's group ``drafter``, of which ``filled`` tells."""
+        """``steps`` computes over the cache's group ``drafter``; ``filled`` tracks that group."""
         self._steps = steps
         self._filled = filled
 
@@ -181,16 +181,16 @@ class CachedDrafter:
 
 
 def part_of(row: PlanRow, start: int, count: int) -> PlanRow:
-    """Some tokens of a row's sequence, for a step of the drafter."""
+    """Make a row for some tokens of a row's sequence, for a step of the drafter."""
     return PlanRow(row.sequence_id, start, count, row.block_table, True)
 
 
 Sampler = Callable[[torch.Tensor, list[SampleRow]], list[int]]
-"""As ``engine.sampling.sampling.sample``."""
+"""Draws tokens like ``engine.sampling.sampling.sample``."""
 
 
 class DraftDraws:
-    """Draws with the noise that the model will draw with (``engine.sampling.sampling``)."""
+    """Draws with the noise that the model will use (``engine.sampling.sampling``)."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class DraftDraws:
 
     @staticmethod
     def are_greedy(draws: Sequence[SampleRow]) -> bool:
-        """Whether the likeliest tokens are those drawn."""
+        """Whether the most likely tokens are those drawn."""
         return all(draw.sampling.greedy and not draw.adjusted for draw in draws)
 
     def named(self, outputs: Sequence[int]) -> list[int]:
@@ -214,9 +214,9 @@ class DraftDraws:
         return [self._names[output] for output in outputs]
 
     def draw(self, logits: torch.Tensor, draws: list[SampleRow]) -> list[int]:
-        """One token for each row of ``logits``, fp32 [rows, draft_vocab_size].
+        """Draw one token for each row of ``logits``, fp32 [rows, draft_vocab_size].
 
-        A grammar does not hold it back: what the grammar forbids is not kept.
+        Grammars are not applied: a token that the grammar forbids is not kept.
         """
         if self.are_greedy(draws):
             return self.named(logits.argmax(dim=-1).tolist())

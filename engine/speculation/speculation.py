@@ -1,10 +1,11 @@
-"""Drafts in a step: which sequences check how many tokens, and what of them is kept.
+"""Drafts in a step: how many tokens of each sequence are checked, and which are kept.
 
 A drafter guesses the next tokens of a sequence, so that one step can check several of them. A draft
-changes no answer: each of its tokens is kept only while it is the very token that the model draws
-there. ``Speculation`` drafts from the tokens, ``engine.speculation.model.speculation`` with a
-model. The engine drafts, not the scheduler: while two plans are in flight it alone has the newest
-tokens. A plan says how far a sequence may go; see ``PlanRow.limit``. Owned by the engine thread.
+changes no answer: each of its tokens is kept only if the model draws the same token there.
+``Speculation`` drafts from the tokens, ``engine.speculation.model.speculation`` with a model. The
+engine drafts instead of the scheduler, because only the engine has the newest tokens while two
+plans are in flight. A plan bounds the length of a sequence; see ``PlanRow.limit``. Owned by the
+engine thread.
 """
 
 from __future__ import annotations
@@ -16,52 +17,51 @@ from typing import Protocol
 import torch
 
 from engine.cpu.library import CoreShare
-from engine.scheduling.plan import KnownSequence, PlanRow
+from engine.scheduling.plan import PlanRow, RunnerSequence
 from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal
 from engine.speculation.model_drafter import ComputedRow
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may come next, and how much speaks for them."""
+    """Tokens that may come next, and the evidence for them."""
 
     token_ids: list[int]
     evidence: int
-    """Of its first token, 1 or more, in the drafter's own measure; each token behind it has one
-    more, since those before it were right when it counts."""
+    """Evidence of the first token, 1 or more, in the drafter's own measure. Each later token has
+    one more, since it counts only if those before it were right."""
 
 
 class Drafter(Protocol):
-    """One for an engine; it may keep state for each sequence."""
+    """Drafts tokens for an engine; it may keep state for each sequence."""
 
     @property
     def name(self) -> str:
-        """As the configuration and the metrics call it."""
+        """Name in the configuration and the metrics."""
 
     def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
-        """At most ``most`` tokens, which is positive, behind ``token_ids``, or None.
+        """Draft at most ``most`` tokens, a positive number, after ``token_ids``, or return None.
 
-        ``token_ids`` is the whole sequence, prompt and output; what was there at the last call is
-        there unchanged.
+        ``token_ids`` is the whole sequence, prompt and output. It extends that of the last call.
         """
 
     def forget(self, sequence_id: int) -> None:
-        """Drop the state of a sequence; one that is not known is ignored."""
+        """Drop the state of a sequence; an unknown one is ignored."""
 
 
 _LONGEST = 15
-"""Tokens of a suffix that are compared: a longer match says nothing new."""
+"""Maximum tokens of a suffix that are compared; a longer match adds no information."""
 _CANDIDATES = 8
-"""Earlier occurrences of the last two tokens that are compared, the latest first."""
+"""Maximum earlier occurrences of the last two tokens that are compared, the latest first."""
 
 
 class NgramDrafter:
-    """Prompt lookup: what followed the last time the sequence ended as it ends now.
+    """Prompt lookup: drafts what followed the last time the sequence ended in the same way.
 
-    The longest suffix that occurs earlier in the prompt or the output is continued as it was there
-    ("Inference with Reference", Yang et al., 2023; prompt lookup decoding, Saxena, 2023). That
-    costs no model: it pays where text is copied, as in edits, quotes, answers from passages, and
-    loops. The evidence is the length of the match in tokens.
+    It finds the longest suffix that occurs earlier in the prompt or the output, and drafts what
+    followed there ("Inference with Reference", Yang et al., 2023; prompt lookup decoding, Saxena,
+    2023). It needs no model, and pays where text is copied, as in edits, quotes, answers from
+    passages, and loops. The evidence is the length of the match in tokens.
     """
 
     name = "ngram"
@@ -70,7 +70,7 @@ class NgramDrafter:
         self._indexes: dict[int, _Index] = {}
 
     def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
-        """See ``Drafter``. The cost is that of the tokens since the last call."""
+        """See ``Drafter``. The cost is proportional to the tokens since the last call."""
         index = self._indexes.get(sequence_id)
         if index is None:
             index = self._indexes[sequence_id] = _Index()
@@ -85,9 +85,9 @@ class NgramDrafter:
 
 
 class _Index:
-    """Where the tokens and the pairs of tokens of a sequence last ended, but for its last token.
+    """Where each token and pair of tokens of a sequence last ended, except at its last token.
 
-    About 250 bytes a token.
+    It takes about 250 bytes per token.
     """
 
     __slots__ = ("_earlier", "_last_pair", "_last_token")
@@ -96,10 +96,10 @@ class _Index:
         self._last_token: dict[int, int] = {}
         self._last_pair: dict[tuple[int, int], int] = {}
         self._earlier: list[int] = []
-        """For each position where the pair that ends there ended before; -1: nowhere."""
+        """For each position, where the pair that ends there ended before; -1: nowhere."""
 
     def extend(self, token_ids: list[int]) -> None:
-        """Take in all tokens but the last one."""
+        """Add all tokens except the last one."""
         last_token, last_pair, earlier = self._last_token, self._last_pair, self._earlier
         for position in range(len(earlier), len(token_ids) - 1):
             token = token_ids[position]
@@ -112,7 +112,7 @@ class _Index:
                 earlier.append(-1)
 
     def longest_match(self, token_ids: list[int]) -> tuple[int, int]:
-        """Where the longest match of the suffix ends, the latest of equals; its length, or 0."""
+        """End and length of the suffix's longest match, the latest on a tie; length 0 if none."""
         last = len(token_ids) - 1
         if last < 1:
             return 0, 0
@@ -132,7 +132,7 @@ class _Index:
 
 
 def _match_length(token_ids: list[int], end: int, last: int) -> int:
-    """How many tokens up to ``end`` are those up to ``last``; the last two are known to be."""
+    """Number of tokens up to ``end`` that equal those up to ``last``; the last two do."""
     most = min(_LONGEST, end + 1)
     length = 2
     while length < most and token_ids[end - length] == token_ids[last - length]:
@@ -141,9 +141,9 @@ def _match_length(token_ids: list[int], end: int, last: int) -> int:
 
 
 def _continued(token_ids: list[int], end: int, count: int) -> list[int]:
-    """``count`` tokens as they follow ``end``; those behind the last one are of the draft itself.
+    """The ``count`` tokens that follow ``end``. After the last token, the draft continues itself.
 
-    So a repeated passage goes on being repeated, however short it is.
+    So a repeated passage continues to be repeated, however short it is.
     """
     draft = token_ids[end + 1 : end + 1 + count]
     period = len(token_ids) - 1 - end
@@ -153,50 +153,50 @@ def _continued(token_ids: list[int], end: int, count: int) -> list[int]:
 
 
 DRAFTERS = ("none", "ngram", "draft", "eagle", "medusa")
-"""By the names that the configuration takes."""
+"""Names of speculative methods in the configuration."""
 TOKEN_DRAFTERS = ("none", "ngram")
-"""Those of them that look at tokens alone."""
+"""Names of the methods that use only the tokens."""
 MAX_DRAFT_TOKENS = 13
-"""Of one sequence in one step: with its own token a pass of linear.h."""
+"""Maximum drafted tokens of a sequence in a step: with its own token, a pass of linear.h."""
 
 CostsOf = Callable[[int, int, int], list[float] | None]
-"""What steps with 0, 1, … drafted tokens take; see ``DraftLength.choose``. Asked with the sequences
-that decode, the tokens without drafts, and the most drafted tokens. None: none is to be checked."""
+"""Costs of steps with 0, 1, … drafted tokens; see ``DraftLength.choose``. Arguments: decoding
+sequences, tokens without drafts, maximum drafted tokens. None: check no drafts."""
 
 
 class StepSpeculation(Protocol):
-    """What the runner asks, step by step; see the module's text."""
+    """The runner's interface to speculation, called step by step."""
 
     @property
     def drafter(self) -> str:
-        """Its name."""
+        """Name of the drafter."""
 
     @property
     def watches(self) -> bool:
-        """Whether ``computed`` is to be called."""
+        """Whether the runner has to call ``computed``."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """What ``computed`` is to be given of the model; see ``StepInput.hidden_layers``."""
+        """Layers of the model that ``computed`` needs; see ``StepInput.hidden_layers``."""
 
-    def extend(self, rows: Sequence[PlanRow], known: Mapping[int, KnownSequence]) -> list[PlanRow]:
-        """The rows with the drafts that pay; ``known`` has every row's sequence by its id."""
+    def extend(self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]) -> list[PlanRow]:
+        """Add the drafts that pay to the rows; ``known`` has every row's sequence by its id."""
 
     def takes_prompt(self) -> bool:
-        """Whether another sequence's prompt is to be taken in as it is computed."""
+        """Whether to process one more sequence's prompt while it is computed."""
 
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
-        """Of the sequence's drafted tokens in the step that has ended the first were right."""
+        """Record that the first ``kept`` of a sequence's ``drafted`` tokens were right."""
 
     def computed(
         self,
         rows: Sequence[ComputedRow],
         hidden: torch.Tensor | None,
     ) -> None:
-        """A step has been computed, and its tokens are drawn; see ``ModelDrafter.computed``."""
+        """Process a computed step, whose tokens are drawn; see ``ModelDrafter.computed``."""
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """A step in which ``batch`` sequences decoded, and nothing else, took so long in all."""
+        """Record the total duration of a step in which only ``batch`` sequences decoded."""
 
     def forget(self, sequence_id: int) -> None:
         """Drop a sequence's state."""
@@ -209,29 +209,29 @@ class StepSpeculation(Protocol):
 
 
 class Speculation:
-    """Drafts by a ``Drafter``, which looks at tokens alone. Implements ``StepSpeculation``."""
+    """Drafts with a ``Drafter``, which uses only tokens. Implements ``StepSpeculation``."""
 
     watches = False
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, drafter: Drafter, length: DraftLength | None = None) -> None:
-        """``length`` says how much of each draft is checked; without it what is measured does."""
+        """``length`` chooses how much of each draft is checked; None: by measured costs."""
         self._drafter = drafter
         self._length = length or DraftLength()
         self._drafts: dict[int, Draft] = {}
 
     @property
     def drafter(self) -> str:
-        """Its name."""
+        """Name of the drafter."""
         return self._drafter.name
 
     def extend(
         self,
         rows: Sequence[PlanRow],
-        known: Mapping[int, KnownSequence],
+        known: Mapping[int, RunnerSequence],
         costs_of: CostsOf | None = None,
     ) -> list[PlanRow]:
-        """See ``StepSpeculation``. ``costs_of`` stands for what was observed."""
+        """See ``StepSpeculation``. ``costs_of`` replaces the measured costs."""
         self._drafts = {}
         for row in rows:
             if row.limit:
@@ -269,7 +269,7 @@ class Speculation:
         return with_draft(row, self._drafts[row.sequence_id].token_ids[:count])
 
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
-        """Of the sequence's drafted tokens in the step that has ended the first were right."""
+        """Record that the first ``kept`` of a sequence's ``drafted`` tokens were right."""
         if drafted:
             evidence = self._drafts[sequence_id].evidence
             self._length.verified(sequence_id, evidence, drafted, kept)
@@ -284,21 +284,21 @@ class Speculation:
         self._length.forget(sequence_id)
 
     def takes_prompt(self) -> bool:
-        """There is nothing to take in."""
+        """Return False: this drafter processes no prompts."""
         return False
 
     def computed(self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None) -> None:
-        """It is not called: there is nothing to watch."""
+        """Do nothing: ``watches`` is false."""
 
     def use_threads(self, threads: int) -> None:
-        """What looks at tokens takes none."""
+        """Do nothing: this drafter uses no threads."""
 
     def share_cores(self, share: CoreShare) -> None:
-        """What looks at tokens takes none."""
+        """Do nothing: this drafter uses no threads."""
 
 
 def make_speculation(name: str) -> Speculation | None:
-    """By the name of a drafter that looks at tokens alone; None for ``none``.
+    """Make the speculation of a drafter that uses only tokens, by name; None for ``none``.
 
     Raises ValueError for another name.
     """
@@ -307,19 +307,19 @@ def make_speculation(name: str) -> Speculation | None:
 
 
 def make_drafter(name: str) -> Drafter | None:
-    """As ``make_speculation``."""
+    """Make a drafter by name, as ``make_speculation`` does."""
     if name not in TOKEN_DRAFTERS:
-        raise ValueError(f"drafter {name!r} is not one that looks at tokens alone")
+        raise ValueError(f"drafter {name!r} needs a model")
     return None if name == "none" else NgramDrafter()
 
 
 def with_draft(row: PlanRow, draft: Sequence[int]) -> PlanRow:
-    """A row of a sequence's last token, with a draft behind it."""
+    """Add a draft to a row of a sequence's last token."""
     return replace(row, count=row.count + len(draft), draft=tuple(draft))
 
 
 def kept_tokens(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many tokens of a draft are those drawn in their places."""
+    """Number of leading tokens of a draft that equal those drawn in their places."""
     kept = 0
     while kept < len(draft) and draft[kept] == drawn[kept]:
         kept += 1

@@ -1,16 +1,16 @@
-"""How the bytes of a KV block lie: what two workers must know of each other to exchange blocks.
+"""The layout of a KV block's bytes, which two workers must know of each other to exchange blocks.
 
-    KvLayout of a worker ─of_rank(r)→ KvLayout of what lies on one of its ranks
+    KvLayout of a worker ─of_rank(r)→ KvLayout of the part on one of its ranks
 
-The heads of a worker are shared by its ranks (``baton.head_share``), so that a rank's block is that
-of a model with its heads alone: one rank's may have a head more than another's.
+The ranks of a worker share its heads (``baton.head_share``). A rank's block is that of a model that
+has only the rank's heads; ranks may differ by one head.
 
-A block holds codes ``[layer, K/V, head, slot, dim]``, then, where they are int8 or fp8, their
-scales ``[layer, K/V, head, slot]`` in fp32, then what fills it up to a multiple of 64. A *row* is
-what one slot holds of one head's keys or values in one layer: ``head_dim`` codes and, if any, their
-scale. Rows are counted in the order of the codes, so that a row's number gives both its places.
-Behind that lies the drafter's part, if there is one, laid out in the same way; behind its codes and
-scales, at a multiple of 8, an int64 says how many of its slots are filled.
+A block holds codes ``[layer, K/V, head, slot, dim]``. If they are int8 or fp8, their scales
+``[layer, K/V, head, slot]`` in fp32 follow. Padding completes a multiple of 64 bytes. A *row* is
+what one slot holds of one head's keys or values in one layer: ``head_dim`` codes and their scale,
+if any. Rows are counted in the order of the codes, so a row's number determines both places. After
+that comes the drafter's part, if there is one, with the same layout. After its codes and scales, at
+a multiple of 8, an int64 counts its filled slots.
 
 Plain Python.
 """
@@ -32,22 +32,23 @@ _SCALED = frozenset({"int8", "fp8"})
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The layout of a worker's blocks. Raises GeometryMismatch for one that cannot be.
+    """The layout of a worker's blocks. Raises GeometryMismatch if it is impossible.
 
-    Sizes and places are those of a block on one rank: of several, ``of_rank`` has them, and they
-    are refused here.
+    Sizes and places are those of a block on one rank. For a worker with several ranks, they are
+    refused here; ``of_rank`` has them.
     """
 
     block_size: int
-    """Slots of a block."""
+    """Number of slots in a block."""
     layers: int
     kv_heads: int
-    """Of the model: those of all ranks together, each counted once."""
+    """KV heads of the model: those of all ranks together, each counted once."""
     head_dim: int
     kv_dtype: str
     """``float32``, ``bfloat16``, ``float16``, ``int8`` or ``fp8``."""
     tensor_parallel: int = 1
-    """How many ranks share the heads. With more ranks than heads, each head lies on several."""
+    """Number of ranks that share the heads. With more ranks than heads, several ranks have each
+    head."""
     drafter: GroupShape | None = None
     """The drafter's part, if there is one."""
 
@@ -59,7 +60,7 @@ class KvLayout:
             known = ", ".join(_VALUE_BYTES)
             raise GeometryMismatch(f"{self} has an unknown kv_dtype; known: {known}")
         if self.drafter is not None:
-            # What the target's part is asked, the drafter's is asked too.
+            # The drafter's part has to pass the same checks as the target's.
             self._layout_of(self.drafter)
 
     @classmethod
@@ -77,7 +78,7 @@ class KvLayout:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one code."""
+        """Number of bytes in one code."""
         return _VALUE_BYTES[self.kv_dtype]
 
     @property
@@ -85,7 +86,7 @@ class KvLayout:
         return self.kv_dtype in _SCALED
 
     def of_rank(self, rank: int) -> KvLayout:
-        """What lies on one rank: itself where there is one only."""
+        """The layout on one rank; unchanged if there is only one rank."""
         if self.tensor_parallel == 1:
             return self
         group = self.drafter
@@ -97,34 +98,34 @@ class KvLayout:
 
     @property
     def rows(self) -> int:
-        """Rows of a block."""
+        """Number of rows in a block."""
         if self.tensor_parallel != 1:
-            raise GeometryMismatch(f"{self} has no size of its own: its ranks have")
+            raise GeometryMismatch(f"{self} has no block size: ask for the layout of one rank")
         return self.layers * 2 * self.kv_heads * self.block_size
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row's codes."""
+        """Number of bytes in a row's codes."""
         return self.head_dim * self.value_bytes
 
     @property
     def codes_bytes(self) -> int:
-        """Bytes of the codes of a block: where its scales begin."""
+        """Bytes of a block's codes, which is where its scales begin."""
         return self.rows * self.row_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the codes and scales of a block: where its padding begins."""
+        """Bytes of a block's codes and scales, which is where its padding begins."""
         return self.codes_bytes + self.rows * SCALE_BYTES * self.has_scales
 
     @property
     def target_bytes(self) -> int:
-        """Bytes of the target's part of a block: where the drafter's begins."""
+        """Bytes of the target's part of a block, which is where the drafter's begins."""
         return _aligned(self.used_bytes)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block: a multiple of 64."""
+        """Number of bytes in a block: a multiple of 64."""
         drafter = self.drafter_layout
         if drafter is None:
             return self.target_bytes
@@ -132,12 +133,12 @@ class KvLayout:
 
     @property
     def drafter_layout(self) -> KvLayout | None:
-        """How the drafter's part lies, from its own beginning."""
+        """The layout of the drafter's part, counted from its own beginning."""
         return None if self.drafter is None else self._layout_of(self.drafter)
 
     @property
     def filled_offset(self) -> int:
-        """Of a drafter's part: where the count of its filled slots lies, in bytes within it."""
+        """Offset in bytes of the count of filled slots in a drafter's part."""
         return -(-self.used_bytes // FILLED_BYTES) * FILLED_BYTES
 
     def _layout_of(self, group: GroupShape) -> KvLayout:
@@ -150,31 +151,32 @@ class KvLayout:
         )
 
     def heads_of(self, rank: int) -> range:
-        """The model's KV heads that a rank holds, in their order there."""
+        """The model's KV heads on a rank, in their order there."""
         return head_share.kv_heads_of(rank, self.tensor_parallel, self.kv_heads)
 
     def ranks_of(self, head: int) -> range:
-        """The ranks that hold a KV head of the model."""
+        """The ranks that have a KV head of the model."""
         return head_share.ranks_of(head, self.tensor_parallel, self.kv_heads)
 
     def row(self, layer: int, which: int, head: int, slot: int) -> int:
-        """The number of a row. ``which`` is 0 for keys, 1 for values; heads count in the block."""
+        """The number of a row. ``which`` is 0 for keys, 1 for values; ``head`` counts in the
+        block."""
         plane = (layer * 2 + which) * self.kv_heads + head
         return plane * self.block_size + slot
 
     def code_offset(self, row: int) -> int:
-        """Where a row's codes begin, in bytes within the block."""
+        """Offset of a row's codes, in bytes within the block."""
         return row * self.row_bytes
 
     def scale_offset(self, row: int) -> int:
-        """Where a row's scale begins, in bytes within a block that has scales."""
+        """Offset of a row's scale, in bytes within a block that has scales."""
         return self.codes_bytes + row * SCALE_BYTES
 
     def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Where the layers ``first`` … ``last - 1`` lie in a block: offset and bytes of runs.
+        """Where the layers ``first`` … ``last - 1`` are in a block: offset and bytes of runs.
 
-        The runs of all layers, in whatever portions, cover the block: its padding goes with the
-        last one, and so does the drafter's part.
+        The runs of all layers together cover the block, however the layers are divided. Its padding
+        and the drafter's part belong to the last layer.
         """
         if first == last:
             return []

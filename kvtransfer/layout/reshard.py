@@ -1,11 +1,11 @@
-"""Which bytes of a writer's blocks belong where in a receiver's, whose layout may be another.
+"""Maps bytes of a writer's blocks to those of a receiver, whose layout may differ.
 
     plan ─ slices of bytes, for layouts of one KV type
-      ├ shards ─ which heads each rank gives each other rank, and of which blocks
-      └ overlaps ─ runs of tokens, for every pair of layouts; what converts KV types works on these
+    ├ shards ─ which heads each rank gives each other rank, and from which blocks
+    └ overlaps ─ runs of tokens, for every pair of layouts; the conversion of KV types uses these
 
-Blocks are counted within the sequence: token ``t`` lies in slot ``t % block_size`` of block
-``t // block_size`` of the sequence's block table.
+Blocks are counted within the sequence: token ``t`` is in slot ``t % block_size`` of block ``t //
+block_size`` of the sequence's block table.
 
 Plain Python: data in, data out.
 """
@@ -32,7 +32,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Bytes that move in one piece. Offsets and length are in bytes, offsets within the block."""
+    """Bytes that move in one piece. Length and offsets are in bytes, offsets within the block."""
 
     source_rank: int
     source_block: int
@@ -50,21 +50,21 @@ class Shard:
     source_rank: int
     target_rank: int
     heads: range
-    """Of the model. All that both ranks hold, and one alone where several source ranks hold it."""
+    """Heads of the model that both ranks have. Only one head if several source ranks have it."""
     turn: int = 0
     step: int = 0
     turns: int = 1
     """Several source ranks with the same head take turns: see ``has``."""
 
     def has(self, block: int) -> bool:
-        """Whether block ``block`` of the source is given, counted as ``Slice`` counts it."""
+        """Whether the shard includes block ``block`` of the source, counted as in ``Slice``."""
         return (block * self.step + self.turn) % self.turns == 0
 
 
 def shards(source: KvLayout, target: KvLayout) -> list[Shard]:
-    """Of every pair of ranks that has one. By target rank, then by head.
+    """The shards of all pairs of ranks that have one, by target rank, then by head.
 
-    Every head that a target rank holds comes from one source rank, of each block.
+    In each block, every head of a target rank comes from one source rank.
     """
     found = []
     for target_rank in range(target.tensor_parallel):
@@ -83,8 +83,8 @@ def _shard(source: KvLayout, target: KvLayout, source_rank: int, target_rank: in
     holders, copies = source.ranks_of(heads[0]), target.ranks_of(heads[0])
     if len(holders) == 1:
         return Shard(source_rank, target_rank, heads)
-    # Every copy of every block takes the next replica. With as many copies as replicas each copy
-    # keeps its own, so that equal geometries move from rank to same rank.
+    # Every copy of every block uses the next replica. If there are as many copies as replicas, each
+    # copy keeps its own, so that equal geometries move from rank to same rank.
     turn = (target_rank - copies.start) - (source_rank - holders.start)
     shard = Shard(source_rank, target_rank, heads, turn, len(copies), len(holders))
     return shard if any(shard.has(block) for block in range(len(holders))) else None
@@ -93,20 +93,20 @@ def _shard(source: KvLayout, target: KvLayout, source_rank: int, target_rank: in
 def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slice]:
     """The fewest slices that bring the tokens [first, last) into the target's blocks.
 
-    Ascending by tokens, then by target rank. Each target rank gets every head that it holds; where
-    several source ranks hold it, they take turns by source block. No byte of the target is named
-    twice. Where the blocks of two ranks are alike, whole blocks go, in one slice each: the last one
-    too if the tokens fill only part of it, so that a range ends within a block only where the
-    sequence ends. Else nothing but the tokens' bytes is named.
+    They ascend by tokens, then by target rank. Each target rank gets every head that it has; if
+    several source ranks have it, they take turns by source block. No byte of the target occurs
+    twice. If the blocks of two ranks are alike, whole blocks move in one slice each. That includes
+    the last block if the tokens fill only part of it, so a range must end within a block only where
+    the sequence ends. Otherwise only the tokens' bytes are included.
 
-    Raises GeometryMismatch where bytes cannot be brought over unchanged, or where there is a
-    drafter's part, HandoffError for a range that is none.
+    Raises GeometryMismatch if bytes cannot be transferred unchanged or if there is a drafter's
+    part, and HandoffError for an invalid range.
     """
     check_convertible(source, target)
     if source.drafter is not None:
-        raise GeometryMismatch(f"parts of {source} cannot be planned: a drafter has its own")
+        raise GeometryMismatch(f"cannot plan slices of {source}: it has a drafter's part")
     if source.kv_dtype != target.kv_dtype:
-        raise GeometryMismatch(f"codes of {source} are not those of {target}")
+        raise GeometryMismatch(f"codes of {source} differ from those of {target}")
     given = shards(source, target)
     slices: list[Slice] = []
     for overlap in overlaps(source, target, first, last):
@@ -117,12 +117,12 @@ def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slic
 
 
 def overlaps(source: KvLayout, target: KvLayout, first: int, last: int) -> Iterator[Overlap]:
-    """The tokens [first, last), cut wherever a block of either side ends; ascending.
+    """The tokens [first, last), cut where a block of either side ends; ascending.
 
-    Raises HandoffError for a range that is none.
+    Raises HandoffError for an invalid range.
     """
     if not 0 <= first <= last:
-        raise HandoffError(f"there are no tokens from {first} to {last}")
+        raise HandoffError(f"invalid token range: {first} to {last}")
     while first < last:
         source_block, source_slot = divmod(first, source.block_size)
         target_block, target_slot = divmod(first, target.block_size)
@@ -133,7 +133,7 @@ def overlaps(source: KvLayout, target: KvLayout, first: int, last: int) -> Itera
 
 
 def check_convertible(source: KvLayout, target: KvLayout) -> None:
-    """Raises GeometryMismatch, which names both, unless they hold the same rows of both groups.
+    """Raise GeometryMismatch, with both layouts, unless they hold the same rows of both groups.
 
     Block size, tensor parallelism and KV type may differ.
     """
@@ -147,7 +147,7 @@ def check_convertible(source: KvLayout, target: KvLayout) -> None:
 
 
 def _slices(source: KvLayout, target: KvLayout, overlap: Overlap, shard: Shard) -> Iterator[Slice]:
-    """What one source rank gives one target rank of one overlap."""
+    """The slices that one source rank gives one target rank for one overlap."""
     here, there = source.of_rank(shard.source_rank), target.of_rank(shard.target_rank)
 
     def between(source_offset: int, target_offset: int, length: int) -> Slice:
@@ -181,7 +181,7 @@ def _slices(source: KvLayout, target: KvLayout, overlap: Overlap, shard: Shard) 
 
 
 def _is_whole(here: KvLayout, there: KvLayout, overlap: Overlap, heads: range) -> bool:
-    """Whether the two blocks are alike, and no token before those of the overlap is in them."""
+    """Whether the two blocks are alike, and contain no tokens before the overlap."""
     return (
         here.block_size == there.block_size
         and len(heads) == here.kv_heads == there.kv_heads
@@ -197,13 +197,14 @@ def _runs(
     target_head: int,
     heads: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """(source row, target row, rows) of the rows that follow one another on both sides.
+    """Yield (source row, target row, rows) for rows that are consecutive on both sides.
 
-    Of some heads, counted in their ranks, from ``source_head`` and ``target_head``.
+    The rows are those of ``heads`` heads from ``source_head`` and ``target_head`` on, which count
+    on their ranks.
     """
     rows = overlap.tokens
     if rows == source.block_size == target.block_size:
-        # A head's last slot is followed by the next head's first one, on both sides.
+        # A head's last slot is followed by the next head's first slot, on both sides.
         heads, rows = 1, heads * rows
     for layer in range(source.layers):
         for which in (0, 1):

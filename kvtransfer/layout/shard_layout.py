@@ -1,12 +1,12 @@
-"""The bytes that one rank's block gives one block of another rank, put one behind another.
+"""The bytes that one rank's block shares with a block of another rank, in sequence.
 
 Such bytes are *packed*: the keys of the shared heads of layer 0, their values, those of layer 1, …,
-then, if there are any, the scales in the same order. Writer and receiver count offsets in packed
-bytes, so that a part has one name at both ends, wherever it lies there. What one layer holds of
-keys or of values is a *plane*: it lies in one piece at both ends.
+then the scales, if any, in the same order. Writer and receiver count offsets in packed bytes, so a
+part has the same offset at both ends, wherever its bytes are. The keys or values of one layer form
+a *plane*, which is contiguous at both ends.
 
-Where all heads of both ranks are the same ones nothing is packed: whole blocks go as they lie, with
-their padding and their drafter's part.
+If both ranks have the same heads, nothing is packed: whole blocks are sent, with their padding and
+their drafter's part.
 
 Plain Python.
 """
@@ -23,7 +23,7 @@ from kvtransfer.layout.reshard import Shard, shards
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Some consecutive bytes of a plane. Offsets and length in bytes."""
+    """Consecutive bytes of a plane. Offsets and length are in bytes."""
 
     number: int
     packed: int
@@ -34,10 +34,10 @@ class Plane:
 
 
 class ShardLayout:
-    """Of one pair of ranks, whose workers have equal block sizes and KV types."""
+    """The packed bytes of a pair of ranks whose workers have equal block sizes and KV types."""
 
     def __init__(self, source: KvLayout, target: KvLayout, shard: Shard) -> None:
-        """``source`` and ``target`` are those of the workers."""
+        """``source`` and ``target`` are the layouts of the workers."""
         self.shard = shard
         self._source = source.of_rank(shard.source_rank)
         self._target = target.of_rank(shard.target_rank)
@@ -45,17 +45,17 @@ class ShardLayout:
         self._source_head = first - source.heads_of(shard.source_rank).start
         self._target_head = first - target.heads_of(shard.target_rank).start
         self.is_whole = heads == self._source.kv_heads == self._target.kv_heads
-        """Whether blocks go as they lie."""
+        """Whether whole blocks are sent unchanged."""
         self.layers = source.layers
         self._packed = replace(self._source, kv_heads=heads, drafter=None)
 
     @cached_property
     def block_bytes(self) -> int:
-        """Packed bytes of a block."""
+        """Number of packed bytes in a block."""
         return self._source.block_bytes if self.is_whole else self._packed.used_bytes
 
     def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """As ``KvLayout.layer_runs``, of packed bytes; those of all layers are one run."""
+        """Like ``KvLayout.layer_runs``, in packed bytes; all layers together are one run."""
         if (first, last) == (0, self.layers):
             return [(0, self.block_bytes)]
         if self.is_whole:
@@ -66,17 +66,17 @@ class ShardLayout:
 
     @property
     def source_block_bytes(self) -> int:
-        """Bytes of a block of the writer's rank."""
+        """Number of bytes in a block of the writer's rank."""
         return self._source.block_bytes
 
     @cached_property
     def source_planes(self) -> tuple[Plane, ...]:
-        """Where the planes lie in the writer's block, in the order of the packed bytes."""
+        """Where the planes are in the writer's block, in the order of the packed bytes."""
         return self._planes(self._source, self._source_head)
 
     @cached_property
     def target_planes(self) -> tuple[Plane, ...]:
-        """Where they lie in the receiver's block."""
+        """Where the planes are in the receiver's block."""
         return self._planes(self._target, self._target_head)
 
     def _planes(self, block: KvLayout, first_head: int) -> tuple[Plane, ...]:
@@ -96,7 +96,7 @@ class ShardLayout:
 
 
 def shards_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[ShardLayout]:
-    """What one rank of a receiver gets: one for each rank of the writer that gives it anything."""
+    """What one rank of a receiver gets: a layout for each rank of the writer that shares heads."""
     return [
         ShardLayout(source, target, shard)
         for shard in shards(source, target)
@@ -105,7 +105,7 @@ def shards_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[Shar
 
 
 def shard_of(source: KvLayout, target: KvLayout, source_rank: int, target_rank: int) -> ShardLayout:
-    """What one rank gives another. Raises HandoffError where that is nothing."""
+    """What one rank gives another. Raises HandoffError if they share no head."""
     for found in shards_to(source, target, target_rank):
         if found.shard.source_rank == source_rank:
             return found

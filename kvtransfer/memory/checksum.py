@@ -1,4 +1,4 @@
-"""The checksum of a wire segment: NH, the inner hash of UMAC (RFC 4418, section 5.2), once over.
+"""The checksum of a wire segment: NH, the inner hash of UMAC (RFC 4418, section 5.2), applied once.
 
 The data is read as little-endian 32-bit words, cut into a first and a second half ``a`` and ``b``
 (zeros fill the end), and
@@ -7,8 +7,8 @@ The data is read as little-endian 32-bit words, cut into a first and a second ha
 
 with the sums in brackets taken mod 2^32 and ``k`` a fixed pseudo-random sequence. Two different
 segments of one length collide with probability 2^-32 over the choice of ``k``. It is a plain
-reduction of independent terms, so that a GPU computes it as fast as it reads memory
-(``kvtransfer.memory.checksum_triton``), and numpy does well on a CPU.
+reduction of independent terms. So a GPU computes it as fast as it reads memory
+(``kvtransfer.memory.checksum_triton``), and numpy is fast enough on a CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _keys(pairs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
 def checksum(data: bytes | memoryview) -> int:
     """The 64-bit checksum of up to 16 GiB. Releases the GIL for most of its time."""
     words = np.frombuffer(data, dtype=np.uint8)
-    length = words.size  # len() of a view of larger items counts those
+    length = words.size  # len() of a view of larger items counts those items
     if length % 8:
         words = np.concatenate((words, np.zeros(8 - length % 8, dtype=np.uint8)))
     halves = words.view("<u4").astype(np.uint32, copy=False)

@@ -1,6 +1,6 @@
 """The checksum of ``kvtransfer.memory.checksum`` in Triton: GPU blocks stay on the GPU.
 
-Alone, or in the pass that copies, also from another GPU's memory that this one reaches.
+A kernel computes it alone, or in the pass that copies, also from another GPU's memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _mix32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_of_products(left, right, index, inside, seed: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pairs' part of the checksum, int64: words ``left`` and ``right`` int32 [block]."""
+    """The pairs' part of the checksum, int64, from words ``left`` and ``right``, int32 [block]."""
     number = (2 * index).to(tl.uint32)
     left = left.to(tl.uint32) + _mix32(number ^ seed)
     right = right.to(tl.uint32) + _mix32((number + 1) ^ seed)
@@ -40,7 +40,7 @@ def _sum_of_products(left, right, index, inside, seed: tl.constexpr):  # type: i
 def checksum_kernel(  # type: ignore[no-untyped-def]
     words, sums, pairs, seed: tl.constexpr, block: tl.constexpr
 ):
-    """Partial sums: ``words`` int32 [2 * pairs] → ``sums`` int64 [ceil(pairs / block)]."""
+    """Compute partial sums: ``words`` int32 [2 * pairs] → ``sums`` int64 [ceil(pairs / block)]."""
     program = tl.program_id(0)
     index = program * block + tl.arange(0, block)
     inside = index < pairs
@@ -53,10 +53,11 @@ def checksum_kernel(  # type: ignore[no-untyped-def]
 def copy_kernel(  # type: ignore[no-untyped-def]
     target, source, sums, pairs, seed: tl.constexpr, block: tl.constexpr
 ):
-    """``checksum_kernel`` of the words at address ``source``, which it also stores at ``target``.
+    """Like ``checksum_kernel`` for the words at address ``source``, which it stores at ``target``.
 
-    The addresses are integers, because torch holds no memory of a GPU that this process does not
-    see. They are not specialized: every copy takes the one kernel whose accesses are 16 bytes wide.
+    The addresses are integers, because torch has no tensors for memory of a GPU that this process
+    does not see. They are not specialized: every copy uses the same kernel, whose accesses are 16
+    bytes wide.
     """
     to = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
     words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
@@ -73,7 +74,8 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 def checksum_tensor(data: torch.Tensor) -> int:
     """The checksum of a contiguous uint8 tensor of a multiple of 8 bytes, aligned to 4.
 
-    Equal to ``kvtransfer.memory.checksum.checksum`` of the same bytes. Raises ValueError otherwise.
+    It equals ``kvtransfer.memory.checksum.checksum`` of the same bytes. Raises ValueError for other
+    tensors.
     """
     words = _words(data)
     pairs = words.numel() // 2
@@ -84,19 +86,22 @@ def checksum_tensor(data: torch.Tensor) -> int:
 
 
 def can_copy_words(target: int, source: int, size: int) -> bool:
-    """Whether ``copy_words`` takes these: addresses of multiples of 16, a multiple of 8 bytes."""
+    """Whether ``copy_words`` supports these: addresses at multiples of 16, a multiple of 8
+    bytes."""
     return not ((target | source) % 16 or size % 8)
 
 
 def copy_words(target: int, source: int, size: int, device: torch.device) -> int:
-    """Copy ``size`` bytes from one address to another; the two ranges do not overlap.
+    """Copy ``size`` bytes from one address to another; the two ranges must not overlap.
 
-    A kernel on ``device``, which must reach both, copies on the current stream of it. Returns the
-    checksum of what was written, which then has arrived. Raises ValueError where ``can_copy_words``
+    A kernel on ``device``, which must reach both, copies on its current stream. Returns the
+    checksum of the written bytes, which have then arrived. Raises ValueError if ``can_copy_words``
     is false.
     """
     if not can_copy_words(target, source, size):
-        raise ValueError(f"{size} bytes from {source:#x} to {target:#x} are no whole words")
+        raise ValueError(
+            f"{size} bytes from {source:#x} to {target:#x} are not whole aligned words"
+        )
     pairs = size // 8
     sums = _sums(pairs, device)
     with _current(device):
@@ -106,14 +111,14 @@ def copy_words(target: int, source: int, size: int, device: torch.device) -> int
 
 def _words(data: torch.Tensor) -> torch.Tensor:
     if data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() % 8:
-        raise ValueError("a contiguous uint8 tensor of a multiple of 8 bytes is needed")
+        raise ValueError("the tensor must be contiguous uint8 of a multiple of 8 bytes")
     if data.storage_offset() % 4:
         raise ValueError("the tensor must begin at a multiple of 4 bytes")
     return data.view(-1).view(torch.int32)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever the tensors are on."""
+    """Make a device current: Triton launches there, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,7 +1,7 @@
-"""Checksums of bytes of this host, and copies that give the checksum of what they wrote.
+"""Checksums of bytes of this host, and copies that return the checksum of what they wrote.
 
-``kvtransfer.memory.checksum`` says what a checksum is; here it is computed at the speed of the
-memory, in C++ (``native/copy.cpp``). Without a C++ compiler numpy computes, several times slower.
+``kvtransfer.memory.checksum`` defines the checksum; here C++ code computes it at the speed of the
+memory (``native/copy.cpp``). Without a C++ compiler numpy computes it, several times slower.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _TARGET = NATIVE
 
 @lru_cache(maxsize=1)
 def copy_library() -> ctypes.CDLL | None:
-    """The library, or None where numpy is to compute; the reason is logged once.
+    """The library; None if numpy has to compute, and the reason is logged once.
 
     The first call may build it, which takes seconds.
     """
     try:
         library = CppLibrary(_FOLDER, _TARGET).load()
     except ConfigError as error:
-        log.warning("numpy copies KV blocks, several times slower: %s", error)
+        log.warning("using numpy to copy KV blocks, which is several times slower: %s", error)
         return None
     address, size = ctypes.c_void_p, ctypes.c_int64
     library.kv_checksum.argtypes = [address, size]
@@ -50,7 +50,7 @@ def copy_library() -> ctypes.CDLL | None:
 
 
 def checksum(data: Bytes) -> int:
-    """``kvtransfer.memory.checksum.checksum`` of up to 16 GiB. Releases the GIL."""
+    """Compute ``kvtransfer.memory.checksum.checksum`` of up to 16 GiB. Releases the GIL."""
     source, library = _bytes_of(data), copy_library()
     if library is None:
         return reference.checksum(source.data)
@@ -58,15 +58,15 @@ def checksum(data: Bytes) -> int:
 
 
 def copy(to: Bytes, source: Bytes, *, soon_read: bool = False) -> int:
-    """Copy up to 16 GiB; the two do not overlap. Returns the checksum of what was written.
+    """Copy up to 16 GiB without overlap. Returns the checksum of what was written.
 
-    ``source`` is read once, so that the checksum is that of the copy even while others write to it.
-    ``soon_read``: the copy stays in the CPU's caches; otherwise it goes past them. Releases the
-    GIL. Raises ValueError where the two differ in length, or ``to`` is read-only.
+    ``source`` is read once, so the checksum is that of the copy even if others write to it
+    meanwhile. With ``soon_read``, the copy stays in the CPU's caches; otherwise it bypasses them.
+    Releases the GIL. Raises ValueError if the two differ in length, or ``to`` is read-only.
     """
     target, origin, library = _bytes_of(to), _bytes_of(source), copy_library()
     if target.size != origin.size or not target.flags.writeable:
-        raise ValueError(f"{origin.size} bytes do not go into {target.size} writable ones")
+        raise ValueError(f"cannot copy {origin.size} bytes into {target.size} writable bytes")
     if library is None:
         np.copyto(target, origin)
         return reference.checksum(target.data)
@@ -76,9 +76,10 @@ def copy(to: Bytes, source: Bytes, *, soon_read: bool = False) -> int:
 def checksum_many(
     source: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], length: int
 ) -> tuple[int, ...]:
-    """``checksum`` of each part of ``source``: ``length`` bytes from each of ``starts``.
+    """Compute ``checksum`` of each part of ``source``: ``length`` bytes from each of ``starts``.
 
-    In one go: a call costs more than a small part. Raises ValueError where a part lies outside.
+    It is a single call, because a call costs more than a small part. Raises ValueError if a part is
+    outside.
     """
     _check(source, starts, length)
     library = copy_library()
@@ -96,14 +97,14 @@ def copy_many(
     *,
     soon_read: bool = False,
 ) -> tuple[int, ...]:
-    """``copy`` of each part of ``source``, as ``checksum_many`` has it, to its place in ``to``.
+    """Do a ``copy`` of each part of ``source``, as in ``checksum_many``, to its place in ``to``.
 
-    Raises ValueError where a part lies outside, or ``to`` is read-only.
+    Raises ValueError if a part is outside, or ``to`` is read-only.
     """
     _check(to, places, length)
     _check(source, starts, length)
     if places.size != starts.size:
-        raise ValueError("the parts of source and target are not alike")
+        raise ValueError("source and target must have the same number of parts")
     if not to.flags.writeable:
         raise ValueError("the target is read-only")
     library = copy_library()
@@ -124,10 +125,10 @@ def copy_out(
     length: int,
     at: npt.NDArray[np.int64] | None = None,
 ) -> tuple[int, ...]:
-    """``copy`` of each part of ``source`` into ``outs``, in their order; they are soon read.
+    """Do a ``copy`` of each part of ``source`` into ``outs``, in order; they are soon read.
 
     Each of ``outs`` is one part; with ``at`` it has a part at each of these places. Raises
-    ValueError where they are not as many, do not fit, or where one of ``outs`` is read-only.
+    ValueError if their number differs, they do not fit, or one of ``outs`` is read-only.
     """
     _check(source, starts, length)
     targets = [_bytes_of(out) for out in outs]
@@ -140,7 +141,7 @@ def copy_out(
         )
         or (at is None and any(target.size != length for target in targets))
     ):
-        raise ValueError("the parts of source and target are not alike")
+        raise ValueError("source and target must have the same number and size of parts")
     library = copy_library()
     if library is None:
         places = [target[place : place + length] for target in targets for place in pieces]
@@ -154,7 +155,7 @@ def copy_out(
 
 
 def _check(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], length: int) -> None:
-    """Raises ValueError where a part lies outside."""
+    """Raise ValueError if a part is outside."""
     if starts.size and not (starts.min() >= 0 and starts.max() + length <= data.size):
         raise ValueError(f"parts of {length} bytes lie outside {data.size} bytes")
 
@@ -167,7 +168,7 @@ def _copy_many(
     *,
     soon_read: bool,
 ) -> tuple[int, ...]:
-    """``targets`` and ``origins`` are addresses; without targets nothing is copied."""
+    """Copy between addresses ``targets`` and ``origins``; without targets nothing is copied."""
     sums = np.empty(origins.size, dtype=np.uint64)
     library.kv_copy_many(
         None if targets is None else _address(targets),

@@ -1,4 +1,4 @@
-"""How transports reach KV blocks without knowing what holds them."""
+"""The interface through which transports access KV blocks, whatever memory holds them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ class SharedFile:
     """Memory that other processes of the host can map."""
 
     descriptor: int
-    """Of the file, in this process."""
+    """Descriptor of the file in this process."""
     bytes: int
 
 
 class BlockMemory(Protocol):
-    """The bytes of a worker's blocks. Its methods are called from transfer threads, never from an
+    """The bytes of a worker's blocks.
 
-    event loop, and release the GIL while they copy. ``offset`` and ``length`` are in bytes.
+    Its methods are called from transfer threads, never from an event loop, and release the GIL
+    while they copy. ``offset`` and ``length`` are in bytes.
     """
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: a multiple of 64."""
+        """Number of bytes in one block: a multiple of 64."""
 
     @property
     def device(self) -> str:
@@ -42,14 +43,14 @@ class BlockMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Where the first block begins, as ``device`` counts; the others follow without gaps."""
+        """Address of the first block on ``device``; the others follow without gaps."""
 
     @property
     def shared_file(self) -> SharedFile | None:
-        """Where the blocks lie, one after another; None: no other process can map them."""
+        """The file that holds the blocks in order; None if no other process can map them."""
 
     def checksum(self, block: int, offset: int, length: int) -> int:
-        """``kvtransfer.memory.checksum.checksum`` of part of a block."""
+        """The ``kvtransfer.memory.checksum.checksum`` of part of a block."""
 
     def read(self, block: int, offset: int, out: memoryview) -> int:
         """Copy part of a block into ``out`` (bytes, writable). Returns its checksum."""
@@ -58,14 +59,14 @@ class BlockMemory(Protocol):
         """Overwrite part of a block. Returns the checksum of what was written."""
 
     def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
-        """``checksum`` of the same part of several blocks."""
+        """The ``checksum`` of the same part of several blocks."""
 
     def read_many(
         self, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
     ) -> tuple[int, ...]:
-        """``read`` of the same part of several blocks, each into its own; all ``outs`` are alike
+        """Do ``read`` for the same part of several blocks, each into its own buffer.
 
-        in length.
+        All ``outs`` have the same length.
         """
 
     def write_many(
@@ -76,11 +77,13 @@ class BlockMemory(Protocol):
         source: memoryview,
         starts: Sequence[int],
     ) -> tuple[int, ...]:
-        """``write`` of the same part of several blocks: what begins at ``starts`` of ``source``."""
+        """Do ``write`` for the same part of several blocks, with data from ``starts`` of
+        ``source``."""
 
 
 class PartByPart:
-    """The methods for several parts, for memory that gains nothing from them."""
+    """Implements the methods for several parts one by one, for memory that gains nothing
+    otherwise."""
 
     def checksum_many(
         self: BlockMemory, blocks: Sequence[int], offset: int, length: int
@@ -111,36 +114,36 @@ class PartByPart:
 
 
 def check_part(memory: BlockMemory, block: int, offset: int, length: int) -> None:
-    """Raises HandoffError where the memory has no such part: peers name parts, and may be wrong."""
+    """Raise HandoffError if the memory has no such part: peers name parts, and may be wrong."""
     if not 0 <= block < memory.blocks or not 0 <= offset <= offset + length <= memory.block_bytes:
         raise HandoffError(
-            f"no {length} bytes from {offset} of block {block}: there are {memory.blocks} blocks "
+            f"block {block} has no {length} bytes at {offset}: there are {memory.blocks} blocks "
             f"of {memory.block_bytes} bytes"
         )
 
 
 class HostMemory:
-    """``kvtransfer.memory.memory.BlockMemory`` over blocks that the CPU reads.
+    """Implements ``kvtransfer.memory.memory.BlockMemory`` over blocks in host memory.
 
-    Safe beside a running step, because a block that is read is complete, and one that is written is
+    It is safe while a step runs: a block that is read is complete, and a block that is written is
     in no plan before its copy has ended.
     """
 
     def __init__(self, data: npt.NDArray[np.uint8], shared_file: SharedFile | None = None) -> None:
-        """``data`` uint8 [blocks, block_bytes], contiguous, stays the caller's; see
+        """``data`` is contiguous uint8 [blocks, block_bytes]; the caller owns it.
 
-        ``kvtransfer.memory.shared_pool`` for ``shared_file``, which it begins. Builds what
-        copies, which may take seconds the first time. Raises ValueError for other data.
+        ``shared_file`` begins with the same bytes; see ``kvtransfer.memory.shared_pool``. Builds
+        the copy library, which may take seconds the first time. Raises ValueError for other data.
         """
         if data.dtype != np.uint8 or data.ndim != 2 or not data.flags.c_contiguous:
-            raise ValueError("contiguous uint8 [blocks, block_bytes] is needed")
+            raise ValueError("data must be contiguous uint8 [blocks, block_bytes]")
         self._data = data
         self._shared_file = shared_file
         copying.copy_library()
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """All blocks, one after another: uint8 [bytes], a view."""
+        """All blocks in order: uint8 [bytes], a view."""
         return self._data.reshape(-1)
 
     @property
@@ -167,7 +170,7 @@ class HostMemory:
         return copying.checksum(self._part(block, offset, length))
 
     def read(self, block: int, offset: int, out: memoryview) -> int:
-        # It is sent next.
+        # The part is sent next.
         return copying.copy(out, self._part(block, offset, out.nbytes), soon_read=True)
 
     def write(self, block: int, offset: int, data: memoryview) -> int:
@@ -196,7 +199,7 @@ class HostMemory:
         return copying.copy_many(self.data, places, origin, origins, length)
 
     def _starts(self, blocks: Sequence[int], offset: int, length: int) -> npt.NDArray[np.int64]:
-        """Where a part of each of the blocks begins. Raises HandoffError."""
+        """Where a part of each block begins. Raises HandoffError."""
         for block in blocks:
             check_part(self, block, offset, length)
         return np.array(blocks, dtype=np.int64) * self.block_bytes + offset

@@ -1,9 +1,8 @@
-"""A rank's blocks as one of its peers has them: the bytes that both share, packed.
+"""A rank's blocks as one of its peers sees them: the bytes that both share, packed.
 
-``kvtransfer.layout.shard_layout`` says what packed bytes are. The checksum of a part of them is
-made of
-those of the planes that it touches, each times an odd number of its plane's: so no plane can pass
-for another, and both ends find the same wherever planes lie.
+``kvtransfer.layout.shard_layout`` defines packed bytes. The checksum of a part of them is the sum
+of the checksums of its planes, each multiplied by an odd number that belongs to the plane. So no
+plane can pass for another, and both ends compute the same checksum wherever the planes are.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ _MASK64 = (1 << 64) - 1
 
 
 def plane_factor(number: int) -> int:
-    """What the checksum of a plane's bytes counts, in a part's."""
+    """Factor of a plane's checksum in the checksum of a part."""
     return (number + 1) * _PLANE_FACTOR & _MASK64 | 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Pieces of equal length of a part."""
+    """Pieces of a part that have the same length."""
 
     length: int
     at: npt.NDArray[np.int64]
     """Where each begins in the part."""
     places: npt.NDArray[np.int64]
-    """Where each lies in the block."""
+    """Where each is in the block."""
     factors: npt.NDArray[np.uint64]
 
 
 class Pieces:
-    """Where the packed bytes of a block lie. Safe among threads."""
+    """Where the packed bytes of a block are. Thread-safe."""
 
     def __init__(self, planes: Sequence[Plane]) -> None:
         self._planes = planes
         self.cuts = lru_cache(maxsize=256)(self._cuts)
-        """``(offset, length)`` in packed bytes → a part's pieces, grouped by their length."""
+        """Returns a part's pieces, grouped by length, for ``(offset, length)`` in packed bytes."""
 
     def of(self, offset: int, length: int) -> list[Plane]:
-        """What ``length`` packed bytes from ``offset`` are made of."""
+        """The planes that contain ``length`` packed bytes from ``offset``."""
         found = []
         for plane in self._planes:
             first = max(offset, plane.packed)
@@ -77,18 +76,15 @@ class Pieces:
 
 
 class ShardMemory(PartByPart):
-    """``kvtransfer.memory.memory.BlockMemory`` over the packed bytes of another one's blocks."""
+    """Implements ``kvtransfer.memory.memory.BlockMemory`` over packed bytes of another memory."""
 
     def __init__(self, memory: BlockMemory, planes: Sequence[Plane], block_bytes: int) -> None:
-        """``planes`` as they lie in blocks of ``memory``; ``block_bytes`` is how many bytes they
-
-        have together.
-        """
+        """``planes`` are in blocks of ``memory``; ``block_bytes`` is their total size."""
         self._memory = memory
         self._pieces = Pieces(planes)
         self._block_bytes = block_bytes
-        # Parts come by the dozen, of hundreds of pieces: one call for all of them, where it is the
-        # CPU that copies.
+        # Parts come by the dozen, each with hundreds of pieces: one call copies all, if the CPU
+        # copies.
         self._host = memory if isinstance(memory, HostMemory) else None
 
     @property
@@ -105,14 +101,14 @@ class ShardMemory(PartByPart):
 
     @property
     def address(self) -> int:
-        """Of what they lie in."""
+        """Address of the memory that contains them."""
         return self._memory.address
 
     @property
     def shared_file(self) -> SharedFile | None:
         return self._memory.shared_file
 
-    # A block at a time
+    # One block at a time
 
     def checksum(self, block: int, offset: int, length: int) -> int:
         return self._sum(
@@ -184,8 +180,8 @@ class ShardMemory(PartByPart):
     def copy_from(
         self, blocks: Sequence[int], offset: int, length: int, theirs: PeerBlocks
     ) -> tuple[int, ...]:
-        """``write`` of the same part of several blocks: of as many that a peer has."""
-        assert self._host is not None, "blocks of the host are needed"
+        """Write the same part of several blocks, copied from the same number of a peer's blocks."""
+        assert self._host is not None, "only blocks in host memory can be copied"
         sums = np.zeros(len(blocks), dtype=np.uint64)
         here, there = self._cuts_for(blocks, offset, length), theirs.pieces.cuts(offset, length)
         for own, other in zip(here, there, strict=True):
@@ -206,21 +202,21 @@ class PeerBlocks:
     """Some blocks of a peer whose memory is mapped here."""
 
     data: npt.NDArray[np.uint8]
-    """All of that memory, [bytes]."""
+    """All of the peer's memory, [bytes]."""
     block_bytes: int
     pieces: Pieces
     blocks: Sequence[int]
 
 
 def source_memory(memory: BlockMemory, shard: ShardLayout | None) -> BlockMemory:
-    """A writer's blocks as a shard has them; themselves where they go whole."""
+    """A writer's blocks as a shard sees them; the memory itself if blocks are sent whole."""
     if shard is None or shard.is_whole:
         return memory
     return ShardMemory(memory, shard.source_planes, shard.block_bytes)
 
 
 def target_memory(memory: BlockMemory, shard: ShardLayout | None) -> BlockMemory:
-    """A receiver's blocks as a shard has them; themselves where they come whole."""
+    """A receiver's blocks as a shard sees them; the memory itself if blocks arrive whole."""
     if shard is None or shard.is_whole:
         return memory
     return ShardMemory(memory, shard.target_planes, shard.block_bytes)

@@ -1,9 +1,9 @@
 """A pool of KV blocks that other processes of the host can read.
 
-It is an anonymous file of the kernel's, without a name and without a limit but the machine's. Its
-owner holds a descriptor; another process of the same user opens that through /proc, and maps it for
-reading only. Its length is sealed (memfd_create(2), fcntl(2)): no mapping of it ever faults, and
-whoever has mapped it keeps its bytes, even after its owner has been killed.
+It is an anonymous file in memory, without a name and limited only by the machine. Its owner holds a
+descriptor. Another process of the same user opens that through /proc, and maps it read-only. The
+file's length is sealed (memfd_create(2), fcntl(2)), so no mapping of it ever faults. A process that
+has mapped it keeps its bytes, even after the owner was killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtransfer.memory.memory import SharedFile
 
 _LARGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
-"""Of Linux, on every machine that Baton runs on."""
+"""The value of Linux, on every machine that Baton supports."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -33,16 +33,16 @@ class SharedPool:
     """Memory that was allocated here. It lasts until nothing refers to ``data`` any more."""
 
     data: npt.NDArray[np.uint8]
-    """[bytes], zeros at first."""
+    """The memory, [bytes], initially zeros."""
     file: SharedFile
 
     def close(self) -> None:
-        """Let nobody else map it; called once. Those who have keep it."""
+        """Let no other process map the pool; call it once. Existing mappings stay."""
         os.close(self.file.descriptor)
 
 
 def allocate(size: int) -> SharedPool:
-    """``size`` bytes, taken at once. Raises ConfigError where the machine has less."""
+    """Allocate ``size`` bytes at once. Raises ConfigError if the machine has less."""
     descriptor = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         return SharedPool(_taken(descriptor, size), SharedFile(descriptor, size))
@@ -58,8 +58,8 @@ def _taken(descriptor: int, size: int) -> npt.NDArray[np.uint8]:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         memory, start = _map_aligned(descriptor, size)
         populate(memory, start, size)
-        # Whatever the mapping has not got, on kernels that cannot be asked to fill one: readers of
-        # a page that is not there would be killed if the machine had none left.
+        # Fills what the mapping lacks on kernels that cannot populate one. A reader of a missing
+        # page would be killed if the machine had no memory left.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         raise too_much(size, error) from error
@@ -67,9 +67,10 @@ def _taken(descriptor: int, size: int) -> npt.NDArray[np.uint8]:
 
 
 def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
-    """The file, mapped at a multiple of a large page: only there can it have any.
+    """Map the file at a multiple of a large page, the only place where it can have any.
 
-    It lies inside a larger mapping, that of nothing, and goes with it. Returns where it begins.
+    The mapping is inside a larger, empty mapping, and is removed with it. Returns that mapping, and
+    where the file begins in it.
     """
     room = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -84,20 +85,20 @@ def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 def inode_of(file: SharedFile) -> int:
-    """What tells this file from all others on the host, for ``open_shared``."""
+    """A number that distinguishes this file from all others on the host, for ``open_shared``."""
     return os.fstat(file.descriptor).st_ino
 
 
 def open_shared(process_id: int, descriptor: int, inode: int, size: int) -> npt.NDArray[np.uint8]:
-    """The bytes [size] of another process's pool, read-only; mapped while something refers to them.
+    """Map another process's pool read-only, [size] bytes; it stays mapped while it is referenced.
 
-    ``descriptor`` is a number in that process; ``inode`` and ``size`` say which file it must be.
-    Raises HandoffError where it cannot be opened (the process has ended, belongs to another user or
-    runs in another container) or is another file.
+    ``descriptor`` is a number in that process; ``inode`` and ``size`` identify the expected file.
+    Raises HandoffError if it cannot be opened (the process has ended, belongs to another user or
+    runs in another container), or is another file.
     """
     name = f"the KV pool of process {process_id}"
     try:
-        # Without waiting: what is there instead may be a pipe.
+        # Non-blocking, because another file there may be a pipe.
         ours = os.open(
             f"/proc/{process_id}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         )
@@ -120,6 +121,6 @@ def _check(descriptor: int, inode: int, size: int, name: str) -> None:
             f"{name} is not the one that was offered: inode {found.st_ino} of {found.st_size} "
             f"bytes instead of inode {inode} of {size} bytes"
         )
-    # Else its owner could shorten it, and this process would be killed when it reads.
+    # Otherwise its owner could shorten it, and this process would be killed when it reads.
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise HandoffError(f"{name} is not sealed")

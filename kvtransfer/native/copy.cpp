@@ -1,8 +1,9 @@
-// Copies bytes and sums up their NH checksum in one pass: see kvtransfer/memory/checksum.py for what it is.
+// Copies bytes and computes their NH checksum in one pass; kvtransfer/memory/checksum.py defines
+// the checksum.
 //
-// Word i of the first half is multiplied with word i of the second, so two streams half a piece
-// apart are read and written side by side. The keys are computed as they are needed: a table of them
-// is as long as the data, and reading it costs more (25 against 21 GB/s on a Zen 5 core).
+// Word i of the first half is multiplied by word i of the second, so two streams half a piece apart
+// are read and written in parallel. The keys are computed when they are needed: a table of them
+// would be as long as the data, and reading it costs more (25 against 21 GB/s on a Zen 5 core).
 
 #include <stdint.h>
 #include <string.h>
@@ -42,8 +43,8 @@ inline W mix(W x) {
   return x ^ (x >> 16);
 }
 
-// The full products of the lower word of each pair of lanes. With intrinsics: the compiler multiplies
-// whole 64-bit lanes otherwise, three times slower.
+// The full products of the lower word of each pair of lanes. With intrinsics: the compiler would
+// multiply whole 64-bit lanes, three times slower.
 inline Sums lower_products(Sums a, Sums b) {
 #if defined(__AVX512F__)
   return (Sums)_mm512_mul_epu32((__m512i)a, (__m512i)b);
@@ -56,7 +57,7 @@ inline Sums lower_products(Sums a, Sums b) {
 #endif
 }
 
-// Past the caches, straight to memory; `to` is aligned to the vector.
+// Stores to memory past the caches; `to` is aligned to the vector.
 inline void stream(void* to, Words v) {
 #if defined(__AVX512F__)
   _mm512_stream_si512((__m512i*)to, (__m512i)v);
@@ -107,7 +108,7 @@ uint64_t sum_of_pairs(char* to, const char* from, int64_t half, int64_t pairs) {
   return sum;
 }
 
-// The word at a place that may lie beyond the end, where zeros follow.
+// The word at a place that may be beyond the end, where zeros follow.
 inline uint32_t word_at(const char* data, int64_t bytes, int64_t at) {
   uint32_t word = 0;
   if (at < bytes) memcpy(&word, data + at, bytes - at < 4 ? bytes - at : 4);
@@ -117,14 +118,14 @@ inline uint32_t word_at(const char* data, int64_t bytes, int64_t at) {
 template <Store store>
 uint64_t checksum(char* to, const char* from, int64_t bytes) {
   const int64_t pairs = (bytes + 7) / 8, half = 4 * pairs;
-  // Those of whole words on both sides.
+  // Pairs of whole words on both sides.
   const int64_t whole = bytes > half ? (bytes - half) / 4 : 0;
   const int64_t fast = whole - whole % LANES, done = 4 * fast;
   uint64_t sum = bytes * LENGTH_FACTOR + sum_of_pairs<store>(to, from, half, fast);
   if (store == STREAMED) end_streams();
   const char* rest = from;
   if (store != NONE) {
-    // What was written is summed up, not what is read a second time and may have changed.
+    // The checksum covers what was written; a second read might find changed bytes.
     rest = to;
     const int64_t first = bytes < half ? bytes : half;
     memcpy(to + done, from + done, first - done);
@@ -147,8 +148,8 @@ uint64_t kv_checksum(const void* data, int64_t bytes) {
   return checksum<NONE>((char*)data, (const char*)data, bytes);  // writes nothing
 }
 
-// The two do not overlap. `streamed`: what is written is not soon read, so that the caches are kept
-// for what is; otherwise it is left there.
+// The two must not overlap. `streamed`: the copy is not read soon, so it bypasses the caches;
+// otherwise it stays in them.
 uint64_t kv_copy(void* to, const void* from, int64_t bytes, int streamed) {
   const int64_t half = (bytes + 7) / 8 * 4;
   const bool aligned = ((uintptr_t)to | (uintptr_t)half) % VECTOR_BYTES == 0;
@@ -156,7 +157,8 @@ uint64_t kv_copy(void* to, const void* from, int64_t bytes, int streamed) {
   return checksum<CACHED>((char*)to, (const char*)from, bytes);
 }
 
-// The same of several parts of equal length. Without targets (`to` is null) only the checksums.
+// The same for several parts of equal length. Without targets (`to` is null), it only computes
+// checksums.
 void kv_copy_many(void* const* to, const void* const* from, int64_t parts, int64_t bytes,
                   int streamed, uint64_t* sums) {
   for (int64_t i = 0; i < parts; i++)

@@ -1,6 +1,6 @@
-"""The receiver's ends of this worker's pairs: how they are opened, and when they are given up.
+"""The receiver's ends of this worker's pairs: opens them, and closes silent ones.
 
-``kvtransfer.pairs.inbound_pair`` is one of them. Owned by the event loop.
+``kvtransfer.pairs.inbound_pair`` implements one of them. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Response = transfer_pb2.TransferResponse
 
 
 _WITHOUT_STAGING = 4
-"""Times the window of a pair whose transport copies from blocks to blocks."""
+"""Factor of the window for a pair whose transport copies directly between blocks."""
 
 
 class Inbound:
-    """All pairs in which this worker receives. Hears of released tickets from their keeper."""
+    """All pairs in which this worker receives. Their keeper reports released tickets here."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Inbound:
     ) -> None:
         """``transports`` are registered.
 
-        ``rank_addresses``: host:port of the gRPC server of each rank, of a worker that has several.
+        ``rank_addresses`` has host:port of each rank's gRPC server, if the worker has several.
         """
         self.identity = identity
         self.limits = limits
@@ -65,9 +65,9 @@ class Inbound:
         self._rank_addresses = rank_addresses
         self._transports = {transport.name: transport for transport in transports}
         self._warned: set[tuple[str, str]] = set()
-        """A transport that was wanted and the one taken: a warning for each, not for each pair."""
+        """Pairs of wanted and chosen transport that have caused a warning already."""
         self._pairs: dict[tuple[str, int], InboundPair] = {}
-        """By the writer's incarnation and rank."""
+        """Pairs by the writer's incarnation and rank."""
         self._transfers = TicketTransfers()
 
     def pairs(self) -> dict[str, str]:
@@ -77,7 +77,7 @@ class Inbound:
     async def serve(
         self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
     ) -> None:
-        """One pair's stream, to its end."""
+        """Serve one pair's stream to its end."""
         async with grpc_boundary(context):  # type: ignore[arg-type]
             first = await anext(requests, None)
             if first is None or not first.HasField("open"):
@@ -86,7 +86,7 @@ class Inbound:
             key = pair.writer, pair.writer_rank
             replaced = self._pairs.get(key)
             if replaced is not None:
-                replaced.end(WorkerFailed(f"{pair.writer} has opened its pair anew"))
+                replaced.end(WorkerFailed(f"{pair.writer} has opened its pair again"))
             self._pairs[key] = pair
             try:
                 await context.write(answer)
@@ -103,7 +103,7 @@ class Inbound:
         fit = check_peer(self.identity, writer, message.receiver)
         if message.receiver_rank != self.identity.rank:
             raise HandoffError(
-                f"here is {self.identity.name}, not its rank {message.receiver_rank}"
+                f"this is {self.identity.name}, not its rank {message.receiver_rank}"
             )
         shard = shard_between(writer, self.identity)
         offers = {offer.transport: offer.offer for offer in message.offers}
@@ -112,7 +112,7 @@ class Inbound:
         for name in rank_transports(offers, self._transports):
             if fit is Fit.CONVERTIBLE and not self._transports[name].copies_out:
                 refusals[name] = (
-                    f"it sends blocks as they lie, and those of {geometry} must become those of "
+                    f"it sends blocks unconverted, and {geometry} must be converted to "
                     f"{self.identity.geometry}"
                 )
                 continue
@@ -144,9 +144,10 @@ class Inbound:
     def _log_fallback(
         self, writer: str, wanted: str, taken: str, reason: str, *, apart: bool
     ) -> None:
-        """Say why a pair takes a worse transport; the first time as a warning.
+        """Log why a pair uses a worse transport; as a warning the first time.
 
-        Where the two are ``apart``, on two hosts, the better one cannot work.
+        If the two are ``apart``, on different hosts, the better transport cannot work, so this is
+        no warning.
         """
         level = logging.INFO
         if not apart and (wanted, taken) not in self._warned:
@@ -163,18 +164,19 @@ class Inbound:
         )
 
     def _window(self, transport: Transport) -> int:
-        """What bounds staging matters less where there is none: blocks are read where they lie."""
+        """The window of a pair. It is larger without staging, since blocks are then read in
+        place."""
         stages = transport.copies_out or transport.staging_bytes
         return self.limits.window_bytes * (1 if stages else _WITHOUT_STAGING)
 
-    # What the keeper tells
+    # Reports of the keeper
 
     def released(self, ticket: Ticket, error: BatonError) -> None:
-        """Copies for it that have not begun never will."""
+        """Cancel the ticket's copies that have not begun."""
         self._transfers.cancel(ticket.ticket_id)
 
     def sweep(self, now: float) -> None:
-        """Close pairs whose writers owe bytes, and are silent or have owed them for too long."""
+        """Close pairs whose writers owe bytes, and are silent or too late."""
         for pair in list(self._pairs.values()):
             stuck = pair.stuck(now)
             if stuck is not None:

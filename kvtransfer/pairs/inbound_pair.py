@@ -2,11 +2,11 @@
 
     opening ─fingerprint, geometry and a transport agreed→ open
     opening ─refused→ closed
-    open ─stream broken, writer silent, transport failed→ closed
+    open ─stream fails, writer silent, transport failed→ closed
 
-When a pair closes its link does, so that nothing of it can be written any more, and what its writer
-had not sent in full is released. Owned by the event loop; transfers end on other threads and are
-told of here.
+When a pair closes, its link closes too, so nothing can be written through it any more. Tickets that
+its writer had not sent in full are released. Owned by the event loop; transfers end on other
+threads and are reported here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TicketKeeper(Protocol):
 
     @property
     def clock(self) -> Callable[[], float]:
-        """The clock of leases and of peers' silence, in seconds."""
+        """The clock for leases and for the silence of peers, in seconds."""
 
     def begin_copy(
         self,
@@ -62,50 +62,50 @@ class TicketKeeper(Protocol):
         """See ``Ticket.begin_copy``."""
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
-        """A copy has ended well."""
+        """Record that a copy has succeeded."""
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
-        """A copy has failed: the ticket ends."""
+        """Record that a copy has failed, which ends the ticket."""
 
     def drop_copy(self, ticket_id: str) -> None:
-        """A copy was never begun, because its ticket had ended."""
+        """Record that a copy did not begin, because its ticket had ended."""
 
     def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
-        """A writer's heartbeat. Returns the tickets that have ended."""
+        """Process a writer's heartbeat. Returns the tickets that have ended."""
 
     def writer_gone(self, writer: str, now: float) -> None:
-        """A writer's pair has closed."""
+        """Record that a writer's pair has closed."""
 
 
 class TicketTransfers:
-    """The transfers that are under way for tickets, by all pairs."""
+    """The transfers in flight for each ticket, over all pairs."""
 
     def __init__(self) -> None:
         self._transfers: dict[str, set[Transfer]] = {}
 
     def __len__(self) -> int:
-        """Tickets with a transfer."""
+        """Number of tickets with a transfer."""
         return len(self._transfers)
 
     def add(self, ticket_id: str, transfer: Transfer) -> None:
-        """A transfer is under way."""
+        """Add a transfer that is in flight."""
         self._transfers.setdefault(ticket_id, set()).add(transfer)
 
     def discard(self, ticket_id: str, transfer: Transfer) -> None:
-        """It is over."""
+        """Remove a transfer that is over."""
         transfers = self._transfers.get(ticket_id, set())
         transfers.discard(transfer)
         if not transfers:
             self._transfers.pop(ticket_id, None)
 
     def cancel(self, ticket_id: str) -> None:
-        """Copies for a ticket that have not begun never will."""
+        """Cancel the ticket's copies that have not begun."""
         for transfer in list(self._transfers.get(ticket_id, ())):
             transfer.cancel()
 
 
 class InboundPair:
-    """One stream; see the module's text."""
+    """One stream of a writer."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class InboundPair:
         limits: PairLimits,
         transfers: TicketTransfers,
     ) -> None:
-        """``transfers`` are those of all pairs of this worker."""
+        """``transfers`` are shared by all pairs of this worker."""
         self.writer, self.writer_rank = writer.incarnation, writer.rank
         self._name = writer.name
         self.transport = transport.name
@@ -130,15 +130,18 @@ class InboundPair:
         self._loop = asyncio.get_running_loop()
         self._next = 0
         self._awaited: dict[int, float] = {}
-        """Batches that have not landed, oldest first, and since when."""
+        """Batches that have not landed, the oldest first, and the time since when."""
         self._copies: dict[int, _Copy] = {}
-        """Batches that were let in and have not landed."""
+        """Batches that were admitted and have not landed."""
         self._heard_at = keeper.clock()
 
     async def run(
         self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
     ) -> None:
-        """Until the writer ends the stream. Raises BatonError where it must be ended from here."""
+        """Serve the stream until the writer ends it.
+
+        Raises BatonError if it must be ended from this side.
+        """
         tasks = [
             asyncio.create_task(self._read(requests), name="read"),
             asyncio.create_task(self._answer(context), name="answer"),
@@ -154,29 +157,29 @@ class InboundPair:
             await end_tasks(tasks)
 
     def stuck(self, now: float) -> BatonError | None:
-        """Why the bytes that are awaited will not come; None where there is still hope."""
+        """Why the awaited bytes will not arrive; None if they still may."""
         if not self._awaited:
             return None
         limits = self._limits
         if now - self._heard_at > limits.silence_s:
             return WorkerFailed(f"{self._name} is silent")
-        # A writer may live whose bytes go astray.
+        # A live writer's bytes may be lost.
         number, since = next(iter(self._awaited.items()))
         if now - since > limits.batch_deadline_s:
-            return DeadlineExceeded(f"batch {number} of {self._name} has not come in time")
+            return DeadlineExceeded(f"batch {number} of {self._name} did not arrive in time")
         return None
 
     def end(self, error: BatonError) -> None:
-        """Close it with an error; idempotent."""
+        """Close the pair with an error; idempotent."""
         if not self._ended.done():
             self._ended.set_exception(error)
         self.close()
 
     def close(self) -> None:
-        """Nothing of it is written from now on; idempotent."""
+        """Close the pair: nothing is written through it from now on; idempotent."""
         if not self._ended.done():
             self._ended.set_result(None)
-        self._ended.exception()  # looked at, so that asyncio does not log it
+        self._ended.exception()  # retrieved, so that asyncio does not log it
         self._link.close()
         for copy in list(self._copies.values()):
             self._compare(copy)
@@ -189,7 +192,7 @@ class InboundPair:
         async for request in requests:
             self._heard_at = self._keeper.clock()
             if request.HasField("open"):
-                raise HandoffError("a pair is opened once")
+                raise HandoffError("a pair can be opened only once")
             for announced in request.announced:
                 self._announced(announced)
             for seal in request.sealed:
@@ -204,11 +207,11 @@ class InboundPair:
     def _announced(self, message: transfer_pb2.AnnounceBatch) -> None:
         count = len(message.targets)
         if message.number != self._next:
-            raise HandoffError(f"batch {message.number} came where {self._next} was awaited")
+            raise HandoffError(f"got batch {message.number}, and expected {self._next}")
         checksums = len(message.checksums)
         follow = self._reads_in_place and not checksums
         if not (count == len(message.sources) > 0) or not (follow or checksums == count):
-            raise HandoffError(f"batch {message.number} lists unequal numbers of parts")
+            raise HandoffError(f"batch {message.number} lists different numbers of parts")
         self._next += 1
         error: BatonError | None = None
         blocks: tuple[int, ...] | None = None
@@ -242,21 +245,23 @@ class InboundPair:
         try:
             self._loop.call_soon_threadsafe(end)
         except RuntimeError:
-            # The loop was closed: nobody is left to be told.
+            # The loop was closed, so there is no receiver.
             return
 
     def _sealed(self, message: transfer_pb2.SealBatch) -> None:
-        """The checksums of a batch that was announced without. What has ended needs none."""
+        """Accept the checksums of a batch that was announced without; ignored if it has ended."""
         copy = self._copies.get(message.number)
         if copy is None:
             return
         if copy.expected is not None or len(message.checksums) != len(copy.targets):
-            raise HandoffError(f"batch {message.number} has other checksums, or another number")
+            raise HandoffError(
+                f"batch {message.number} has other checksums already, or another number of them"
+            )
         copy.expected = _raw(message.checksums, copy.ticket_id, copy.targets, copy.batch)
         self._compare(copy)
 
     def _over(self, copy: _Copy) -> None:
-        """A transfer for which the keeper gave blocks has ended."""
+        """Process the end of a transfer into the keeper's blocks."""
         self._transfers.discard(copy.ticket_id, copy.transfer)
         try:
             copy.transfer.poll()
@@ -270,12 +275,12 @@ class InboundPair:
             self._compare(copy)
 
     def _compare(self, copy: _Copy) -> None:
-        """Let its bytes count, once they are placed and known to be the writer's."""
+        """Count a copy's bytes, once they are placed and their checksums match the writer's."""
         if not copy.is_placed:
             return
         if copy.expected is None:
             if self._ended.done():
-                self._failed(copy, WorkerFailed(f"{self._name} has sent bytes, and no checksums"))
+                self._failed(copy, WorkerFailed(f"{self._name} has sent bytes without checksums"))
         elif copy.expected != copy.transfer.found:
             self._failed(copy, damaged(copy.batch.number))
         else:
@@ -303,15 +308,16 @@ class InboundPair:
 
 @dataclass(slots=True)
 class _Copy:
-    """A batch on its way into blocks."""
+    """A batch that is being copied into blocks."""
 
     ticket_id: str
     batch: AnnouncedBatch
     targets: tuple[int, ...]
-    """The ticket's missing blocks."""
+    """The ticket's missing blocks that are written."""
     transfer: Transfer
     expected: tuple[int, ...] | None = None
-    """What the transfer must have found: nothing where it compares, unknown before it is sealed."""
+    """Checksums that the transfer must have found. Empty if it compares them itself; None until
+    they arrive."""
     is_placed: bool = False
 
     def __post_init__(self) -> None:

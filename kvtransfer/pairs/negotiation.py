@@ -1,4 +1,4 @@
-"""What two workers settle before blocks move: by which transport, and whether their blocks fit.
+"""Negotiates the transport between two workers, and checks whether their blocks fit.
 
 Plain Python: data in, data out.
 """
@@ -15,40 +15,41 @@ from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.reshard import check_convertible
 
 TRANSPORTS = ("cuda_ipc", "shm", "nixl", "nccl", "grpc", "gloo")
-"""Best first: one copy within a device or host, then what networks do fastest, then what runs
-anywhere. gloo comes after grpc, which needs no process group to be formed again after a failure."""
+"""Transports, the best first: one copy within a device or host, then the fastest networks, then
+what runs anywhere. gloo comes after grpc, which needs no new process group after a failure."""
 
 
 class Fit(enum.Enum):
     """How the blocks of two workers compare."""
 
     EQUAL = "equal"
-    """Whole blocks move as they are."""
+    """Whole blocks move unchanged."""
     SHARED = "shared"
     """Tensor parallelism differs: each rank sends the heads that its peers have."""
     CONVERTIBLE = "convertible"
-    """Block size or KV type differ, of two workers of one rank each."""
+    """Block size or KV type differ, and both workers have one rank."""
 
 
 def rank_transports(offered: Collection[str], supported: Collection[str]) -> tuple[str, ...]:
-    """The transports that the peer offers and this worker supports, best first.
+    """The transports that the peer offers and this worker supports, the best first.
 
-    Raises HandoffError, which names both lists, where there is none.
+    Raises HandoffError, with both lists, if there is none.
     """
     common = tuple(name for name in TRANSPORTS if name in offered and name in supported)
     if not common:
         raise HandoffError(
-            f"no transport in common: the peer has {_listed(offered)}; here is {_listed(supported)}"
+            f"no transport in common: the peer has {_listed(offered)}; this worker has"
+            f" {_listed(supported)}"
         )
     return common
 
 
 @lru_cache(maxsize=64)
 def check_geometry(source: Geometry, target: Geometry) -> Fit:
-    """Whether blocks of one worker can become those of another.
+    """Whether and how blocks of one worker can become those of another.
 
-    Each handoff asks again about the same few geometries: the answers are kept. Raises
-    GeometryMismatch, which names both sides, where they cannot.
+    Results are cached, because each handoff checks the same few geometries. Raises
+    GeometryMismatch, with both geometries, if they cannot.
     """
     try:
         check_convertible(KvLayout.of(source), KvLayout.of(target))
@@ -66,12 +67,12 @@ def _fit(source: Geometry, target: Geometry) -> Fit:
         return Fit.CONVERTIBLE
     if (source.block_size, source.kv_dtype) != (target.block_size, target.kv_dtype):
         raise GeometryMismatch(
-            "workers of several ranks need one block_size and one kv_dtype on both sides"
+            "workers with several ranks need the same block_size and kv_dtype on both sides"
         )
     if source.drafter is not None:
         raise GeometryMismatch(
-            "workers of unequal tensor parallelism cannot exchange a drafter's KV: switch the "
-            "draft model off, or give both pools one degree"
+            "workers with different tensor parallelism cannot exchange a drafter's KV: switch the "
+            "draft model off, or give both pools the same degree"
         )
     return Fit.SHARED
 

@@ -1,10 +1,10 @@
 """The writer's end of a pair.
 
     opening ─both have agreed on a transport→ open
-    opening, open ─refused, stream broken, receiver silent, transport failed, close→ broken
+    opening, open ─refused, stream fails, receiver silent, transport failed, close→ broken
 
-A broken pair stays broken: whoever needs its receiver opens another one. Pushes of a broken pair
-fail with what broke it. Owned by the event loop; blocks are read on transfer threads.
+A broken pair stays broken: code that needs its receiver opens another pair. Pushes of a broken pair
+fail with its error. Owned by the event loop; transfer threads read the blocks.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ Call = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.Tran
 
 
 _FIRST_GUESS = 1e9
-"""Bytes per second of a pair that has not sent any."""
+"""Assumed bytes per second of a pair that has not sent any."""
 
 
 class Push:
-    """The blocks of one ticket. ``done`` tells the bytes that have landed, or what went wrong."""
+    """The blocks of one ticket. ``done`` gets the number of bytes that have arrived, or the
+    error."""
 
     def __init__(
         self, outbound: Outbound, ticket_id: str, memory: BlockMemory | None = None
     ) -> None:
-        """``memory``: where its blocks are, if not where the worker's are."""
+        """``memory`` holds its blocks, unless they are the worker's own."""
         self.ticket_id = ticket_id
         self.memory = memory
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -61,29 +62,29 @@ class Push:
         self._error: BatonError | None = None
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
-        """Send the layers ``first`` … ``last - 1`` of a block, complete from now on; see ``put``.
+        """Send the layers ``first`` … ``last - 1`` of a block, which are complete now; see ``put``.
 
-        Of a pair of ranks: what its shard has of them, if any.
+        A pair of ranks sends its shard's part of them, if any.
         """
         for offset, length in self._outbound.runs(target, first, last):
             self.put(target, source, offset, length)
 
     def put(self, target: int, source: int, offset: int, length: int) -> None:
-        """Send part of block ``source``, complete from now on, as that of missing block ``target``.
+        """Send part of block ``source``, complete now, as that of missing block ``target``.
 
-        Offset and length are in bytes. Does nothing once the push has failed or was cancelled.
+        Offset and length are in bytes. Has no effect once the push has failed or was cancelled.
         """
         if self._error is None and not self._ended:
             self._queued += length
             self._outbound.put(self.ticket_id, target, source, offset, length)
 
     def end(self) -> None:
-        """No more parts follow."""
+        """Declare that no more parts follow."""
         self._ended = True
         self._settle()
 
     def cancel(self) -> None:
-        """Send no more. ``done`` fails once nothing is read here any longer; idempotent."""
+        """Stop sending. ``done`` fails once nothing is read here any longer; idempotent."""
         self.fail(TicketEnded(f"ticket {self.ticket_id} was given up by its writer"))
 
     @property
@@ -93,11 +94,11 @@ class Push:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether some of its parts have not landed."""
+        """Whether some of its parts have not arrived."""
         return bool(self._queued or self._in_flight)
 
     def fail(self, error: BatonError) -> None:
-        """It has gone wrong; the first error counts."""
+        """Fail the push; only the first error counts."""
         if self.is_open:
             self._error = error
             self._outbound.drop(self.ticket_id)
@@ -105,18 +106,18 @@ class Push:
             self._settle()
 
     def broke(self, error: BatonError) -> None:
-        """Its pair has: nothing of it is on its way any longer."""
+        """Fail the push because its pair is broken: nothing is in flight any longer."""
         self._in_flight = 0
         self.fail(error)
         self._settle()
 
     def announced(self, count: int) -> None:
-        """``count`` bytes are on their way."""
+        """Record that ``count`` bytes are in flight."""
         self._queued = max(0, self._queued - count)
         self._in_flight += count
 
     def landed(self, count: int) -> None:
-        """``count`` bytes are on their way no longer."""
+        """Record that ``count`` bytes are no longer in flight."""
         self._in_flight -= count
         self._bytes += count
         self._settle()
@@ -126,7 +127,7 @@ class Push:
             return
         if self._error is not None:
             self.done.set_exception(self._error)
-            self.done.exception()  # looked at, so that asyncio does not log it
+            self.done.exception()  # retrieved, so that asyncio does not log it
             self._outbound.forget(self)
         elif self._ended and not self._queued:
             self.done.set_result(self._bytes)
@@ -134,7 +135,7 @@ class Push:
 
 
 class Outbound:
-    """See the module's text."""
+    """The writer's end of a pair."""
 
     def __init__(
         self,
@@ -148,13 +149,13 @@ class Outbound:
         self.peer = peer
         self.transport = ""
         self.geometry = identity.geometry
-        """The receiver's: what it is sent must be blocks of that kind."""
+        """Geometry of the receiver, which the sent blocks must have."""
         self.fit = Fit.EQUAL
-        """How the worker's own blocks compare with these, once open."""
+        """How the worker's own blocks compare with it; valid once open."""
         self.rank_addresses: tuple[str, ...] = ()
-        """host:port of the gRPC server of each of the receiver's ranks, where it has several."""
+        """host:port of the gRPC server of each of the receiver's ranks, if it has several."""
         self.in_flight_bytes = 0
-        """Announced and not yet landed."""
+        """Bytes that were announced and have not arrived."""
         self.bandwidth = Bandwidth(_FIRST_GUESS)
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
@@ -165,7 +166,7 @@ class Outbound:
         self._shard: ShardLayout | None = None
         self._layout = KvLayout.of(self.geometry)
         self._whole_block: list[tuple[int, int]] = []
-        """Where a whole block lies in itself, of a pair without a shard."""
+        """Layout of a whole block, for a pair without a shard."""
         self._call: Call | None = None
         self._link: SendLink | None = None
         self._reads_in_place = False
@@ -176,7 +177,7 @@ class Outbound:
         self._next = 0
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._reads: asyncio.Queue[tuple[int, PushBatch, asyncio.Future[Packed]]] = asyncio.Queue(1)
-        """What is being read, besides one that is waited for."""
+        """Reads in progress, in addition to one that is awaited."""
         self._reading: set[asyncio.Future[Packed]] = set()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -185,7 +186,7 @@ class Outbound:
         self._oldest: int | None = None
         self._oldest_since = 0.0
 
-    # Its life
+    # Opening and closing
 
     async def open(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
         """Agree with the receiver. Raises its refusal, WorkerFailed, or TimeoutError."""
@@ -222,7 +223,9 @@ class Outbound:
         except BaseException as error:
             call.cancel()
             failure = error if isinstance(error, BatonError) else None
-            self._break(failure or WorkerFailed(f"no pair with {self.peer.incarnation} came about"))
+            self._break(
+                failure or WorkerFailed(f"opening a pair with {self.peer.incarnation} failed")
+            )
             raise
         self.transport = opened.transport
         self._reads_in_place = transport.reads_in_place
@@ -234,14 +237,14 @@ class Outbound:
             asyncio.create_task(self._guard(self._read_ahead), name="pair-read-ahead"),
             asyncio.create_task(self._guard(self._announce), name="pair-announce"),
         ]
-        log.info("blocks go to %s by %s", self.peer.incarnation, self.transport)
+        log.info("blocks are sent to %s by %s", self.peer.incarnation, self.transport)
 
     def _check_fit(self, transport: Transport) -> None:
         self.fit = check_geometry(self._identity.geometry, self.geometry)
         if self.fit is Fit.CONVERTIBLE and not transport.copies_out:
             raise HandoffError(
-                f"{self.peer.incarnation} chose {transport.name}, by which no converted block can "
-                f"go: it has {self.geometry}, here is {self._identity.geometry}"
+                f"{self.peer.incarnation} chose {transport.name}, which cannot send converted"
+                f" blocks: it has {self.geometry}, this worker has {self._identity.geometry}"
             )
 
     def _shard_with(self, peer: Peer) -> ShardLayout | None:
@@ -249,7 +252,7 @@ class Outbound:
         return shard_between(self._identity, theirs)
 
     def runs(self, target: int, first: int, last: int) -> list[tuple[int, int]]:
-        """Offset and bytes of what layers ``first`` … ``last - 1`` are in a block of a ticket."""
+        """Offset and size of the layers ``first`` … ``last - 1`` in a block of a ticket."""
         if self._shard is not None:
             has = self._shard.shard.has(target)
             return self._shard.layer_runs(first, last) if has else []
@@ -258,11 +261,11 @@ class Outbound:
         return self._layout.layer_runs(first, last)
 
     async def close(self) -> None:
-        """End it; its pushes fail."""
+        """Close the pair; its pushes fail."""
         self._break(WorkerFailed(f"the pair with {self.peer.incarnation} was closed"))
         await end_tasks(self._tasks)
         if self._reading:
-            # The memory may go now.
+            # The memory may be freed afterwards.
             await asyncio.wait(self._reading, timeout=self._limits.silence_s)
 
     def _break(self, error: BatonError) -> None:
@@ -289,16 +292,16 @@ class Outbound:
             self._break(WorkerFailed(f"{self.peer.incarnation}: the pair's stream was cancelled"))
             raise
         except Exception as error:
-            log.exception("a pair broke")
-            self._break(HandoffError(f"a pair broke: {type(error).__name__}"))
+            log.exception("a pair failed")
+            self._break(HandoffError(f"a pair failed: {type(error).__name__}"))
 
-    # What is sent
+    # Sending
 
     def push(self, ticket_id: str, memory: BlockMemory | None = None) -> Push:
-        """Begin to send blocks to a ticket of the receiver.
+        """Start to send blocks to a ticket of the receiver.
 
-        They are the worker's own. Where the receiver's ``geometry`` is another one they are those
-        of ``memory``, which has it.
+        They are the worker's own. If the receiver's ``geometry`` differs, they are those of
+        ``memory``, which must have that geometry.
         """
         push = Push(self, ticket_id, memory)
         self._pushes[ticket_id] = push
@@ -307,20 +310,20 @@ class Outbound:
         return push
 
     def put(self, ticket_id: str, target: int, source: int, offset: int, length: int) -> None:
-        """For ``Push``."""
+        """Queue a part; called by ``Push``."""
         self._queue.put(ticket_id, target, source, offset, length)
         self._wake.set()
 
     def drop(self, ticket_id: str) -> None:
-        """For ``Push``."""
+        """Drop a ticket's queued parts; called by ``Push``."""
         self._queue.drop(ticket_id)
 
     def forget(self, push: Push) -> None:
-        """For ``Push``."""
+        """Forget a push that is over; called by ``Push``."""
         self._pushes.pop(push.ticket_id, None)
 
     async def _read_ahead(self) -> None:
-        """Have the next batches read while those before them are on their way."""
+        """Read the next batch while earlier ones are in flight."""
         while True:
             while not self._queue:
                 self._wake.clear()
@@ -337,7 +340,7 @@ class Outbound:
                 await self._reads.put((number, batch, self._read(batch, push)))
 
     def _begin(self, batch: PushBatch, push: Push) -> int:
-        """From now on it counts as being on its way. Returns its number."""
+        """Count a batch as in flight from now on. Returns its number."""
         number, self._next = self._next, self._next + 1
         push.announced(batch.bytes)
         self._in_flight[number] = batch
@@ -353,11 +356,11 @@ class Outbound:
         return reading
 
     async def _announce(self) -> None:
-        """Announce (or seal what was) and send what has been read, in the order of numbers."""
+        """Announce (or seal) and send batches that were read, in the order of their numbers."""
         assert self._link is not None, "not open"
         while True:
             number, batch, reading = await self._reads.get()
-            # Shielded: the thread reads on, and whoever closes the pair waits for it.
+            # Shielded: the thread continues to read, and ``close`` waits for it.
             packed = await asyncio.shield(reading)
             sealed = _sealed(batch, packed)
             if self._reads_in_place:
@@ -373,15 +376,15 @@ class Outbound:
         self._requests.put_nowait(Request(announced=[announcement]))
 
     def _sent(self, transfer: Transfer) -> None:
-        """On a transport's thread."""
+        """Report the end of a transfer. Called on a thread of the transport."""
         try:
             transfer.poll()
         except (BatonError, CancelledError) as error:
             failure = error if isinstance(error, BatonError) else WorkerFailed("sending ended")
-            with contextlib.suppress(RuntimeError):  # the loop was closed
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(self._break, failure)
 
-    # What the receiver says
+    # Receiving answers
 
     async def _listen(self) -> None:
         while True:
@@ -394,10 +397,10 @@ class Outbound:
                     self._ended_there(ticket_id)
 
     def _ended_there(self, ticket_id: str) -> None:
-        """A ticket is open no longer at the receiver.
+        """Fail the push of a ticket that is no longer open at the receiver.
 
-        Another rank than 0 cannot tell a failure from a commit, whose end it may not have heard of
-        yet. Where all of it has landed, rank 0 tells.
+        A rank other than 0 cannot distinguish a failure from a commit that it has not been informed
+        of. If everything has arrived, rank 0 decides.
         """
         push = self._pushes.get(ticket_id)
         if push is not None and (self._identity.rank == 0 or push.is_under_way):
@@ -419,7 +422,7 @@ class Outbound:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """While it is, a receiver that falls silent is noticed, whether or not blocks are sent."""
+        """Check for silence of the receiver within this context, even if no blocks are sent."""
         self._users += 1
         try:
             yield
@@ -427,14 +430,14 @@ class Outbound:
             self._users -= 1
 
     def heartbeat(self, now: float) -> None:
-        """Renew the leases of what is being pushed; give up a receiver that is silent or stuck."""
+        """Renew the leases of open pushes; fail the pair if its receiver is silent or stuck."""
         if self.broken.done() or not self.transport:
             return
         if self._owed_since is not None and now - self._owed_since >= self._limits.silence_s:
             silent = f"{self.peer.incarnation} was silent for {now - self._owed_since:.1f} s"
             self._break(WorkerFailed(silent))
         elif self._is_stuck(now):
-            late = f"a batch had not landed after {self._limits.batch_deadline_s} s"
+            late = f"a batch had not arrived after {self._limits.batch_deadline_s} s"
             self._break(WorkerFailed(f"{self.peer.incarnation}: {late}"))
         elif self._users or self._pushes:
             self._owed_since = self._owed_since or now
@@ -442,9 +445,9 @@ class Outbound:
             self._requests.put_nowait(Request(renew=renewal))
 
     def _is_stuck(self, now: float) -> bool:
-        """Whether a batch waits to be told of, of a receiver that answers heartbeats all the same.
+        """Whether the receiver answers heartbeats but does not confirm the oldest batch.
 
-        Whoever gives blocks back waits for what is in flight.
+        Callers that release blocks wait for what is in flight.
         """
         oldest = next(iter(self._in_flight), None)
         if oldest != self._oldest:

@@ -1,4 +1,4 @@
-"""What the two ends of a pair agree on."""
+"""Definitions that both ends of a pair share."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from kvtransfer.pairs.negotiation import Fit, check_geometry
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A worker as its peers know it."""
+    """How a worker identifies itself to peers."""
 
     incarnation: str
     fingerprint: str
     geometry: Geometry
     rank: int = 0
-    """Which rank of that worker."""
+    """Number of the rank."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the worker or rank, for messages."""
         return f"{self.incarnation} rank {self.rank}" if self.rank else self.incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class PairLimits:
-    """What bounds the pairs of a worker."""
+    """Limits of a worker's pairs."""
 
     window_bytes: int = 32 << 20
-    """Most bytes of a pair that are announced and have not landed."""
+    """Maximum bytes of a pair that are announced and have not arrived."""
     silence_s: float = 3.0
-    """A peer that owes an answer and is silent for this long is given up."""
+    """Seconds of silence after which a peer that owes an answer counts as lost."""
     batch_deadline_s: float = 30.0
-    """A batch that has not landed by then ends its pair."""
+    """Seconds after which a batch that has not arrived ends its pair."""
 
 
 def shard_between(writer: Identity, receiver: Identity) -> ShardLayout | None:
-    """What the writer's rank gives the receiver's; None between two workers of one rank each.
+    """What the writer's rank gives the receiver's; None if both workers have one rank.
 
-    Raises HandoffError where that is nothing, or where a worker has no such rank.
+    Raises HandoffError if that is nothing, or if a worker has no such rank.
     """
     source, target = KvLayout.of(writer.geometry), KvLayout.of(receiver.geometry)
     if source.tensor_parallel == target.tensor_parallel == 1 and writer.rank == receiver.rank == 0:
@@ -59,9 +59,9 @@ def shard_between(writer: Identity, receiver: Identity) -> ShardLayout | None:
 
 
 def check_peer(own: Identity, peer: Identity, meant: str) -> Fit:
-    """Whether ``peer`` may exchange blocks with the life ``meant`` of this worker, and how.
+    """Check whether and how ``peer`` may exchange blocks with incarnation ``meant`` of this worker.
 
-    The fingerprint comes first. Raises HandoffError, and names both sides.
+    The fingerprint is checked first. Raises HandoffError, with both sides.
     """
     if peer.fingerprint != own.fingerprint:
         raise FingerprintMismatch(
@@ -76,7 +76,7 @@ def check_peer(own: Identity, peer: Identity, meant: str) -> Fit:
             "these cannot be converted"
         ) from error
     if meant != own.incarnation:
-        raise HandoffError(f"{meant} is gone; here is {own.incarnation}")
+        raise HandoffError(f"{meant} is gone; this worker is {own.incarnation}")
     return fit
 
 
@@ -84,9 +84,9 @@ Message = TypeVar("Message", transfer_pb2.TransferRequest, transfer_pb2.Transfer
 
 
 async def all_at_once(queue: asyncio.Queue[Message]) -> Message:
-    """Whatever there is to say, in one message; waits until there is something.
+    """Merge all queued messages into one; waits for the first.
 
-    A message costs some 0.2 ms on its way, whatever it holds.
+    Sending a message takes some 0.2 ms, whatever it contains.
     """
     message = await queue.get()
     while not queue.empty():
@@ -94,14 +94,14 @@ async def all_at_once(queue: asyncio.Queue[Message]) -> Message:
     return message
 
 
-# Odd, so that every bit of what they multiply counts; digits of pi after the point.
+# Odd, so that every bit of the other factor counts; digits of pi after the point.
 _TICKET_FACTOR, _BLOCK_FACTOR = 0x243F6A8885A308D3, 0x13198A2E03707345
 _OFFSET_FACTOR = 0xA4093822299F31D1
 _MASK64 = (1 << 64) - 1
 
 
 def segment_checksum(digest: int, ticket_id: str, block_index: int, offset: int) -> int:
-    """Bind a segment's ``checksum`` to its place, so that it cannot pass for another's."""
+    """Bind a segment's ``checksum`` to its place, so that it cannot pass for another segment's."""
     place = _ticket_place(ticket_id) + (block_index + 1) * _BLOCK_FACTOR + offset * _OFFSET_FACTOR
     return (digest + place) & _MASK64
 
@@ -112,5 +112,5 @@ def _ticket_place(ticket_id: str) -> int:
 
 
 def raw_checksum(sealed: int, ticket_id: str, block_index: int, offset: int) -> int:
-    """The ``checksum`` that ``segment_checksum`` was made of, for the same place."""
+    """The ``checksum`` from which ``segment_checksum`` was made for the same place."""
     return (sealed - segment_checksum(0, ticket_id, block_index, offset)) & _MASK64

@@ -1,9 +1,9 @@
-"""Pushes of one ticket by several ways at once.
+"""Pushes of one ticket through several pairs at once.
 
     pending ─a way fails, cancel→ failing (the others are cancelled) ─all are over→ failed
     pending ─all are over→ done
 
-``done`` comes when the last way is over, so that nobody reads the blocks any more. Owned by the
+``done`` is set when the last way is over, so that nothing reads the blocks any more. Owned by the
 event loop.
 """
 
@@ -19,23 +19,23 @@ from kvtransfer.pairs.outbound import Outbound
 
 
 class BlockPush(Protocol):
-    """The blocks of one ticket on their way: see ``kvtransfer.pairs.outbound.Push``."""
+    """A push of one ticket's blocks: see ``kvtransfer.pairs.outbound.Push``."""
 
     done: asyncio.Future[int]
-    """Tells the bytes that have landed, or what went wrong."""
+    """Gets the number of bytes that have arrived, or the error."""
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
         """Send some layers of a block."""
 
     def end(self) -> None:
-        """No more parts follow."""
+        """Declare that no more parts follow."""
 
     def cancel(self) -> None:
-        """Send no more."""
+        """Stop sending."""
 
 
 class PushFan:
-    """Implements ``BlockPush``; see the module's text."""
+    """Implements ``BlockPush`` with several ways at once."""
 
     def __init__(self, ways: Sequence[BlockPush]) -> None:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -48,7 +48,7 @@ class PushFan:
             self.done.set_result(0)
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
-        """See ``BlockPush``: each way takes what is its own."""
+        """See ``BlockPush``; each way sends its own part."""
         for way in self._ways:
             way.put_layers(target, source, first, last)
 
@@ -77,7 +77,7 @@ class PushFan:
 
 
 class LatePush:
-    """Implements ``BlockPush``, by a pair that is still being opened."""
+    """Implements ``BlockPush`` for a pair that is still being opened."""
 
     def __init__(self, opening: asyncio.Future[Outbound], ticket_id: str) -> None:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -132,7 +132,7 @@ class LatePush:
 
 
 def fail(done: asyncio.Future[Any], error: BaseException) -> None:
-    """Have it fail, where it is not over; nobody need look."""
+    """Set the exception unless done, and mark it as retrieved."""
     if not done.done():
         done.set_exception(error)
-        done.exception()  # looked at, so that asyncio does not log it
+        done.exception()  # retrieved, so that asyncio does not log it

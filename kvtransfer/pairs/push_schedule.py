@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PushBatch:
-    """What is announced together: the same part of some blocks of one ticket."""
+    """A unit of announcement: the same part of some blocks of one ticket."""
 
     ticket_id: str
     targets: tuple[int, ...]
-    """Which of the ticket's missing blocks."""
+    """Numbers of the ticket's missing blocks."""
     sources: tuple[int, ...]
-    """Where they are here."""
+    """The blocks on this worker."""
     offset: int
     length: int
 
@@ -27,20 +27,19 @@ class PushBatch:
 
 
 _SMALL_BATCH_BYTES = 4 << 20
-"""What is not worth to be divided."""
+"""Size in bytes below which a batch is not divided."""
 _Waiting = OrderedDict[tuple[int, int], deque[tuple[int, int]]]
-"""By offset and length of a part: the target and the source of each block that waits for it."""
+"""Maps (offset, length) of a part to the (target, source) blocks that wait for it."""
 
 
 class PushQueue:
-    """What a pair has still to send: parts of blocks by ticket.
+    """The parts of blocks that a pair still has to send, by ticket.
 
-    Tickets take turns, a batch each, so that a long prompt does not hold up a short
-    one.
+    Tickets take turns, one batch each, so that a long prompt does not hold up a short one.
     """
 
     def __init__(self, part_bytes: int, batch_bytes: int) -> None:
-        """Most bytes of a part, and of a batch."""
+        """The arguments are the maximum bytes of a part and of a batch."""
         self._part_bytes = min(part_bytes, batch_bytes)
         self._batch_bytes = batch_bytes
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
@@ -56,15 +55,16 @@ class PushQueue:
             waiting.setdefault((start, part), deque()).append((target, source))
 
     def take(self) -> PushBatch:
-        """The next batch. Raises KeyError where nothing waits."""
+        """Take the next batch. Raises KeyError if nothing waits."""
         ticket_id, waiting = self._waiting.popitem(last=False)
         (offset, length), blocks = next(iter(waiting.items()))
-        # The first half is placed while the second is read: each batch costs some messages, too.
+        # The first half is placed while the second is read, but each batch also costs some
+        # messages.
         half = (len(blocks) + 1) // 2 * length
         room = min(self._batch_bytes, max(_SMALL_BATCH_BYTES, half))
         count = min(len(blocks), max(1, room // length))
         if (len(blocks) - count) * length < _SMALL_BATCH_BYTES // 2:
-            # What little would be left costs a batch of its own.
+            # A small rest is not worth a batch of its own.
             count = min(len(blocks), self._batch_bytes // length)
         taken = [blocks.popleft() for _ in range(count)]
         if not blocks:
@@ -80,22 +80,22 @@ class PushQueue:
 
 
 LayerRun = tuple[int, int, int]
-"""(missing block, first layer, the layer behind the last one)"""
+"""(missing block, first layer, layer after the last one)."""
 
 
 class PutPlan:
-    """In which parts a ticket's blocks are sent, as they become complete in their order.
+    """In which parts a ticket's blocks are sent, as they become complete in order.
 
-    Blocks go whole, or some layers of them at a time: a chunk's blocks can leave while its later
-    layers are computed. Where the wire is slow, or the prompt has one chunk only, the last byte
-    arrives sooner.
+    Blocks are sent whole, or some layers at a time: a chunk's blocks can leave while its later
+    layers are computed. So the last byte arrives sooner on a slow wire, or if the prompt has only
+    one chunk.
 
-    ``whole`` blocks have been given out in full; of those from there to ``ahead`` the first
-    ``layers`` layers have.
+    ``whole`` blocks were given out in full; of those from there to ``ahead``, the first ``layers``
+    layers were.
     """
 
     def __init__(self, layers: int, missing: int) -> None:
-        """``missing`` blocks are to be sent, each of ``layers``."""
+        """``missing`` is the number of blocks to send, each with ``layers`` layers."""
         self.whole = 0
         self.ahead = 0
         self.layers = 0
@@ -103,7 +103,7 @@ class PutPlan:
         self._missing = missing
 
     def blocks_done(self, blocks: int) -> list[LayerRun]:
-        """The first ``blocks`` of the missing ones are complete. Returns what was not given yet."""
+        """Process that the first ``blocks`` missing blocks are complete. Returns the new parts."""
         parts: list[LayerRun] = []
         blocks = min(blocks, self._missing)
         for block in range(self.whole, blocks):
@@ -116,7 +116,8 @@ class PutPlan:
         return parts
 
     def layers_done(self, blocks: int, layers: int) -> list[LayerRun]:
-        """The same of the first ``layers`` layers of the first ``blocks`` missing blocks."""
+        """Like ``blocks_done``, for the first ``layers`` layers of the first ``blocks`` missing
+        blocks."""
         blocks = min(blocks, self._missing)
         is_known = self.ahead in (blocks, self.whole)
         if not is_known or blocks <= self.whole or layers <= self.layers:
@@ -129,26 +130,26 @@ class PutPlan:
 
 
 _WEIGHT = 0.2
-"""Of the newest sample."""
+"""Weight of the newest sample."""
 _MIN_BYTES = 64 << 10
-"""A smaller sample tells of messages, not of bytes."""
+"""Minimum bytes of a sample; a smaller one measures messages instead of bytes."""
 
 
 class Bandwidth:
-    """Bytes per second of a pair while there is something to send, learned from what has landed."""
+    """Learned bytes per second of a pair while there is something to send."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        """``bytes_per_s`` is taken for true until there are samples."""
+        """``bytes_per_s`` is assumed until there are samples."""
         self.bytes_per_s = bytes_per_s
         self._busy_since: float | None = None
 
     def began(self, now: float) -> None:
-        """Something is on its way."""
+        """Record that bytes are in flight."""
         if self._busy_since is None:
             self._busy_since = now
 
     def landed(self, count: int, now: float, *, is_idle: bool) -> None:
-        """``count`` bytes have landed; ``is_idle``: nothing else is on its way."""
+        """Record that ``count`` bytes have arrived; ``is_idle``: nothing else is in flight."""
         since, self._busy_since = self._busy_since, None if is_idle else now
         if since is None or count < _MIN_BYTES or now <= since:
             return

@@ -1,11 +1,12 @@
-"""Memory of a GPU that another process of the host opens: CUDA's driver, by way of ctypes.
+"""Memory of a GPU that another process of the host opens, by CUDA's driver through ctypes.
 
 A reader maps the writer's memory in the context of its own GPU, where its kernels run, and the
-driver enables peer access from there. Addresses are all that is held: CUDA_VISIBLE_DEVICES may hide
-the writer's GPU, and torch refuses memory of a GPU that it does not see.
+driver enables peer access from there. Only addresses are kept: CUDA_VISIBLE_DEVICES may hide the
+writer's GPU, and torch refuses memory of a GPU that it does not see.
 
-Functions and constants as in the CUDA Driver API, "Memory Management", "Unified Addressing" and
-"Primary Context Management". Nothing of CUDA is loaded before it is used. Not run on a GPU yet.
+Functions and constants are those of the CUDA Driver API, "Memory Management", "Unified Addressing"
+and "Primary Context Management". Nothing of CUDA is loaded before it is used. It has not run on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _DEVICE_POINTER = 3
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle, which the driver takes by value."""
+    """The struct CUipcMemHandle, which the driver takes by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedMemory:
-    """Part of an allocation that others can open."""
+    """Part of an allocation that other processes can open."""
 
     handle: bytes
-    """Of the whole allocation."""
+    """Handle of the whole allocation."""
     offset: int
-    """Where in it the part begins, in bytes."""
+    """Offset of the part in the allocation, in bytes."""
 
 
 class OpenedMemory:
@@ -52,8 +53,8 @@ class OpenedMemory:
     def __init__(self, exported: ExportedMemory, size: int, reader: int) -> None:
         """Map ``size`` bytes so that kernels of GPU ``reader`` can read them.
 
-        Raises HandoffError where they cannot, ConfigError where CUDA gives no context of the GPU.
-        No kernel has touched the memory by then, so that the GPU remains usable.
+        Raises HandoffError if that is impossible, and ConfigError if CUDA provides no context for
+        the GPU. No kernel has accessed the memory by then, so the GPU remains usable.
         """
         base = ctypes.c_uint64()
         handle = _Handle.from_buffer_copy(exported.handle)
@@ -63,7 +64,7 @@ class OpenedMemory:
             )
         if error:
             raise HandoffError(f"CUDA cannot open the writer's blocks: {_name(error)}")
-        # Whichever comes first calls it, and it runs once: close, or the garbage collector.
+        # Called once, by ``close`` or by the garbage collector.
         self._unmap = weakref.finalize(self, _unmap, base.value, reader)
         self._unmap.atexit = False
         self._address = base.value + exported.offset
@@ -76,7 +77,10 @@ class OpenedMemory:
 
     @contextmanager
     def reading(self) -> Iterator[int]:
-        """Where the memory begins. It remains mapped meanwhile. Raises WorkerFailed if closed."""
+        """Yield the address of the memory, which stays mapped meanwhile.
+
+        Raises WorkerFailed if it is closed.
+        """
         with self._lock:
             if self._is_closed:
                 raise WorkerFailed("the writer's blocks were closed")
@@ -91,7 +95,7 @@ class OpenedMemory:
                 self._unmap()
 
     def close(self) -> None:
-        """Unmap it, at once or when the last reader has ended; idempotent."""
+        """Unmap the memory, at once or when the last reader has ended; idempotent."""
         with self._lock:
             self._is_closed = True
             is_read = self._readers > 0
@@ -100,7 +104,7 @@ class OpenedMemory:
 
 
 def export(address: int, device: int) -> ExportedMemory:
-    """Let other processes open the allocation that ``address`` lies in. Raises ConfigError."""
+    """Let other processes open the allocation that contains ``address``. Raises ConfigError."""
     driver = _driver()
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     with _context(device):
@@ -117,9 +121,9 @@ def export(address: int, device: int) -> ExportedMemory:
 
 
 def copy_bytes(target: int, source: int, size: int, device: int, stream: int) -> None:
-    """Begin to copy between addresses that GPU ``device`` reaches, on a stream of it.
+    """Start a copy between addresses that GPU ``device`` reaches, on one of its streams.
 
-    Any alignment will do. Raises HandoffError where the copy cannot begin.
+    Any alignment is allowed. Raises HandoffError if the copy cannot start.
     """
     with _context(device):
         error = _driver().cuMemcpyDtoDAsync_v2(
@@ -133,19 +137,19 @@ def copy_bytes(target: int, source: int, size: int, device: int, stream: int) ->
 
 
 def device_uuid(device: int) -> str:
-    """A GPU's UUID: the same in every process, whatever CUDA_VISIBLE_DEVICES says there.
+    """A GPU's UUID, which is the same in every process, whatever CUDA_VISIBLE_DEVICES is there.
 
-    Raises ConfigError where there is no such GPU.
+    Raises ConfigError if there is no such GPU.
     """
     found = (ctypes.c_ubyte * 16)()
     number = _device(device)
     if error := _driver().cuDeviceGetUuid_v2(ctypes.byref(found), number):
-        raise ConfigError(f"CUDA does not name device {device}: {_name(error)}")
+        raise ConfigError(f"CUDA reports no UUID for device {device}: {_name(error)}")
     return str(uuid.UUID(bytes=bytes(found)))
 
 
 def _reach(address: int, size: int, reader: int) -> int:
-    """CUDA's error where kernels of GPU ``reader`` cannot access all ``size`` bytes; else 0."""
+    """CUDA's error if kernels of GPU ``reader`` cannot access all ``size`` bytes; else 0."""
     found = ctypes.c_uint64()
     driver = _driver()
     with _context(reader):
@@ -177,7 +181,7 @@ def _driver() -> Any:
     except OSError as error:
         raise ConfigError(f"transport cuda_ipc needs CUDA's driver: {error}") from error
     if error_code := driver.cuInit(0):
-        raise ConfigError(f"transport cuda_ipc needs a GPU, CUDA says error {error_code}")
+        raise ConfigError(f"transport cuda_ipc needs a GPU: CUDA reports error {error_code}")
     return driver
 
 
@@ -190,14 +194,14 @@ def _device(device: int) -> ctypes.c_int:
 
 @contextmanager
 def _context(device: int) -> Iterator[None]:
-    """Make the context that torch uses current on this thread, which may be a fresh one."""
+    """Make the context that torch uses current on this thread, which may be a new one."""
     driver = _driver()
     number, context = _device(device), ctypes.c_void_p()
     if error := driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number):
-        raise ConfigError(f"CUDA gives no context of device {device}: {_name(error)}")
+        raise ConfigError(f"CUDA provides no context for device {device}: {_name(error)}")
     try:
         if error := driver.cuCtxPushCurrent_v2(context):
-            raise ConfigError(f"CUDA refuses the context of device {device}: {_name(error)}")
+            raise ConfigError(f"CUDA rejects the context of device {device}: {_name(error)}")
         try:
             yield
         finally:

@@ -1,11 +1,10 @@
-"""The cuda_ipc transport: two processes of one host, on one GPU, or on two where it is forced.
+"""The cuda_ipc transport: two processes of one host, on one GPU, or on two if it is forced.
 
 A writer lets others open its blocks. The receiver maps them for its own GPU, where one kernel
-copies them into its blocks and sums up. A writer has no path to a receiver's blocks. What the
-receiver reads does not change, because the writer keeps it until the batch has landed; if it does
-change, the checksums tell.
+copies them into its blocks and computes the checksums. A writer has no path to a receiver's blocks.
+The writer keeps what is read unchanged until the batch has arrived; the checksums detect a change.
 
-Not run on a GPU yet.
+It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from kvtransfer.transports.transport import AnnouncedBatch, Peer
 
 _HANDLE_BYTES = 64
 _ADDRESSES = 1 << 57
-"""Bytes that a GPU can address."""
+"""Maximum bytes that a GPU can address."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Where a writer's blocks can be opened from, and on which host."""
+    """How a writer's blocks can be opened, and on which host."""
 
     boot_id: str
     pid_namespace: str
     pid: int
     device: str
-    """The GPU's UUID."""
+    """UUID of the GPU."""
     handle: str
-    """In base64."""
+    """The handle in base64."""
     offset: int
     blocks: int
     block_bytes: int
@@ -55,9 +54,9 @@ class CudaIpcTransport:
     staging_bytes = 0
 
     def __init__(self, executor: Executor, *, between_gpus: bool = False) -> None:
-        """``executor`` copies: each of its threads a batch at a time.
+        """``executor`` copies: each of its threads one batch at a time.
 
-        ``between_gpus``: whether a receiver also opens blocks on another GPU than its own.
+        ``between_gpus``: whether a receiver may open blocks on a GPU other than its own.
         """
         self._executor = executor
         self._between_gpus = between_gpus
@@ -105,10 +104,12 @@ class CudaIpcTransport:
                 "process namespace"
             )
         if theirs.pid == os.getpid():
-            raise HandoffError(f"{peer.incarnation} is this very process, which CUDA refuses")
+            raise HandoffError(
+                f"{peer.incarnation} is this process itself, which CUDA does not support"
+            )
         if theirs.device != self._uuid and not self._between_gpus:
             raise HandoffError(
-                f"{peer.incarnation} has its blocks on GPU {theirs.device}, and here is "
+                f"{peer.incarnation} has its blocks on GPU {theirs.device}, and this worker on "
                 f"{self._uuid}: cuda_ipc has not run between two GPUs yet; transport = "
                 '"cuda_ipc" forces it'
             )
@@ -137,11 +138,11 @@ class _Copier:
     """Implements ``Copier``: opens the writer's blocks for this worker's GPU."""
 
     def __init__(self, memory: BlockMemory, device: int, theirs: _Offer) -> None:
-        """Raises HandoffError where GPU ``device`` cannot read the writer's blocks, ConfigError
+        """Raises HandoffError if GPU ``device`` cannot read the writer's blocks.
 
-        where CUDA gives no context of that GPU.
+        Raises ConfigError if CUDA provides no context for that GPU.
         """
-        # Slow to import, and of no use on CPUs.
+        # Imported here: it is slow to import, and CPUs do not need it.
         import torch  # noqa: PLC0415
 
         from kvtransfer.memory import checksum_triton  # noqa: PLC0415
@@ -151,14 +152,14 @@ class _Copier:
         self._memory = memory
         self._device = torch.device("cuda", device)
         self._kernels = checksum_triton
-        # Of its own: on the default stream a copy would wait for the engine's steps.
+        # A stream of its own: on the default stream a copy would wait for the engine's steps.
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._on_stream = torch.cuda.stream
         exported = cuda_ipc.ExportedMemory(base64.b64decode(theirs.handle), theirs.offset)
         self._theirs = cuda_ipc.OpenedMemory(exported, theirs.blocks * theirs.block_bytes, device)
 
     def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
-        """See ``Copier``. Raises WorkerFailed if it was closed."""
+        """See ``Copier``. Raises WorkerFailed if it is closed."""
         offset, length = batch.target.offset, batch.target.length
         return tuple(
             self._copy_part(source, target, offset, length)
@@ -184,10 +185,10 @@ class _Copier:
 
 
 class CudaIpcReceiveLink(ReadReceiveLink[_Copier]):
-    """Unmaps the writer's blocks after the last copy of them."""
+    """A link that unmaps the writer's blocks after their last copy."""
 
     def _let_go(self, copier: _Copier) -> None:
-        # A thread of the executor does it: CUDA may wait for the GPU.
+        # On a thread of the executor, because CUDA may wait for the GPU.
         try:
             self._executor.submit(copier.close)
         except RuntimeError:
@@ -196,7 +197,7 @@ class CudaIpcReceiveLink(ReadReceiveLink[_Copier]):
 
 
 def _parse(offer: bytes) -> _Offer:
-    """Raises HandoffError."""
+    """Parse an offer. Raises HandoffError."""
     theirs = read_offer(_Offer, offer, "cuda_ipc")
     try:
         handle = base64.b64decode(theirs.handle, validate=True)
@@ -205,5 +206,5 @@ def _parse(offer: bytes) -> _Offer:
     except (ValueError, TypeError, RecursionError) as error:
         raise HandoffError("the offer of transport cuda_ipc cannot be read") from error
     if not sound:
-        raise HandoffError("the offer of transport cuda_ipc makes no sense")
+        raise HandoffError("the offer of transport cuda_ipc has invalid values")
     return theirs

@@ -1,8 +1,8 @@
-"""The wire form of ``SendBlocksRequest``, made and read without copying its data more than once.
+"""The wire form of ``SendBlocksRequest``, written and read with a single copy of its data.
 
-It is protobuf's own: the two fixed fields, then tag, length and bytes of ``data``, in that order
-(protobuf.dev/programming-guides/encoding). Protobuf's Python runtime would copy the data twice more
-at each end. A message whose fields come in another order is read by that runtime all the same.
+It is protobuf's own format: the two fixed fields, then tag, length and bytes of ``data``, in this
+order (protobuf.dev/programming-guides/encoding). Protobuf's Python runtime would copy the data
+twice more at each end. It still reads messages whose fields come in another order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _address_of.argtypes, _address_of.restype = (ctypes.py_object,), ctypes.c_void_p
 
 
 class Frame:
-    """A message whose data are filled in where they stay: gRPC takes ``bytes`` and nothing else.
+    """A message whose data is filled in place, because gRPC takes only ``bytes``.
 
-    Python's C interface allows what is done here, to fill new ``bytes`` before anybody sees them
-    (docs.python.org, PyBytes_FromStringAndSize); joining pieces would copy them once more.
+    Python's C interface allows new ``bytes`` to be filled before they are used (docs.python.org,
+    PyBytes_FromStringAndSize). Joining pieces would copy them once more.
     """
 
     def __init__(self, part: int, size: int) -> None:
@@ -42,16 +42,16 @@ class Frame:
         whole[: len(head)] = head
         self._whole = whole
         self.data = whole[len(head) :]
-        """To be written, all of it, before ``finish``."""
+        """Buffer that must be filled before ``finish``."""
 
     def finish(self, number: int) -> bytes:
-        """The message, as one of batch ``number``."""
+        """The message, as a part of batch ``number``."""
         struct.pack_into("<Q", self._whole, _NUMBER_AT, number)
         return self._message
 
 
 def decode_frame(message: bytes) -> tuple[int, int, memoryview]:
-    """(number, part, data). Raises ValueError for what is no such message."""
+    """Decode (number, part, data). Raises ValueError for other messages."""
     found = _decode(message)
     if found is not None:
         return found
@@ -63,7 +63,7 @@ def decode_frame(message: bytes) -> tuple[int, int, memoryview]:
 
 
 def _decode(message: bytes) -> tuple[int, int, memoryview] | None:
-    """What ``Frame`` has made; None where it was another."""
+    """Decode a message that ``Frame`` has made; None for another one."""
     if len(message) <= _HEAD.size:
         return None
     number_tag, number, part_tag, part, data_tag = _HEAD.unpack_from(message)

@@ -1,11 +1,11 @@
-"""The gRPC transport: bytes over one client stream a pair, to a server of their own.
+"""The gRPC transport: one client stream per pair carries bytes to a server of its own.
 
-It works wherever two workers reach each other over TCP. The server runs on threads, not on the
-event loop: gRPC's Python runtime moves twice as many bytes that way. HTTP/2's flow control slows a
-writer down whose receiver is slow, its pair alone.
+It works wherever two workers reach each other over TCP. The server runs on threads instead of the
+event loop: gRPC's Python runtime then moves twice as many bytes. HTTP/2's flow control slows down
+only the writer whose receiver is slow.
 
 A message holds consecutive parts of one batch; ``kvtransfer.transports.frames`` has its form. The
-receiver copies them into place, once it has been told of the batch and has let it in.
+receiver copies them into place once it knows the batch and has admitted it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer, place
 
 CHUNK_BYTES = 2 << 20
-"""Most bytes of a message, but for a part that is larger: 1 MiB costs a quarter of the throughput,
-4 MiB gains nothing."""
+"""Maximum bytes of a message, unless a single part is larger: 1 MiB costs a quarter of the
+throughput, 4 MiB gains nothing."""
 MAX_PAIRS = 256
-"""Each holds a thread of the server."""
+"""Maximum pairs; each holds a thread of the server."""
 _METHOD = "/baton.v1.BlockService/SendBlocks"
 _PAIR_KEY = "baton-pair"
 _PATIENCE_S = 5.0
-"""How long a stream may be early: before its pair is known here, before its batch is."""
+"""Seconds for which a stream waits until its pair, and then its batch, is known here."""
 
 
 class GrpcTransport:
@@ -58,9 +58,9 @@ class GrpcTransport:
     reads_in_place = False
 
     def __init__(self, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:
-        """Listens on ``host``, on a port that the system chooses. ``tls``: both sides prove
+        """Listens on ``host``, on a port that the system chooses.
 
-        themselves with certificates of one authority (mutual TLS).
+        With ``tls``, both sides authenticate with certificates of the same CA (mutual TLS).
         """
         self._host = host
         self._tls = tls
@@ -72,7 +72,7 @@ class GrpcTransport:
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``: messages that wait to be sent, and one of each writer."""
+        """See ``Transport``: messages that wait to be sent, and one message of each writer."""
         copies = sum(link.copied_bytes for link in list(self._senders))
         return copies + CHUNK_BYTES * len(self._links)
 
@@ -110,7 +110,9 @@ class GrpcTransport:
             fields = json.loads(answer)
             address, pair = str(fields["address"]), str(fields["pair"])
         except (ValueError, KeyError, TypeError) as error:
-            raise HandoffError(f"{peer.incarnation} has not said where blocks go") from error
+            raise HandoffError(
+                f"{peer.incarnation} has sent no valid address for blocks"
+            ) from error
         memory = source_memory(self._memory, shard)
         link = GrpcSendLink(memory, peer.incarnation, address, pair, self._tls)
         self._senders.add(link)
@@ -118,14 +120,14 @@ class GrpcTransport:
 
     @property
     def asks_for_roles(self) -> bool:
-        """Whether a writer must show a worker's certificate."""
+        """Whether a writer must present a worker's certificate."""
         return self._tls is not None
 
     def link_of(self, pair: str) -> GrpcReceiveLink | None:
-        """The link that a stream belongs to."""
+        """The link of a stream; None if there is no such pair."""
         found = None
         for name, link in list(self._links.items()):
-            # In constant time: who knows the name may write.
+            # In constant time, because the name authorizes the writer.
             if hmac.compare_digest(name, pair):
                 found = link
         return found
@@ -151,11 +153,11 @@ class _Chunk:
     number: int
     frame: Frame
     last: Transfer | None
-    """The transfer that is over with it."""
+    """The transfer that ends with this message; None if more messages follow."""
 
 
 class GrpcSendLink:
-    """Implements ``SendLink``. A thread of gRPC's own takes the messages from a queue."""
+    """Implements ``SendLink``. A gRPC thread takes the messages from a queue."""
 
     def __init__(
         self, memory: BlockMemory, peer: str, address: str, pair: str, tls: TlsFiles | None
@@ -180,7 +182,7 @@ class GrpcSendLink:
             self._new_frame(first, min(step, count - first) * length)
             for first in range(0, count, step)
         ]
-        # All of them at once: to come back to the interpreter means to wait for its lock.
+        # All of them at once, because each return to the interpreter waits for its lock.
         outs = [
             frame.data[at : at + length]
             for frame in frames
@@ -189,7 +191,7 @@ class GrpcSendLink:
         return Packed(parts, source.read_many(parts.blocks, parts.offset, outs), frames)
 
     def _new_frame(self, first: int, size: int) -> Frame:
-        """It is counted until nobody refers to it."""
+        """Make a frame. It counts as staging until nothing refers to it."""
         frame = Frame(first, size)
         self._count(frame.size)
         weakref.finalize(frame, self._count, -frame.size)
@@ -211,14 +213,14 @@ class GrpcSendLink:
     def _messages(self) -> Iterator[bytes]:
         while (chunk := self._chunks.get()) is not None:
             message, last = chunk.frame.finish(chunk.number), chunk.last
-            del chunk  # and its memory, while the next one is awaited
+            del chunk  # frees its memory while the next one is awaited
             yield message
             del message
             if last is not None:
                 last.finish()
 
     def _ended(self, call: Any) -> None:
-        self._transfers.end(WorkerFailed(f"{self._peer} takes no more blocks: {_why(call)}"))
+        self._transfers.end(WorkerFailed(f"{self._peer} accepts no more blocks: {_why(call)}"))
         self._chunks.put(None)
 
     def close(self) -> None:
@@ -241,7 +243,7 @@ def _why(call: Any) -> str:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A batch that was announced, and how many of its parts are in place."""
+    """A batch that was announced, and the number of its parts in place."""
 
     batch: AnnouncedBatch
     transfer: Transfer
@@ -249,10 +251,10 @@ class _Awaited:
 
 
 class GrpcReceiveLink:
-    """Implements ``ReceiveLink``. ``take`` runs on the server's thread of the pair's stream."""
+    """Implements ``ReceiveLink``. ``take`` runs on the server's thread for the pair's stream."""
 
     def __init__(self, memory: BlockMemory, peer: str, forget: Callable[[], object]) -> None:
-        """``forget`` is called once, when it closes."""
+        """``forget`` is called once, when the link closes."""
         self.peer = peer
         self._memory = memory
         self._transfers = OpenTransfers()
@@ -272,7 +274,7 @@ class GrpcReceiveLink:
         return transfer
 
     def take(self, message: bytes) -> None:
-        """Put a message's parts in place. Raises HandoffError for one that cannot be."""
+        """Put a message's parts in place. Raises HandoffError for an invalid message."""
         number, first, data = decode_frame(message)
         awaited = self._find(number)
         length = awaited.batch.source.length
@@ -303,7 +305,7 @@ class GrpcReceiveLink:
         place(self._memory, batch, data, range(0, len(data), batch.source.length), first)
 
     def _find(self, number: int) -> _Awaited:
-        """The batch; bytes may overtake what the pair's stream says of them, a little."""
+        """The batch; waits a little, because its bytes may arrive before its announcement."""
         with self._told:
             known = self._told.wait_for(
                 lambda: number in self._awaited or self._transfers.error, _PATIENCE_S
@@ -311,17 +313,18 @@ class GrpcReceiveLink:
             if self._transfers.error is not None:
                 raise self._transfers.error
             if not known:
-                raise HandoffError(f"bytes came of batch {number}, of which nothing was said")
+                raise HandoffError(f"got bytes of batch {number}, which was not announced")
             return self._awaited[number]
 
     def begin_stream(self, cancel: Callable[[], object]) -> None:
-        """The writer's stream is here; ``cancel`` ends it. Raises HandoffError for a second one."""
+        """Start the writer's stream; ``cancel`` ends it. Raises HandoffError for a second
+        stream."""
         if self._cancel_stream is not None:
             raise HandoffError(f"{self.peer} sends blocks over another stream already")
         self._cancel_stream = cancel
 
     def end(self, error: BatonError) -> None:
-        """The stream has ended."""
+        """End all transfers, because the stream has ended."""
         self._transfers.end(error)
         with self._told:
             self._told.notify_all()
@@ -335,7 +338,7 @@ class GrpcReceiveLink:
 
 
 class _Handler(grpc.GenericRpcHandler):
-    """Serves ``BlockService`` with messages as they are on the wire."""
+    """Serves ``BlockService`` with undecoded messages."""
 
     def __init__(self, transport: GrpcTransport) -> None:
         self._transport = transport
@@ -360,7 +363,7 @@ class _Handler(grpc.GenericRpcHandler):
             for message in messages:
                 link.take(message)
         except (BatonError, ValueError) as error:
-            link.end(HandoffError(f"what {link.peer} sent cannot be used: {error}"))
+            link.end(HandoffError(f"{link.peer} sent an invalid message: {error}"))
             context.abort(grpc.StatusCode.ABORTED, str(error))
         finally:
             link.end(WorkerFailed(f"{link.peer} sends no more blocks"))

@@ -1,8 +1,9 @@
-"""Transports on which the receiver reads the writer's blocks where they lie.
+"""Transports on which the receiver reads the writer's blocks in place.
 
-Within a host both ends say in their offers, which are JSON, which host that is and how others open
-their blocks. The writer has nothing to send: it sums up its parts, and leaves them as they are
-until they have landed. The receiver opens the writer's blocks and copies from them.
+Both ends are on one host. Their offers, which are JSON, contain the host and how other processes
+can open their blocks. The writer has nothing to send: it computes checksums of its parts, and keeps
+the parts unchanged until they have arrived. The receiver opens the writer's blocks and copies from
+them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _TYPES: dict[str, type] = {"str": str, "int": int}
 
 
 def read_offer(kind: type[Offer], data: bytes, transport: str) -> Offer:
-    """``kind`` is a dataclass whose fields are ``str`` and ``int``, which are not negative.
+    """Parse an offer; ``kind`` is a dataclass whose fields are ``str`` and non-negative ``int``.
 
-    Raises HandoffError for anything else: a peer's pid becomes part of a path, its sizes bounds.
+    Raises HandoffError for anything else: a peer's pid becomes part of a path, and its sizes become
+    bounds.
     """
     try:
         offer = kind(**json.loads(data))
@@ -40,25 +42,27 @@ def read_offer(kind: type[Offer], data: bytes, transport: str) -> Offer:
         if type(value) is not _TYPES[str(field.type)]:
             raise HandoffError(f"the offer of transport {transport} cannot be read: {field.name}")
         if type(value) is int and value < 0:
-            raise HandoffError(f"the offer of transport {transport} makes no sense: {field.name}")
+            raise HandoffError(
+                f"the offer of transport {transport} has an invalid value: {field.name}"
+            )
     return offer
 
 
 def host_of(transport: str) -> tuple[str, str]:
-    """This host's boot ID, and the process namespace: containers have one each by default.
+    """This host's boot ID, and the process namespace, which by default differs in each container.
 
-    Raises ConfigError where the system does not tell.
+    Raises ConfigError if the system does not provide them.
     """
     try:
         return _BOOT_ID.read_text().strip(), os.readlink(_PID_NAMESPACE)
     except OSError as error:
         raise ConfigError(
-            f"transport {transport} cannot tell which host and process namespace this is: {error}"
+            f"transport {transport} cannot identify the host and process namespace: {error}"
         ) from error
 
 
 def are_on_two_hosts(offer: bytes, other: bytes) -> bool:
-    """Whether two offers of a transport name different hosts. False where either names none."""
+    """Whether two offers of a transport name different hosts. False if either names none."""
     hosts = [_boot_id(each) for each in (offer, other)]
     return None not in hosts and hosts[0] != hosts[1]
 
@@ -71,7 +75,7 @@ def _boot_id(offer: bytes) -> object:
 
 
 class ReadSendLink:
-    """Implements ``SendLink``: the receiver reads, and there is nothing to send."""
+    """Implements ``SendLink`` with nothing to send, because the receiver reads."""
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
@@ -95,20 +99,20 @@ class ReadSendLink:
 
 
 class Copier(Protocol):
-    """Copies parts of a writer's blocks, which it has opened, into this worker's."""
+    """Copies parts of a writer's blocks, which it has opened, into this worker's blocks."""
 
     @property
     def blocks(self) -> int:
-        """How many blocks the writer has."""
+        """Number of the writer's blocks."""
 
     @property
     def part_end(self) -> int:
         """Where the last part of a block ends, in bytes."""
 
     def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
-        """Copy a batch, which names parts that the writer has, on a thread of the executor.
+        """Copy a batch, whose parts the writer has, on a thread of the executor.
 
-        Returns the checksums of what was written, which then has arrived. Raises HandoffError for
+        Returns the checksums of the written bytes, which have then arrived. Raises HandoffError for
         targets that this worker does not have.
         """
 
@@ -120,14 +124,14 @@ class ReadReceiveLink(Generic[C]):
     """Implements ``ReceiveLink`` where the receiver reads the writer's blocks."""
 
     def __init__(self, copier: C, executor: Executor) -> None:
-        """``executor`` copies: each of its threads a batch at a time."""
+        """``executor`` copies: each of its threads one batch at a time."""
         self._copier: C | None = copier
-        """None once the link is closed: what still refers to it must not keep a mapping."""
+        """None once the link is closed, so that remaining references keep no mapping."""
         self._executor = executor
         self._transfers = OpenTransfers()
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
-        """See ``ReceiveLink``. A copy takes no longer than its bytes do."""
+        """See ``ReceiveLink``. A copy only takes as long as moving its bytes."""
         transfer = self._transfers.new()
         copier = self._copier
         if copier is None or not wanted:
@@ -142,14 +146,14 @@ class ReadReceiveLink(Generic[C]):
         return transfer
 
     def close(self) -> None:
-        """See ``ReceiveLink``. The writer's blocks are let go with the last copy of them."""
+        """See ``ReceiveLink``. The writer's blocks are released with their last copy."""
         self._transfers.end(WorkerFailed("the pair was closed"))
         copier, self._copier = self._copier, None
         if copier is not None:
             self._let_go(copier)
 
     def _let_go(self, copier: C) -> None:
-        """No copy begins any more; some may be under way."""
+        """Release the writer's blocks. No copy begins any more; some may still run."""
 
 
 def _is_inside(batch: AnnouncedBatch, copier: Copier) -> bool:

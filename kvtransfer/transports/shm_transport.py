@@ -1,12 +1,11 @@
-"""The shared-memory transport: two processes of one host, one copy, nobody in between.
+"""The shared-memory transport: two processes of one host, with a single direct copy.
 
-Every worker's blocks lie in a file without a name that others can map. The receiver maps the
-writer's, to read only, and copies from it into its own blocks, checking as it copies. So a writer
-has no path to a receiver's blocks at all: one that was stopped and wakes later finds nothing to
-spoil, and one that is killed leaves its memory to those who have it mapped.
+Every worker's blocks are in an unnamed file that others can map. The receiver maps the writer's
+file read-only, copies from it into its own blocks, and checks while it copies. So a writer has no
+path to a receiver's blocks: one that was stopped and wakes later cannot damage them. Processes that
+have mapped the memory of a killed writer keep it.
 
-What the receiver reads stays as it is because the writer keeps it so until the batch has landed; if
-it should not, the checksums tell.
+The writer keeps what is read unchanged until the batch has arrived; the checksums detect a change.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvtransfer.transports.transport import AnnouncedBatch, Peer
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Where a writer's blocks can be mapped from, and on which host."""
+    """How a writer's blocks can be mapped, and on which host."""
 
     boot_id: str
     pid_namespace: str
@@ -53,7 +52,7 @@ class ShmTransport:
     staging_bytes = 0
 
     def __init__(self, executor: Executor) -> None:
-        """``executor`` copies: each of its threads a batch at a time."""
+        """``executor`` copies: each of its threads one batch at a time."""
         self._executor = executor
         self._memory: BlockMemory | None = None
         self._offer = b""
@@ -95,8 +94,8 @@ class ShmTransport:
             copier = ShmCopier(self._memory, blocks.data, theirs.block_bytes)
         elif theirs.block_bytes != shard.source_block_bytes:
             raise HandoffError(
-                f"{peer.incarnation} offers blocks of {theirs.block_bytes} bytes, and those of its "
-                f"rank have {shard.source_block_bytes}"
+                f"{peer.incarnation} offers blocks of {theirs.block_bytes} bytes, and its "
+                f"rank must have {shard.source_block_bytes}"
             )
         else:
             copier = ShmShardCopier(self._memory, blocks.data, shard)
@@ -118,7 +117,7 @@ class ShmTransport:
 
 
 class ShmCopier:
-    """Implements ``Copier`` for blocks that go as they lie."""
+    """Implements ``Copier`` for blocks that are copied whole."""
 
     def __init__(self, memory: BlockMemory, theirs: memoryview, block_bytes: int) -> None:
         """``theirs`` are the writer's blocks, of ``block_bytes`` each."""
@@ -138,7 +137,7 @@ class ShmCopier:
 
 
 class ShmShardCopier:
-    """Implements ``Copier`` for the heads that a rank has of a writer's blocks."""
+    """Implements ``Copier`` for the heads that this rank needs of a writer's blocks."""
 
     def __init__(self, memory: BlockMemory, theirs: memoryview, shard: ShardLayout) -> None:
         self.blocks = len(theirs) // shard.source_block_bytes
@@ -156,12 +155,12 @@ class ShmShardCopier:
 
 
 class ShmReceiveLink(ReadReceiveLink[ShmCopier | ShmShardCopier]):
-    """The mapping of the writer's blocks goes with the last copy that reads it."""
+    """A link that unmaps the writer's blocks with the last copy that reads them."""
 
 
 def _parse(offer: bytes) -> _Offer:
-    """Raises HandoffError."""
+    """Parse an offer. Raises HandoffError."""
     theirs = read_offer(_Offer, offer, "shm")
     if not theirs.block_bytes:
-        raise HandoffError("the offer of transport shm makes no sense: block_bytes")
+        raise HandoffError("the offer of transport shm has an invalid value: block_bytes")
     return theirs

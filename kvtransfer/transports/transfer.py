@@ -1,11 +1,11 @@
-"""A transfer under way, and all of one link's.
+"""A transfer in flight, and all transfers of one link.
 
-    pending ─begin→ placing ─pause→ pending (more bytes of it are to come)
+    pending ─begin→ placing ─pause→ pending (more of its bytes follow)
     placing ─finish→ done;  pending, placing ─fail→ failed
     pending ─cancel, give_up→ over at once;  placing ─cancel, give_up→ over with the next pause
 
-While it is *placing*, a thread of the transport puts bytes into blocks; nobody does at any other
-time. Safe among threads.
+While a transfer is *placing*, a thread of the transport writes bytes into blocks; nothing writes at
+any other time. Thread-safe.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class _State(enum.Enum):
 
 
 class Transfer:
-    """What ``send`` and ``receive`` return; see the module's text."""
+    """The result of ``send`` and ``receive``; see the module's text for its states."""
 
     def __init__(self) -> None:
         self.found: tuple[int, ...] = ()
-        """Checksums of what was placed, where it was told of none that they should have."""
+        """Checksums of the placed parts, if their expected checksums were not known."""
         self._changed = threading.Condition()
         self._state = _State.PENDING
         self._error: BaseException | None = None
         self._wanted_end: BaseException | None = None
         self._calls: list[Callable[[Transfer], None]] = []
 
-    # For whoever waits for it
+    # For threads that wait for it
 
     def poll(self) -> bool:
-        """Whether it is over. Raises what it failed with, CancelledError if it was cancelled."""
+        """Whether it is over. Raises its error, or CancelledError if it was cancelled."""
         with self._changed:
             over, error = self._state is _State.OVER, self._error
         if error is not None:
@@ -47,18 +47,18 @@ class Transfer:
         return over
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is over. Raises as ``poll``, and TimeoutError."""
+        """Wait until it is over. Raises like ``poll``, and TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._state is _State.OVER, timeout_s):
                 raise TimeoutError(f"a transfer was not over after {timeout_s} s")
         self.poll()
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """Cancel it: its result is no longer needed."""
         self.give_up(CancelledError())
 
     def give_up(self, error: BaseException) -> None:
-        """It can come to nothing: its link has ended, for example."""
+        """End it with an error, for example because its link has ended."""
         with self._changed:
             if self._state is _State.PLACING:
                 self._wanted_end = self._wanted_end or error
@@ -66,7 +66,7 @@ class Transfer:
         self._end(error)
 
     def when_over(self, call: Callable[[Transfer], None]) -> None:
-        """Have ``call`` called when it is over, on whatever thread ends it; now if it is."""
+        """Call ``call`` when it is over, on the thread that ends it; at once if it is over."""
         with self._changed:
             if self._state is not _State.OVER:
                 self._calls.append(call)
@@ -76,14 +76,14 @@ class Transfer:
     # For the transport
 
     def begin(self) -> bool:
-        """Bytes are about to be placed. False: it is over, and nothing may be."""
+        """Begin to place bytes. Returns False if it is over; then nothing may be placed."""
         with self._changed:
             if self._state is _State.PENDING:
                 self._state = _State.PLACING
             return self._state is _State.PLACING
 
     def pause(self) -> None:
-        """No bytes are being placed at the moment."""
+        """Pause: no bytes are being placed at the moment."""
         with self._changed:
             if self._state is not _State.PLACING:
                 return
@@ -93,11 +93,11 @@ class Transfer:
             self._end(wanted)
 
     def finish(self) -> None:
-        """It is done; nothing happens if it is over already."""
+        """End it successfully; no effect if it is over already."""
         self._end(self._wanted_end)
 
     def fail(self, error: BaseException) -> None:
-        """It has failed, and nothing is placed any more; nothing happens if it is over already."""
+        """End it with an error; nothing is placed any more. No effect if it is over already."""
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -112,7 +112,7 @@ class Transfer:
 
 
 class OpenTransfers:
-    """The transfers of one link. Safe among threads."""
+    """The transfers of one link. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -121,11 +121,11 @@ class OpenTransfers:
 
     @property
     def error(self) -> BatonError | None:
-        """What has ended the link, if anything has."""
+        """The error that has ended the link; None while it is open."""
         return self._error
 
     def new(self) -> Transfer:
-        """A transfer; on a link that has ended it has failed already."""
+        """Make a transfer; on a link that has ended, it has already failed."""
         transfer = Transfer()
         with self._lock:
             if self._error is None:
@@ -140,7 +140,7 @@ class OpenTransfers:
             self._open.discard(transfer)
 
     def end(self, error: BatonError) -> None:
-        """Fail all, and every one to come; the first error counts."""
+        """Fail all transfers, now and later; the first error counts."""
         with self._lock:
             if self._error is None:
                 self._error = error

@@ -1,8 +1,8 @@
-"""What a transport is: one way of bringing parts of KV blocks from a writer to a receiver.
+"""The interface of a transport, which moves parts of KV blocks from a writer to a receiver.
 
-A writer and a receiver form a *pair*, one direction of two worker processes. What they say to each
-other (tickets, batches, acknowledgements) goes over the pair's own gRPC stream; a transport moves
-the bytes alone:
+A writer and a receiver form a *pair*, one direction of two worker processes. The pair's own gRPC
+stream carries their messages (tickets, batches, acknowledgements); a transport moves only the
+bytes:
 
     writer                                    receiver
     Transport.register() → offer  ─────────►  Transport.accept(offer) → ReceiveLink, answer
@@ -10,11 +10,11 @@ the bytes alone:
     SendLink.pack(batch) → Packed ─announces─►  ReceiveLink.receive(batch) → Transfer
     SendLink.send(packed) → Transfer ══bytes══►   (verified, in place)
 
-On every transport it is the receiver that writes into its blocks, after its event loop has let
-it: a writer that was stopped and wakes later finds no way to them. A batch that was announced is
-sent, or its link is closed: so both ends agree on what comes next.
+On every transport, the receiver writes into its blocks, after its event loop has allowed it: a
+writer that was stopped and wakes later has no path to them. A batch that was announced is sent, or
+its link is closed. So both ends agree on what comes next.
 
-Links and transfers are safe among threads. Nothing here waits without a deadline.
+Links and transfers are thread-safe. Nothing here waits without a deadline.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Peer:
     address: str
     """host:port of its gRPC server, as this worker reaches it."""
     rank: int = 0
-    """Which rank of that worker."""
+    """Number of the worker's rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,126 +59,127 @@ class Packed:
 
     parts: Parts
     checksums: tuple[int, ...]
-    """``kvtransfer.memory.checksum.checksum`` of each part."""
+    """The ``kvtransfer.memory.checksum.checksum`` of each part."""
     payload: Any = None
-    """What the link keeps of them until they are sent."""
+    """What the link needs to send them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedBatch:
-    """Parts as the receiver is told of them."""
+    """Parts as the receiver gets them announced."""
 
     number: int
-    """Ascends within the pair, in the order in which batches are sent."""
+    """Number of the batch; ascends within the pair, in the order of sending."""
     source: Parts
-    """Where they are at the writer."""
+    """Where the parts are at the writer."""
     target: Parts
-    """Where they belong here: as many blocks, the same offset and length."""
+    """Where they belong here: the same number of blocks, the same offset and length."""
     checksums: tuple[int, ...]
-    """None while they are not known, where the transport ``reads_in_place``."""
+    """Checksums of the parts; empty until they are known, if the transport ``reads_in_place``."""
 
 
 class SendLink(Protocol):
     """A writer's end."""
 
     def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """Make parts ready. Blocks for as long as reading them takes: for a transfer thread.
+        """Prepare parts. Blocks while it reads them, so call it on a transfer thread.
 
-        The parts must be complete, and stay as they are until the batch has landed. ``memory`` is
-        that which was registered, or any other where the transport ``copies_out``.
+        The parts must be complete, and stay unchanged until the batch has arrived. ``memory`` is
+        the registered memory, or any other if the transport ``copies_out``.
         """
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
-        """Begin to send a batch that has been announced. Never blocks.
+        """Start to send a batch that was announced. Never blocks.
 
-        The transfer is done when the payload is needed no longer; that the bytes have landed, the
-        receiver says. It fails with WorkerFailed when the peer is gone, and DeadlineExceeded where
-        the transport itself waits for longer than ``deadline_s`` seconds (the pair watches what has
-        not landed in any case); the link is of no more use then.
+        The transfer is done when the payload is no longer needed; the receiver reports the arrival
+        of the bytes. It fails with WorkerFailed when the peer is gone, and with DeadlineExceeded if
+        the transport itself waits for longer than ``deadline_s`` seconds. The pair also watches for
+        batches that do not arrive. A link with a failed transfer is unusable.
         """
 
     def close(self) -> None:
-        """End every transfer with WorkerFailed and let the peer go. Never blocks; idempotent."""
+        """End every transfer with WorkerFailed and disconnect. Never blocks; idempotent."""
 
 
 class ReceiveLink(Protocol):
     """A receiver's end."""
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
-        """Begin to bring a batch into its target blocks. Never blocks. In the order of numbers.
+        """Start to bring a batch into its target blocks, in the order of numbers. Never blocks.
 
-        What is not ``wanted`` is dropped when it comes: its transfer is cancelled from the start.
+        A batch that is not ``wanted`` is dropped when it arrives: its transfer is cancelled from
+        the start.
 
-        The transfer is done when every part is in place and its checksum was found right. It fails
+        The transfer is done when every part is in place and its checksum was verified. It fails
         with ChecksumMismatch for a damaged part, WorkerFailed when the peer is gone, and
-        DeadlineExceeded as ``SendLink.send``. Once it is done, failed or cancelled, nothing
+        DeadlineExceeded as in ``SendLink.send``. Once it is done, failed or cancelled, nothing
         writes into the target blocks any more.
         """
 
     def close(self) -> None:
-        """End every transfer with WorkerFailed and let the peer go. Never blocks; idempotent."""
+        """End every transfer with WorkerFailed and disconnect. Never blocks; idempotent."""
 
 
 class Transport(Protocol):
-    """One way of moving bytes, of one worker process. Used by its event loop."""
+    """One way of moving bytes for one worker process. Its event loop uses it."""
 
     @property
     def name(self) -> str:
-        """As ``--transport`` and the metrics call it."""
+        """Name in ``--transport`` and the metrics."""
 
     @property
     def part_bytes(self) -> int:
-        """Most bytes of one part that suit it."""
+        """Maximum suitable bytes of one part."""
 
     @property
     def batch_bytes(self) -> int:
-        """Most bytes of one batch that suit it: at least ``part_bytes``."""
+        """Maximum suitable bytes of one batch: at least ``part_bytes``."""
 
     @property
     def copies_out(self) -> bool:
-        """Whether ``pack`` copies: then other memory than the registered one may be sent."""
+        """Whether ``pack`` copies, so that memory other than the registered one may be sent."""
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether the receiver reads the writer's blocks where they lie, so that ``receive`` needs
+        """Whether the receiver reads the writer's blocks in place.
 
-        no checksums: the transfer tells those that it ``found`` then, and they are compared when
-        the writer's are known.
+        ``receive`` then needs no checksums: the transfer provides those that it ``found``, and they
+        are compared when the writer's are known.
         """
 
     @property
     def staging_bytes(self) -> int:
-        """Memory that it holds for bytes between blocks and wire, at this moment."""
+        """Memory that currently holds bytes between blocks and wire."""
 
     def register(self, memory: BlockMemory) -> None:
-        """Make the worker's blocks ready for this transport; called once, first.
+        """Prepare the worker's blocks for this transport; called once, first.
 
-        Raises ConfigError where this machine cannot do it, and says what is missing.
+        Raises ConfigError, with what is missing, if this machine cannot do it.
         """
 
     def offer(self) -> bytes:
-        """What a peer must know to judge whether both can use this transport, and to connect."""
+        """Data with which a peer decides whether both can use this transport, and connects."""
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[ReceiveLink, bytes]:
-        """Receive from a writer; what it must know to connect. Never blocks.
+        """Start to receive from a writer. Returns the link and the data to connect. Never blocks.
 
-        Raises HandoffError where the two cannot reach each other this way.
+        Raises HandoffError if the two cannot reach each other this way.
         """
 
     def connect(self, peer: Peer, answer: bytes) -> SendLink:
-        """Send to a receiver that has accepted. Never blocks. Raises HandoffError."""
+        """Connect to a receiver that has accepted. Never blocks. Raises HandoffError."""
 
     def close(self) -> None:
-        """Close all links and give back what ``register`` took; idempotent."""
+        """Close all links and release what ``register`` has allocated; idempotent."""
 
 
 @runtime_checkable
 class ShardingTransport(Transport, Protocol):
-    """One that also carries shards: the heads that ranks of unequal workers have in common."""
+    """A transport that also carries shards: the heads that ranks of different workers share."""
 
     @property
     def carries_shards(self) -> bool:
-        """That it does."""
+        """Always true."""
 
     def accept(
         self, peer: Peer, offer: bytes, shard: ShardLayout | None = None
@@ -192,7 +193,8 @@ class ShardingTransport(Transport, Protocol):
 def accept_shard(
     transport: Transport, peer: Peer, offer: bytes, shard: ShardLayout | None
 ) -> tuple[ReceiveLink, bytes]:
-    """``Transport.accept``, of a pair of ranks. Raises HandoffError where it carries none."""
+    """Call ``Transport.accept`` for a pair of ranks. Raises HandoffError if it carries no
+    shards."""
     if shard is None:
         return transport.accept(peer, offer)
     return _sharding(transport).accept(peer, offer, shard)
@@ -201,7 +203,8 @@ def accept_shard(
 def connect_shard(
     transport: Transport, peer: Peer, answer: bytes, shard: ShardLayout | None
 ) -> SendLink:
-    """``Transport.connect``, of a pair of ranks. Raises HandoffError where it carries none."""
+    """Call ``Transport.connect`` for a pair of ranks. Raises HandoffError if it carries no
+    shards."""
     if shard is None:
         return transport.connect(peer, answer)
     return _sharding(transport).connect(peer, answer, shard)
@@ -211,7 +214,7 @@ def _sharding(transport: Transport) -> ShardingTransport:
     if isinstance(transport, ShardingTransport):
         return transport
     raise HandoffError(
-        f"transport {transport.name} is for workers of one rank each: workers of several exchange "
+        f"transport {transport.name} is for workers with one rank: workers with several exchange "
         "blocks by shm or grpc"
     )
 
@@ -223,10 +226,9 @@ def place(
     starts: Sequence[int],
     first: int = 0,
 ) -> tuple[int, ...]:
-    """Write parts of a batch, from ``first`` on, to their blocks: they begin at ``starts``.
+    """Write parts of a batch, from ``first`` on, to their blocks; their data is at ``starts``.
 
-    Returns their checksums. Raises ChecksumMismatch for one that is not what was announced, where
-    checksums were.
+    Returns their checksums. Raises ChecksumMismatch if one differs from the announced checksum.
     """
     parts, count = batch.target, len(starts)
     blocks = parts.blocks[first : first + count]
@@ -237,5 +239,5 @@ def place(
 
 
 def damaged(number: int) -> ChecksumMismatch:
-    """The error of a batch whose bytes are not those that its writer has."""
+    """The error of a batch whose bytes differ from the writer's."""
     return ChecksumMismatch(f"a part of batch {number} arrived damaged")

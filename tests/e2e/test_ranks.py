@@ -157,7 +157,7 @@ def test_ranks_and_their_links_have_certificates(
         assert answer_of(up, TOKENS, tls=TlsFiles.in_folder(certs, "client")) == expected
         for slot in ("prefill-0.rank-1", "decode-0.rank-1"):
             said = (up.logs / f"{slot}.log").read_text()
-            serves = re.search(r"is ready, and serves on (\S+)", said)
+            serves = re.search(r"is ready and serves on (\S+)", said)
             assert serves, said
             assert _join(serves[1], None) is grpc.StatusCode.UNAVAILABLE
             for role in CALLING:

@@ -82,7 +82,7 @@ async def test_ranks_that_divide_prompts_change_no_token(
         worker = cluster.workers["prefill-0"]
         assert worker.record is not None
         assert worker.record.ranks == cp
-        with pytest.raises(InvalidRequest, match="give another worker the role"):
+        with pytest.raises(InvalidRequest, match="change the role of another worker"):
             await worker.change_role("decode", 1.0)
         await cluster.until_idle()
 

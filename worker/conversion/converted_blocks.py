@@ -1,8 +1,8 @@
-"""Blocks of this worker as a receiver with another geometry has them, converted as they are read.
+"""Blocks of this worker in the geometry of a receiver, converted while they are read.
 
-They are read by transfer threads, one after another, so that no more than a few of them exist at a
-time. A block that is sent in several parts is kept from the first to the last of them, if there is
-room for it; else it is converted again.
+Transfer threads read them one after another, so only a few exist at a time. A block that is sent in
+several parts is kept from its first to its last part, if there is room for it. Otherwise it is
+converted again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from worker.conversion.kv_converter import Converter
 
 
 class Staging:
-    """Converted blocks of which parts are still to be read. Safe among threads."""
+    """Converted blocks with parts that are still unread. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """Holds so many bytes, or one block if that has more."""
+        """``limit_bytes`` bounds the held bytes; one block is always allowed."""
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._blocks: OrderedDict[tuple[ConvertedBlocks, int], npt.NDArray[np.uint8]] = (
@@ -38,17 +38,17 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are held."""
+        """Number of bytes that are held."""
         with self._lock:
             return sum(data.nbytes for data in self._blocks.values())
 
     def take(self, owner: ConvertedBlocks, block: int) -> npt.NDArray[np.uint8] | None:
-        """A block, which is held no longer; None where it was not."""
+        """Remove and return a block; None if it is not held."""
         with self._lock:
             return self._blocks.pop((owner, block), None)
 
     def put(self, owner: ConvertedBlocks, block: int, data: npt.NDArray[np.uint8]) -> None:
-        """Hold a block, in place of those held longest if there are too many."""
+        """Hold a block. Drops the oldest blocks if there are too many."""
         with self._lock:
             held = sum(data.nbytes for data in self._blocks.values())
             while self._blocks and held + data.nbytes > self._limit_bytes:
@@ -56,34 +56,34 @@ class Staging:
             self._blocks[owner, block] = data
 
     def drop(self, owner: ConvertedBlocks) -> None:
-        """Hold no block of ``owner`` any more."""
+        """Drop all blocks of ``owner``."""
         with self._lock:
             for key in [key for key in self._blocks if key[0] is owner]:
                 del self._blocks[key]
 
 
 class ConvertedBlocks(PartByPart):
-    """``kvtransfer.memory.memory.BlockMemory`` over one sequence, to read only.
+    """Read-only ``kvtransfer.memory.memory.BlockMemory`` over one sequence.
 
     Block n is the nth block of the sequence as the receiver counts them.
     """
 
     def __init__(self, cache: KvCache, target: Geometry, staging: Staging) -> None:
-        """``staging`` is that of all conversions of the worker.
+        """``staging`` is shared by all conversions of the worker.
 
-        Raises GeometryMismatch, which names both sides, where ``cache`` cannot be converted.
+        Raises GeometryMismatch, with both geometries, if ``cache`` cannot be converted.
         """
         source, self._layout = KvLayout.of(cache.geometry), KvLayout.of(target)
         if target.tensor_parallel != 1:
             raise GeometryMismatch(
-                f"blocks go to one rank, and the target has {target}; the source has "
-                f"{cache.geometry}"
+                f"blocks are converted for one rank only, and the target has {target};"
+                f" the source has {cache.geometry}"
             )
         self._converter = Converter(source, self._layout)
         self._cache = cache
         self._staging = staging
         device = cache.bytes.device
-        # Of its own: on the default stream a conversion would wait for the engine's steps.
+        # A stream of its own: on the default stream a conversion would wait for the engine's steps.
         self._stream = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if device.type == "cuda"
@@ -93,14 +93,14 @@ class ConvertedBlocks(PartByPart):
         self._closed = False
 
     def computed(self, table: Sequence[int], tokens: int) -> None:
-        """The sequence has the block table ``table`` here, and ``tokens`` computed tokens.
+        """Set the sequence's block table ``table`` here, and its number of computed tokens.
 
-        They can be read from now on; a block of which more tokens will come must not be.
+        These tokens can be read from now on. A block that still gets tokens must not be read.
         """
         self._computed = (tuple(table), tokens)
 
     def close(self) -> None:
-        """Nothing of it is read any more; idempotent."""
+        """Mark the blocks as no longer read; idempotent."""
         self._closed = True
         self._staging.drop(self)
 
@@ -118,7 +118,7 @@ class ConvertedBlocks(PartByPart):
 
     @property
     def address(self) -> int:
-        """Raises HandoffError: there is no place where all of them lie."""
+        """Raise HandoffError: converted blocks do not exist in one place."""
         raise HandoffError("converted blocks have no address")
 
     @property
@@ -132,7 +132,7 @@ class ConvertedBlocks(PartByPart):
         return copying.copy(out, self._part(block, offset, out.nbytes), soon_read=True)
 
     def write(self, block: int, offset: int, data: memoryview) -> int:
-        """Raises HandoffError: what is converted is only read."""
+        """Raise HandoffError: converted blocks are read-only."""
         raise HandoffError("converted blocks cannot be written")
 
     def _part(self, block: int, offset: int, length: int) -> npt.NDArray[np.uint8]:
@@ -140,7 +140,7 @@ class ConvertedBlocks(PartByPart):
         data = self._staging.take(self, block)
         if data is None:
             data = self._convert(block)
-        # Parts come in their order.
+        # Parts arrive in order.
         if offset + length < self.block_bytes and not self._closed:
             self._staging.put(self, block, data)
         return data[offset : offset + length]

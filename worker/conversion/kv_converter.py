@@ -1,8 +1,7 @@
-"""KV blocks of this worker as another worker's: of another block size, KV type or rank.
+"""Converts KV blocks of this worker to another worker's block size, KV type or rank.
 
-The plan is ``kvtransfer.layout.reshard``'s, over tokens; what a value becomes is
-``engine.kv.kv_quantization``'s: what the other worker's cache would hold if it had been given the
-values that this one holds.
+``kvtransfer.layout.reshard`` plans which tokens go where. ``engine.kv.kv_quantization`` converts
+values: the result equals what the other worker's cache would hold for the same values.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from kvtransfer.layout.layout import FILLED_BYTES, KvLayout
 from kvtransfer.layout.reshard import check_convertible, overlaps
 
 _DTYPES = PLAIN_KV_DTYPES | KV_DTYPES
-"""Of a layout's codes."""
+"""Torch type of a layout's codes."""
 _CPU_VALUES, _GPU_VALUES = 1 << 20, 1 << 26
-"""Most values that are converted at once, some fp32 copies of them being made: on a CPU as many as
-its caches hold (64 blocks at once took 4 times as long), on a GPU as many as keep it busy."""
+"""Maximum values that are converted at once; some fp32 copies of them are made. On a CPU they fit
+into its caches (64 blocks at once took 4 times as long). On a GPU they keep it busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class _Blocks:
     """Some blocks of one rank, as a view of their bytes."""
 
     codes: torch.Tensor
-    """[block, layer, K/V, head, slot, dim]; uint8 where there are scales: torch has no indexing of
+    """[block, layer, K/V, head, slot, dim]; uint8 if there are scales, because torch cannot index
     fp8."""
     scales: torch.Tensor | None
     """fp32 [block, layer, K/V, head, slot]."""
@@ -55,37 +54,37 @@ class _Blocks:
         return cls(codes.view(*shape, layout.head_dim), scales)
 
     def slots(self, first: int, count: int) -> _Blocks:
-        """Some slots of every block."""
+        """View some slots of every block."""
         scales = None if self.scales is None else self.scales.narrow(4, first, count)
         return _Blocks(self.codes.narrow(4, first, count), scales)
 
     def heads(self, heads: range) -> _Blocks:
-        """Some heads of every block."""
+        """View some heads of every block."""
         scales = None
         if self.scales is not None:
             scales = self.scales.narrow(3, heads.start, len(heads))
         return _Blocks(self.codes.narrow(3, heads.start, len(heads)), scales)
 
     def take(self, blocks: torch.Tensor) -> _Blocks:
-        """A copy of some blocks, int64 [n]."""
+        """Copy some blocks, int64 [n]."""
         scales = None if self.scales is None else self.scales.index_select(0, blocks)
         return _Blocks(self.codes.index_select(0, blocks), scales)
 
     def put(self, blocks: torch.Tensor, found: _Blocks) -> None:
-        """Overwrite some blocks, int64 [n], with as many others."""
+        """Overwrite blocks, int64 [n], with the same number of other blocks."""
         self.codes.index_copy_(0, blocks, found.codes)
         if self.scales is not None and found.scales is not None:
             self.scales.index_copy_(0, blocks, found.scales)
 
 
 class Converter:
-    """From one layout to one rank of another. Holds no state: safe among threads."""
+    """Converts one layout to one rank of another. Stateless, so thread-safe."""
 
     def __init__(self, source: KvLayout, target: KvLayout, target_rank: int = 0) -> None:
-        """Raises GeometryMismatch where the two do not fit, or the source has several ranks."""
+        """Raises GeometryMismatch if the layouts do not fit, or the source has several ranks."""
         check_convertible(source, target)
         if source.tensor_parallel != 1:
-            raise GeometryMismatch(f"one rank holds no whole block of {source}: cannot convert it")
+            raise GeometryMismatch(f"cannot convert blocks of {source}: no rank holds whole blocks")
         if not 0 <= target_rank < target.tensor_parallel:
             raise GeometryMismatch(f"{target} has no rank {target_rank}")
         self._source = source
@@ -105,13 +104,13 @@ class Converter:
     ) -> None:
         """Write the target's blocks ``wanted`` of a sequence into ``out``, in that order.
 
-        ``cache`` is uint8 [blocks, source.block_bytes], ``table`` the sequence's block table in it,
-        ``tokens`` how many of its tokens are computed. ``wanted`` counts target blocks from the
-        sequence's start. ``out`` is uint8 [len(wanted), block_bytes of the target's rank] on the
-        same device; slots without a token, and padding, become zeros.
+        ``cache`` is uint8 [blocks, source.block_bytes]. ``table`` is the sequence's block table in
+        it, and ``tokens`` the number of its computed tokens. ``wanted`` counts target blocks from
+        the sequence's start. ``out`` is uint8 [len(wanted), block_bytes of the target's rank] on
+        the same device. Slots without a token, and padding, become zeros.
 
-        Raises HandoffError for a block that has no token, or a table that is too short; ValueError
-        for tensors of another shape, type or device.
+        Raises HandoffError for a block without tokens or a table that is too short, and ValueError
+        for tensors of a wrong shape, type or device.
         """
         self._check(cache, table, tokens, wanted, out)
         self._convert_group(cache, table, tokens, wanted, out)
@@ -129,7 +128,7 @@ class Converter:
         wanted: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """``convert`` of one group's part; zeros behind its codes and scales."""
+        """Convert one group's part; zeros follow its codes and scales."""
         source = _Blocks.of(cache, self._source).heads(self._heads)
         target = _Blocks.of(out, self._target)
         self._clear(tokens, wanted, out)
@@ -150,7 +149,7 @@ class Converter:
         wanted: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """Of a drafter's parts: how many slots of each are filled, without a gap before them."""
+        """Set in a drafter's parts how many slots are filled, without a gap before them."""
         places = torch.tensor(table, device=cache.device)
         filled = _filled(cache, self._source)[places].tolist()
         size, done = self._source.block_size, 0
@@ -170,7 +169,8 @@ class Converter:
     def _places(
         self, tokens: int, wanted: Sequence[int]
     ) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
-        """What can be copied at once: (source slot, target slot, tokens) → (source block, row)."""
+        """Group what can be copied at once: (source slot, target slot, tokens) → (source block,
+        row)."""
         size = self._target.block_size
         places = defaultdict(list)
         for row, block in enumerate(wanted):
@@ -181,14 +181,14 @@ class Converter:
         return places
 
     def _clear(self, tokens: int, wanted: Sequence[int], out: torch.Tensor) -> None:
-        """Zero what no token fills: ``out`` may hold what another sequence left there."""
+        """Zero what no token fills: ``out`` may hold data of another sequence."""
         out[:, self._target.used_bytes :] = 0
         for row, block in enumerate(wanted):
             if (block + 1) * self._target.block_size > tokens:
                 out[row] = 0
 
     def _as_target(self, found: _Blocks) -> _Blocks:
-        """The same values in the target's KV type."""
+        """Convert values to the target's KV type."""
         if self._source.kv_dtype == self._target.kv_dtype:
             return found
         values = found.codes
@@ -215,13 +215,13 @@ class Converter:
         if out.device != cache.device:
             raise ValueError(f"the cache is on {cache.device}, out on {out.device}")
         if tokens > len(table) * self._source.block_size:
-            raise HandoffError(f"{len(table)} blocks do not hold {tokens} tokens")
+            raise HandoffError(f"{len(table)} blocks cannot hold {tokens} tokens")
         for block in wanted:
             if not 0 <= block * self._target.block_size < tokens:
-                raise HandoffError(f"block {block} has none of the sequence's {tokens} tokens")
+                raise HandoffError(f"block {block} is outside the sequence's {tokens} tokens")
 
 
 def _filled(parts: torch.Tensor, layout: KvLayout) -> torch.Tensor:
-    """int64 [blocks], a view: of a drafter's parts, how many slots of each are filled."""
+    """Number of filled slots in each of a drafter's parts; a view, int64 [blocks]."""
     begin = layout.filled_offset
     return parts[:, begin : begin + FILLED_BYTES].view(torch.int64)[:, 0]

@@ -10,13 +10,13 @@
         listeners.on_emit(updates)            # on_fail for sequences that cannot go on
         schedule_steps()                      # listeners may have ended sequences
 
-It alone owns the scheduler and the block pool. All but the run is on the worker's event loop, and
-none of it waits.
+Only the engine core owns the scheduler and the block pool. Everything except the run happens on the
+worker's event loop, and nothing there blocks.
 
-A step that fails ends its sequences, with one error each; their blocks are given back once no plan
-in flight names them. A step whose result cannot be applied has failed, too. Where scheduling fails,
-no sequence ends: the next ``schedule_steps`` tries again. Neither is progress: ``steps`` counts
-steps that ended well. Too many failures in a row end the worker (``worker/core/failed_steps.py``).
+A step that fails ends its sequences, with one error each. Their blocks are released once no plan in
+flight names them. A step whose result cannot be applied counts as failed, too. If scheduling fails,
+no sequence ends: the next ``schedule_steps`` tries again. ``steps`` counts successful steps alone.
+Too many failures in a row end the worker (``worker/core/failed_steps.py``).
 """
 
 from __future__ import annotations
@@ -49,52 +49,52 @@ from worker.offload.kv_tiers import KvTiers
 log = logging.getLogger(__name__)
 
 ENGINE_HANG_S = 60.0
-"""A worker whose engine has not ended a step after this many seconds ends. Routers leave it much
-sooner (``engine_hang_s``); a step of the slowest machine ends sooner."""
+"""A worker ends if its engine has not finished a step after this many seconds. Routers stop using
+it much sooner (``engine_hang_s``). A step on the slowest machine takes less."""
 STEP_TOKENS = 32
-"""Cost of a step in addition to its tokens, in tokens: weights are read for one as for all."""
+"""Fixed cost of a step, as a number of tokens: the weights are read once, for any number of tokens.
+"""
 _CPU_TOKEN_S = 1e-3
 _GPU_TOKEN_S = 5e-5
-"""Seconds for a prompt token until steps have shown it: rough figures of a small model on two CPU
-cores, and of one of 8B on one GPU."""
+"""Assumed seconds per prompt token until steps are measured. The rough figures are those of a small
+model on two CPU cores, and of an 8B model on one GPU."""
 _PRIOR_TOKENS = 64
-"""Weight of these figures against the first steps, in tokens."""
+"""Weight of the assumed figures against the first measured steps, in tokens."""
 
 
 class StepListener(Protocol):
-    """Receives what steps bring: the role that runs on this worker."""
+    """Receives the results of steps: the role that runs on this worker."""
 
     def on_emit(self, updates: list[SequenceUpdate]) -> None:
-        """A step has ended; called once a step, with all that it brought."""
+        """Receive everything that one step brought; called once per step."""
 
     def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
-        """The step of these sequences failed; they have ended.
+        """Receive sequences that have ended because their step failed.
 
-        ``error`` is StepFailed where the step itself failed, and WorkerFailed where one before it
-        did.
+        ``error`` is StepFailed if this step itself failed, and WorkerFailed if an earlier one did.
         """
 
     def on_expire(self, sequences: list[Sequence]) -> None:
-        """The deadlines of these sequences have passed; they have ended.
+        """Receive sequences that have ended because their deadlines passed.
 
-        It is called while steps are scheduled, and must not schedule any.
+        This is called while steps are scheduled, and must not schedule any.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the running step has come with a sequence."""
+    """The progress of the running step with one sequence."""
 
     tokens: int
     """Tokens whose KV will be stored after the step."""
     is_last: bool
-    """Whether no prompt token is left then."""
+    """Whether no prompt token is left after the step."""
     layers: int
-    """Layers that have stored theirs."""
+    """Number of layers whose KV is stored already."""
 
 
 class EngineCore:
-    """See the module's text."""
+    """Schedules the worker's steps, runs them and emits their tokens."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class EngineCore:
     ) -> None:
         """``board`` shares the host's cores; see ``EngineThread``.
 
-        ``budget`` bounds the prompt tokens of a step in which others decode; without it only the
-        step's own limits do. ``tiers`` are behind the block pool. ``fail`` ends the process: where
-        the device is lost, or too many steps in a row have failed.
+        ``budget`` bounds the prompt tokens of a step in which other sequences decode; without it
+        only the step's own limits apply. ``tiers`` are behind the block pool. ``fail`` ends the
+        process when the device is lost, or when too many steps in a row have failed.
         """
         self.engine = engine
         self.scheduler = engine.scheduler
@@ -119,14 +119,14 @@ class EngineCore:
         self.retention = RetentionBook(engine.pool)
         self.incarnation = incarnation
         self.steps = 0
-        """Steps that have ended well."""
+        """Number of steps that ended without an error."""
         self._prompt_tokens = 0
-        """Of the prompts that were computed."""
+        """Number of tokens in the prompts that were computed."""
         self._cached_prompt_tokens = 0
-        """Those of them whose KV was found."""
+        """Number of these tokens whose KV was in the prefix cache."""
         is_cpu = engine.runner.device.type == "cpu"
         self.prompt_cost = UnitCost(_CPU_TOKEN_S if is_cpu else _GPU_TOKEN_S, _PRIOR_TOKENS)
-        """Seconds for each prompt token; a step counts as ``STEP_TOKENS`` more."""
+        """Seconds per prompt token. A step counts as ``STEP_TOKENS`` additional tokens."""
         self._listeners: tuple[StepListener, ...] = ()
         self._gauges = gauges
         self._tiers = tiers
@@ -141,13 +141,13 @@ class EngineCore:
         self._thread = EngineThread(engine.runner, self._on_run, board, fail=fail)
         self._failed_steps = FailedSteps()
         self._broken: list[tuple[StepPlan, Exception]] = []
-        """Failed steps whose sequences have not ended yet, and why they failed."""
+        """Failed steps whose sequences have not ended yet, each with its error."""
         self._planned = 0
-        """The step of the latest plan."""
+        """Number of the step that was planned last."""
         self._submitted_at: dict[int, float] = {}
-        """When each step in flight was submitted."""
+        """Submission time of each step in flight, by its number."""
         self._ended_at = 0.0
-        """When the last one ended."""
+        """Time at which the last step ended."""
         self._upkeep_errors = ErrorRow(log, "gauges and tiers could not be refreshed")
         self._hang_watch = SilenceWatch[str](ENGINE_HANG_S)
         self._next_id = 0
@@ -155,7 +155,7 @@ class EngineCore:
     # The loop
 
     def schedule_steps(self) -> None:
-        """Submit the steps that can be planned now; no expired sequence is in them."""
+        """Submit the steps that can be planned now, without sequences that have expired."""
         try:
             now = time.monotonic()
             if self._broken:
@@ -174,19 +174,19 @@ class EngineCore:
         except Exception as error:
             log.exception("no step could be scheduled")
             self._count_failure(self._planned + 1, frozenset(), error)
-        # An error here fails no request, so it must not end the worker either.
+        # An error here concerns no request, so it must not end the worker either.
         with self._upkeep_errors.caught():
             self._gauges.refresh(self.scheduler, self.pool)
             if self._tiers is not None:
                 self._tiers.after_schedule()
 
     def _on_run(self, plan: StepPlan, result: StepResult | Exception) -> None:
-        """A step has run. Called on a thread of the engine."""
+        """Report that a step has run. Called on an engine thread."""
         ended_at = time.monotonic()
         try:
             self._loop.call_soon_threadsafe(self._apply, plan, result, ended_at)
         except RuntimeError:
-            # The loop was closed while the last step ran: no listener is left.
+            # The loop was closed during the last step: no listener is left.
             return
 
     def _apply(self, plan: StepPlan, result: StepResult | Exception, ended_at: float) -> None:
@@ -206,7 +206,7 @@ class EngineCore:
             if self._failed_steps.count:
                 self._failed_steps.end_row()
             self._observe(plan, result, updates, wall_s)
-            # Before the tokens are emitted: the engine computes meanwhile.
+            # Schedules before it emits: the engine computes meanwhile.
             self.schedule_steps()
             self._emit(updates)
         self.schedule_steps()
@@ -223,7 +223,7 @@ class EngineCore:
         lost = [update.sequence for update in ended if update.lost]
         for listener in self._listeners:
             if lost:
-                error = WorkerFailed("the worker's engine failed in a step before")
+                error = WorkerFailed("the worker's engine failed in an earlier step")
                 listener.on_fail(lost, error)
             for update in ended:
                 if update.failure:
@@ -251,11 +251,11 @@ class EngineCore:
     # Start and end
 
     def start(self) -> None:
-        """Begin to run steps."""
+        """Start to run steps."""
         self._thread.start()
 
     def subscribe(self, listener: StepListener) -> Callable[[], None]:
-        """Call ``listener`` from the next event on, until what is returned is called."""
+        """Add a listener. Returns a function that removes it."""
         self._listeners = (*self._listeners, listener)
 
         def unsubscribe() -> None:
@@ -264,12 +264,12 @@ class EngineCore:
         return unsubscribe
 
     def begin(self, incarnation: str) -> None:
-        """Report the load under another name from now on. No sequence may be there."""
-        assert self.scheduler.is_idle(), "sequences of an earlier incarnation are there"
+        """Report the load under another incarnation from now on. No sequence may be left."""
+        assert self.scheduler.is_idle(), "sequences of an earlier incarnation are left"
         self.incarnation = incarnation
 
     def stop(self, timeout_s: float) -> None:
-        """End the engine thread. Blocks up to ``timeout_s``: call it when nothing else runs."""
+        """End the engine thread. Blocks for up to ``timeout_s`` seconds. Nothing else may run."""
         self._thread.stop(timeout_s)
 
     # Sequences
@@ -294,23 +294,24 @@ class EngineCore:
         self.schedule_steps()
 
     def schedule_soon(self) -> None:
-        """``schedule_steps`` in the next turn of the event loop: the caller's client waits."""
+        """Call ``schedule_steps`` in the next iteration of the loop, so that the caller can answer
+        first."""
         self._loop.call_soon(self.schedule_steps)
 
     def beat(self, now: float) -> None:
-        """Schedule again, since blocks come back without a step, check that steps end, and end what
-        is cached and retained no longer.
+        """Schedule again, check that steps end, and expire cached blocks and retentions.
 
-        To be called every ``heartbeat_s``. Raises WorkerFailed where the engine hangs.
+        Must be called every ``heartbeat_s``, because blocks also return without a step. Raises
+        WorkerFailed if the engine hangs.
         """
         computes = {"engine": self.steps} if self.scheduler.plans_in_flight else {}
         if self._hang_watch.tick(computes, now):
-            raise WorkerFailed("the engine has not ended its step for a minute")
+            raise WorkerFailed("the engine has not finished its step for a minute")
         self.retention.expire(now)
         self.pool.expire(now)
         self.schedule_steps()
 
-    # What is measured and reported
+    # Measurements and reports
 
     def _note_plan(self, plan: StepPlan, now: float) -> None:
         self._gauges.batch_fill(len(plan.rows) / self.scheduler.limits.max_sequences)
@@ -326,7 +327,7 @@ class EngineCore:
     def _observe(
         self, plan: StepPlan, result: StepResult, updates: list[SequenceUpdate], wall_s: float
     ) -> None:
-        """Measure a step; where that fails, its tokens are emitted all the same."""
+        """Measure a step. Its tokens are emitted even if that fails."""
         try:
             computed = sum(update.computed_prompt_tokens for update in updates)
             self._gauges.step(plan, result, computed)
@@ -340,7 +341,7 @@ class EngineCore:
             log.exception("step %d could not be measured", plan.step)
 
     def progress(self, sequence: Sequence) -> Progress | None:
-        """How far the running step has come with a sequence; None where it is not in one."""
+        """The running step's progress with a sequence; None if the sequence is not in the step."""
         found = self._thread.progress()
         if found is None:
             return None
@@ -351,7 +352,7 @@ class EngineCore:
         return None
 
     def load(self) -> LoadSnapshot:
-        """What this worker is doing right now."""
+        """The current load of this worker."""
         counts = self.pool.counts()
         step = self._planner.mean_step()
         in_tiers = {} if self._tiers is None else self._tiers.counts()
@@ -378,13 +379,13 @@ class EngineCore:
         )
 
     def count_prompt(self, sequence: Sequence) -> None:
-        """Count a prompt that was computed, and what of it was found."""
+        """Count a computed prompt, and how many of its tokens were cached."""
         self._prompt_tokens += sequence.prompt_length
         self._cached_prompt_tokens += min(sequence.cached_tokens, sequence.prompt_length)
 
 
 def _error_of(error: Exception) -> BatonError:
-    """The error of a failed step's sequences."""
+    """The error that a failed step's sequences end with."""
     if isinstance(error, BatonError):
         return error
     if is_out_of_memory(error):

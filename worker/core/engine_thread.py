@@ -1,7 +1,7 @@
 """The engine thread: takes step plans, one after another, and returns their results.
 
-A failed step is reported like a result, and the thread goes on. Where the device is lost with it,
-the process ends here and now: no event loop, no other thread and no device is waited for.
+A failed step is reported like a result, and the thread continues. If the device is lost, the
+process ends at once, without waiting for the event loop, other threads or the device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Owns the runner. ``done`` is called on a thread of the engine: it must only hand over."""
+    """Owns the runner. ``done`` is called on an engine thread, and must only pass the result on."""
 
     def __init__(
         self, runner: ModelRunner, done: Done, board: CoreBoard | None = None, *, fail: Fail
     ) -> None:
-        """With a ``board``, each step takes as many threads as it says.
+        """With a ``board``, each step takes the number of threads that the board allows.
 
-        ``fail`` ends the process; it is called on a thread of the engine when the device is lost.
+        ``fail`` ends the process. It is called on an engine thread when the device is lost.
         """
         self._runner = runner
         self._done = done
@@ -41,7 +41,7 @@ class EngineThread:
         self._running: StepPlan | None = None
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        # Steps that end while the next one is started are waited for by another thread.
+        # If the runner overlaps steps, another thread waits for their ends.
         self._waiter = StepWaiter(done, self._failed, runner.device) if runner.overlaps else None
 
     def start(self) -> None:
@@ -50,11 +50,11 @@ class EngineThread:
             self._waiter.start()
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue a step. Never blocks."""
+        """Queue a step; never blocks."""
         self._plans.put(plan)
 
     def stop(self, timeout_s: float) -> None:
-        """End after the steps that are queued. Blocks up to ``timeout_s`` seconds."""
+        """End after the queued steps. Blocks for up to ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         self._plans.put(None)
         self._thread.join(timeout_s)
@@ -65,8 +65,8 @@ class EngineThread:
         try:
             self._take_plans()
         except BaseException as error:
-            # Steps that fail end up elsewhere: this is an error in reporting one, for example.
-            self._fail(f"its engine thread cannot go on: {described(error)}")
+            # Failed steps are caught elsewhere. This is, for example, an error in reporting one.
+            self._fail(f"its engine thread has failed: {described(error)}")
             raise
 
     def _take_plans(self) -> None:
@@ -84,18 +84,18 @@ class EngineThread:
             self._done(plan, result)
 
     def _begun(self, plan: StepPlan) -> Ending | Exception:
-        """A step's ending, or why it could not begin."""
+        """Start a step. Returns a function that waits for its end, or an error."""
         try:
             return self._runner.start(plan)
         except Exception as error:
             return self._failed(plan, error)
 
     def _failed(self, plan: StepPlan, error: Exception) -> Exception:
-        """Report a step's error, and end the process where the device is lost.
+        """Report a step's error, and end the process if the device is lost.
 
-        Nothing is waited for where the error itself tells so. After another one all that was
-        launched is waited for: the step's kernels may still write to blocks that its sequences give
-        back now, and a device that is lost says so.
+        An error that itself shows a lost device is not followed by a wait. After any other error,
+        wait for everything that was launched. The step's kernels may still write to blocks that its
+        sequences release now, and the wait fails if the device is lost.
         """
         log.error("engine step %d failed", plan.step, exc_info=error)
         fault = error if is_device_fault(error) else None
@@ -109,10 +109,11 @@ class EngineThread:
         return without_frames(error)
 
     def progress(self) -> tuple[StepPlan, int] | None:
-        """The step that runs, and its layers that have stored their KV. Any thread may ask."""
+        """The running step, and the number of layers that have stored their KV. Any thread may call
+        this."""
         plan = self._running
         layers = self._runner.layers_done
-        # Another step may have begun meanwhile: then the number is that one's.
+        # If another step has begun meanwhile, the number belongs to that one.
         return (plan, layers) if plan is not None and plan is self._running else None
 
     def _step(self, plan: StepPlan) -> StepResult:
@@ -125,7 +126,7 @@ class EngineThread:
 
 
 def run_sharing(runner: ModelRunner, board: CoreBoard | None, plan: StepPlan) -> StepResult:
-    """Run a step on as many threads as the board says, if there is one."""
+    """Run a step on the number of threads that the board allows, if there is a board."""
     if board is None:
         return runner.run(plan)
     runner.share_cores(board.share)
@@ -138,14 +139,14 @@ def run_sharing(runner: ModelRunner, board: CoreBoard | None, plan: StepPlan) ->
 
 Done = Callable[[StepPlan, StepResult | Exception], None]
 Failed = Callable[[StepPlan, Exception], Exception]
-"""Looks into a step's error, and gives what is to be reported."""
+"""Examines a step's error, and returns the error to report."""
 
 
 class StepWaiter:
     """A thread that reports steps in the order in which they were started."""
 
     def __init__(self, done: Done, failed: Failed, device: torch.device) -> None:
-        """``done`` and ``failed`` are called on this thread: ``done`` must only hand over."""
+        """``done`` and ``failed`` are called on this thread; ``done`` must only pass results on."""
         self._done = done
         self._failed = failed
         self._device = device
@@ -157,11 +158,11 @@ class StepWaiter:
         self._thread.start()
 
     def submit(self, plan: StepPlan, ending: Ending | Exception) -> None:
-        """Report this step once it has ended, or why it has not begun. Never blocks."""
+        """Queue the report of this step: its end, or the error with which it did not start."""
         self._endings.put((plan, ending))
 
     def stop(self, timeout_s: float) -> None:
-        """End after the steps that were started. Blocks up to ``timeout_s`` seconds."""
+        """End after the steps that were started. Blocks for up to ``timeout_s`` seconds."""
         self._endings.put(None)
         self._thread.join(timeout_s)
 

@@ -1,10 +1,10 @@
 """When failed steps end a worker: an engine that fails step after step serves no request.
 
-One step may fail because of one request, and a worker that serves others must outlive that. So
-failed steps count only in a row, without a step between them that ended well, and not while all of
-them have a request in common: routers place such a request again, until it has failed too often.
-A step that was planned before the failure was known does not count either: it lacks what the failed
-one should have brought.
+One step may fail because of one request, and a worker that serves others must survive that. So
+failed steps count only if they are in a row, without a successful step between them. They do not
+count while they all have a request in common: routers place such a request again, until it has
+failed too often. A step that was planned before the failure was known does not count either, since
+it lacks the failed step's result.
 
 Pure. Owned by the engine core.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 MAX_FAILED_STEPS = 3
-"""So many failed steps in a row end the worker."""
+"""Number of failed steps in a row that ends the worker."""
 
 
 class FailedSteps:
@@ -22,22 +22,22 @@ class FailedSteps:
 
     def __init__(self) -> None:
         self.count = 0
-        """Those that count."""
+        """Number of failed steps that count."""
         self._planned = 0
-        """The last step that was planned when the last counted one failed."""
+        """Number of the newest step that was already planned at the last counted failure."""
         self._common: Set[str] | None = None
-        """Requests that were in all of the row's steps; None where no step had any left."""
+        """Requests that were in all failed steps of the row; None if no step had any left."""
 
     def end_row(self) -> None:
-        """A step has ended well."""
+        """Reset the count after a successful step."""
         self.count = 0
         self._common = None
 
     def add(self, step: int, planned: int, requests: Set[str]) -> bool:
-        """Count failed step ``step``; ``planned`` is the step of the latest plan.
+        """Count failed step ``step``; ``planned`` is the number of the latest planned step.
 
-        ``requests`` are those that the failure has ended: none where all had left before. Returns
-        whether the worker is to end.
+        ``requests`` are those that the failure has ended; it is empty if all had left before.
+        Returns whether the worker has to end.
         """
         if self.count and step <= self._planned:
             return False

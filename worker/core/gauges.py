@@ -1,7 +1,7 @@
 """A worker's metrics: counts of sequences and blocks, and how well steps use the device.
 
-Label sets are resolved once for each role. Written on the event loop; prometheus-client's own locks
-guard the readers.
+Label sets are resolved once for each role. Values are written on the event loop;
+prometheus-client's own locks protect readers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NO_WORK = Work(0.0, 0.0, 0.0)
 
 
 class UtilizationMeter:
-    """Work of a worker's steps, against the ceilings of its device.
+    """Compares the work of a worker's steps with the ceilings of its device.
 
-    See ``engine/roofline.py``. Drafts that a step checked are not counted: they are the
-    price of its tokens, not their work. Plain Python.
+    See ``engine/roofline.py``. Checked drafts do not count as work: they are a cost of the tokens
+    that they bring. Plain Python.
     """
 
     def __init__(self, config: ModelConfig, storage: Storage, ceilings: Ceilings | None) -> None:
-        """``ceilings``: None where they are not known."""
+        """``ceilings`` is None if they are not known."""
         self._config = config
         self._storage = storage
         self._ceilings = ceilings
@@ -38,16 +38,16 @@ class UtilizationMeter:
         self._seconds = 0.0
 
     def observe(self, plan: StepPlan, seconds: float) -> Work:
-        """A step has ended after ``seconds``. Returns its work."""
+        """Add a step that took ``seconds``. Returns its work."""
         work = step_work(self._config, self._storage, plan.rows)
         self._work += work
         self._seconds += seconds
         return work
 
     def take(self) -> tuple[float, float] | None:
-        """(MFU, MBU) of the steps since the last call, while they ran; zeros where there were none.
+        """(MFU, MBU) of the steps since the last call; zeros if there were none.
 
-        None where the ceilings are not known.
+        Only the time of the steps counts. None if the ceilings are not known.
         """
         work, seconds = self._work, self._seconds
         self._work, self._seconds = _NO_WORK, 0.0
@@ -60,7 +60,7 @@ class UtilizationMeter:
 
 
 class WorkerGauges:
-    """See the module's text."""
+    """The metrics of one worker."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class WorkerGauges:
         price_per_hour: float = 0.0,
         meter: UtilizationMeter | None = None,
     ) -> None:
-        """``price_per_hour``: price of the worker, in any currency; 0: not known.
+        """``price_per_hour`` is the worker's price in any currency; 0 if not known.
 
-        ``meter``: None for an engine without weights, whose steps have no known work.
+        ``meter`` is None for an engine without weights, whose steps have no known work.
         """
         self._metrics = metrics
         self._worker = worker
@@ -115,7 +115,7 @@ class WorkerGauges:
             metrics.worker_price_per_hour.labels(**labels).set(self._price_per_hour)
 
     def change_role(self, role: str) -> None:
-        """Show all under another role from now on, and nothing current under the present one."""
+        """Report under another role from now on, and remove the current role's gauges."""
         self._retire()
         self._label(role)
 
@@ -136,12 +136,12 @@ class WorkerGauges:
             metrics.model_bandwidth_utilization,
             metrics.worker_price_per_hour,
         ):
-            # Some are there only where the configuration knows a peak, or a price.
+            # Some gauges exist only if the configuration has a peak or a price.
             with contextlib.suppress(KeyError):
                 gauge.remove(*self._labels)
 
     def refresh(self, scheduler: Scheduler, pool: BlockPool) -> None:
-        """Take over the counts of sequences and blocks."""
+        """Update the counts of sequences and blocks."""
         self._running.set(len(scheduler.running) + len(scheduler.held))
         self._waiting.set(len(scheduler.waiting))
         counts = pool.counts()
@@ -155,9 +155,10 @@ class WorkerGauges:
     def transfers(
         self, pairs: Mapping[str, str], in_flight_bytes: int, staging: Mapping[str, int]
     ) -> None:
-        """The transport to each receiver by its incarnation, and what is under way to all;
+        """Update the pairs, the bytes in flight to all receivers, and the staging memory.
 
-        ``staging`` is in bytes, by transport.
+        ``pairs`` maps each receiver's incarnation to its transport. ``staging`` is in bytes, by
+        transport.
         """
         for transport, count in staging.items():
             self._staging.labels(worker=self._worker, transport=transport).set(count)
@@ -173,15 +174,15 @@ class WorkerGauges:
         self._in_flight.set(in_flight_bytes)
 
     def batch_fill(self, ratio: float) -> None:
-        """The share of the most allowed sequences that a step has."""
+        """Record the number of sequences in a step as a share of the maximum."""
         self._fill.set(ratio)
 
     def queued(self, seconds: float) -> None:
-        """A sequence has waited this long for its first step."""
+        """Record how long a sequence waited for its first step."""
         self._queue.observe(seconds)
 
     def step(self, plan: StepPlan, result: StepResult, computed_prompt_tokens: int) -> None:
-        """A step has ended."""
+        """Record a step that has ended."""
         self._step.observe(result.seconds)
         self._computed.inc(computed_prompt_tokens)
         if self._meter is not None:
@@ -190,9 +191,9 @@ class WorkerGauges:
             self._memory_bytes.inc(work.bytes)
 
     def show_utilization(self) -> None:
-        """Utilization of the device by the steps since the last call, where its peaks are known.
+        """Update MFU and MBU of the steps since the last call, if the device's peaks are known.
 
-        To be called every ``heartbeat_s``.
+        Must be called every ``heartbeat_s``.
         """
         found = None if self._meter is None else self._meter.take()
         if found is not None:
@@ -201,33 +202,34 @@ class WorkerGauges:
             self._metrics.model_bandwidth_utilization.labels(*self._labels).set(mbu)
 
     def show_device(self, used_bytes: int, total_bytes: int, seconds: float) -> None:
-        """Memory of the device; ``seconds`` times devices have passed since the last call."""
+        """Update the device's memory. ``seconds`` is the time since the last call, times the
+        devices."""
         self._device_used.set(used_bytes)
         self._device_total.set(total_bytes)
         self._device_seconds.inc(seconds)
 
     def out_of_memory(self) -> None:
-        """A step has failed for want of memory."""
+        """Count a step that failed because memory ran out."""
         self._out_of_memory.inc()
 
     def registry_call(self) -> AbstractContextManager[None]:
-        """Goes around a call to the registry."""
+        """Context manager that measures a call to the registry."""
         return self._registry_calls.one()
 
     def index_call(self) -> AbstractContextManager[None]:
-        """Goes around a call to the prefix index."""
+        """Context manager that measures a call to the prefix index."""
         return self._index_calls.one()
 
     def index_published(self, pending_blocks: int, lag_s: float) -> None:
-        """The blocks that the prefix index lacks, and for how long it has lacked some."""
+        """Update how many blocks the prefix index lacks, and for how long it has lacked some."""
         self._index_pending.set(pending_blocks)
         self._index_lag.set(lag_s)
 
     def loop_lag(self, seconds: float) -> None:
-        """The event loop was so late."""
+        """Record the lag of the event loop."""
         self._loop_lag.observe(seconds)
 
     def speculated(self, drafter: str, drafted: int, accepted: int) -> None:
-        """A step has checked so many drafted tokens."""
+        """Record how many drafted tokens a step checked and accepted."""
         self._drafted.labels(drafter=drafter).inc(drafted)
         self._accepted.labels(drafter=drafter).inc(accepted)

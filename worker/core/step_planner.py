@@ -1,10 +1,10 @@
 """When the next step may be planned, how many prompt tokens it may compute, and the latest steps.
 
 ``PrefillBudget`` bounds the prompt tokens of a step in which other sequences decode. The calibrated
-costs predict that bound from the SLO of those sequences. Each prediction is multiplied by how much
-longer steps have taken than predicted: a step shares its host with others.
+costs predict that bound from the SLO of those sequences. Each prediction is multiplied by the ratio
+of measured to predicted step times, because a step shares its host with others.
 
-The part of the engine core that needs neither a thread nor an event loop. Plain Python.
+This part of the engine core needs neither a thread nor an event loop. Plain Python.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from engine.scheduling.scheduler import ReturnsHere, Scheduler
 from worker.costs.step_costs import StepCosts, UnitCost
 
 MIN_TOKENS = 16
-"""A prompt makes at least this progress in each step, whatever it costs the others."""
+"""Minimum prompt tokens in a step, whatever the cost for other sequences."""
 PRIOR_MS = 50.0
 """Weight of the prediction against the first steps, in milliseconds."""
 _MAX_RATIO = 8.0
-"""Maximum of measured over expected time: a step that took longer was held up once."""
+"""Maximum ratio of measured to expected time: a slower step was held up by something else."""
 
 
 class PrefillBudget:
-    """The prefill token budget; see the module's text."""
+    """Prefill token budget: bounds the prompt tokens of a step in which other sequences decode."""
 
     def __init__(self, costs: StepCosts, slo_s: float) -> None:
-        """``slo_s``: maximum seconds of a step with prompts and sequences that decode."""
+        """``slo_s`` is the maximum duration of a step with prompts and decoding sequences."""
         self._costs = costs
         self._slo_ms = slo_s * 1e3
         self._step = UnitCost(1.0, PRIOR_MS)
         self._chunk = UnitCost(1.0, PRIOR_MS)
 
     def max_tokens(self, batch: int, context_tokens: int, start: int) -> int:
-        """Maximum tokens of a prompt of which ``start`` are computed, in a step of the others.
+        """Maximum tokens of a prompt in the next step; ``start`` of its tokens are computed
+        already.
 
-        These are ``batch`` sequences that decode, and attend to ``context_tokens`` in all.
+        ``batch`` sequences decode in the same step, and attend to ``context_tokens`` in total.
         """
         left = self._slo_ms - self._step.unit_s * self._costs.step_ms(batch, context_tokens)
         left /= self._chunk.unit_s
         _, b, c = self._costs.prefill
-        # The n with b*n + c*n*(start + n/2) = left, in the form that needs no c.
+        # Solves b*n + c*n*(start + n/2) = left for n, in the form that also works for c = 0.
         linear = b + c * start
         divisor = linear + math.sqrt(linear * linear + 2 * c * max(0.0, left))
         if divisor <= 0:
@@ -51,7 +52,7 @@ class PrefillBudget:
         return max(MIN_TOKENS, int(2 * left / divisor))
 
     def observe(self, plan: StepPlan, ms: float) -> None:
-        """A step took ``ms`` milliseconds."""
+        """Record that a step took ``ms`` milliseconds."""
         decoding = [row for row in plan.rows if row.count == 1]
         context_tokens = sum(row.start + 1 for row in decoding)
         step_ms = self._costs.step_ms(len(decoding), context_tokens)
@@ -68,13 +69,13 @@ def _learn(pace: UnitCost, predicted_ms: float, ms: float) -> None:
 
 
 KEPT = 16
-"""Decode steps that the mean is of."""
+"""Number of decode steps over which the mean is taken."""
 _DEPTH = 2
 """Maximum plans in flight."""
 
 
 class StepPlanner:
-    """See the module's text."""
+    """Decides when the next step is planned, and how many prompt tokens it may have."""
 
     def __init__(
         self,
@@ -84,10 +85,10 @@ class StepPlanner:
         is_cpu: bool,
         returns_here: ReturnsHere | None = None,
     ) -> None:
-        """``budget`` bounds the prompt tokens of a step in which others decode; without it only the
+        """``budget`` bounds the prompt tokens of a step in which others decode.
 
-        step's own limits do. ``is_cpu``: whether steps are computed on a CPU.
-        ``returns_here`` is as ``Scheduler.schedule`` takes it.
+        Without it, only the step's own limits apply. ``is_cpu`` says whether steps are computed on
+        a CPU. ``returns_here`` is the argument of ``Scheduler.schedule``.
         """
         self._scheduler = scheduler
         self._budget = budget
@@ -97,7 +98,7 @@ class StepPlanner:
         self._last_plan: StepPlan | None = None
 
     def next_plan(self) -> StepPlan | None:
-        """The next step, None where it is not its time yet or nothing is to be computed."""
+        """The next step; None if it must not be planned yet, or nothing is left to compute."""
         if not self._may_plan():
             return None
         plan = self._scheduler.schedule(self._max_prompt_tokens(), self._returns_here)
@@ -106,9 +107,11 @@ class StepPlanner:
         return plan
 
     def _may_plan(self) -> bool:
-        """The next step is planned while one runs, so that the engine never waits for its plan.
+        """Whether the next step may be planned now, while another one runs.
 
-        On a CPU not behind a long step: a request that comes meanwhile would wait for the next one.
+        Planning ahead means that the engine never waits for a plan. On a CPU nothing is planned
+        behind a long step: a request that arrives meanwhile would have to wait for the step after
+        it.
         """
         in_flight = self._scheduler.plans_in_flight
         if in_flight != 1 or not self._is_cpu:
@@ -116,7 +119,7 @@ class StepPlanner:
         return self._last_plan is not None and self._last_plan.decodes_only
 
     def _max_prompt_tokens(self) -> int | None:
-        """Maximum prompt tokens of the next step; None where no sequence decodes in it."""
+        """Maximum prompt tokens of the next step; None if no sequence decodes in it."""
         if self._budget is None:
             return None
         decoding = self._scheduler.decoding
@@ -127,7 +130,7 @@ class StepPlanner:
         return self._budget.max_tokens(len(decoding), context_tokens, start)
 
     def observe(self, plan: StepPlan, result: StepResult, wall_ms: float) -> None:
-        """A step has ended, ``wall_ms`` after the one before it or after it was submitted."""
+        """Record a step that ended ``wall_ms`` after the previous one or after its submission."""
         self._history.observe(plan, result, wall_ms)
         if self._budget is not None:
             self._budget.observe(plan, wall_ms)
@@ -142,23 +145,24 @@ class MeanStep:
     """The mean of the latest decode steps; zeros where there is none."""
 
     ms: float = 0.0
-    """For one token of each sequence."""
+    """Milliseconds per token of each sequence."""
     batch: float = 0.0
     context_tokens: float = 0.0
 
 
 class StepHistory:
-    """The latest steps in which every sequence decoded: what they held, and how long they took.
+    """The latest steps in which every sequence decoded: their sizes and durations.
 
-    Where drafts were right a step brings a sequence several tokens. A router wants the time from
-    one token to the next, so the milliseconds are those of as many tokens as there were sequences.
+    If drafts were accepted, a step brings a sequence several tokens. Routers need the time from one
+    token to the next. So the milliseconds are those of one token per sequence.
     """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=KEPT)
 
     def observe(self, plan: StepPlan, result: StepResult, ms: float) -> None:
-        """A step ended ``ms`` milliseconds after the one before it, or after it was asked for."""
+        """Record a step that ended ``ms`` milliseconds after the previous one, or after its
+        submission."""
         if plan.decodes_only:
             context_tokens = sum(row.start + 1 for row in plan.rows)
             batch = len(plan.rows)
@@ -169,7 +173,7 @@ class StepHistory:
         self._steps.append((ms, batch, context_tokens, tokens))
 
     def mean(self) -> MeanStep:
-        """Of the kept steps."""
+        """The mean of the kept steps."""
         if not self._steps:
             return MeanStep()
         count = len(self._steps)

@@ -1,8 +1,8 @@
 """The board by which the workers of a host share its cores.
 
-``worker/cores/core_sharing.py`` has the rules. The board is a file that the workers of a host have
-mapped, with a line for each, which only its owner writes; engine/cpu/board.h reads it between
-pieces. What a dead worker left there counts for five seconds.
+``worker/cores/core_sharing.py`` has the rules. The board is a file that all workers of a host map
+into memory. Each worker has a line, and only that worker writes it; engine/cpu/board.h reads the
+lines between pieces of work. The line of a dead worker counts for five seconds.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from engine.cpu.library import CoreShare
 from worker.cores.core_sharing import BREAK_S, PATIENCE_S
 
 PAUSE = 1.0
-"""Pause after a decode step, as a share of its time, while prompts are computed."""
+"""Pause of decode after a step while prompts are computed, as a multiple of the step's time."""
 _MAX_PAUSE_S = 0.1
 NICENESS = 10
-"""Of threads that compute; about a tenth of the weight of others (sched(7)). engine/cpu/board.h has
-the same."""
+"""Nice value of threads that compute: about a tenth of the weight of others (sched(7)).
+engine/cpu/board.h has the same value."""
 
 _LINE = struct.Struct("=qiiq40x")
-"""When the step was last seen to run, in nanoseconds of the host's monotonic clock, 0 for none
-(renewed by board.h); its urgent threads; its helpers with work in hand (written by board.h); since
-when there was no break."""
+"""Fields of a line. First, when the step was last seen to run, in nanoseconds of the host's
+monotonic clock; 0 for none (board.h renews it). Then the step's number of urgent threads, and the
+number of helpers with work in hand (board.h writes it). Last, since when there was no break."""
 _TIME, _THREADS = struct.Struct("=q"), struct.Struct("=i")
 _URGENT_AT, _BUSY_SINCE_AT = 8, 16
 _STALE_NS = 5 * 10**9
@@ -37,7 +37,7 @@ _HAND_IN_S, _LOOK_AGAIN_S = 0.001, 0.00002
 
 
 def threads_for(cores: int, yields: bool, others: int) -> int:
-    """Threads of a step, while ``others`` workers of the host compute too."""
+    """Number of threads for a step while ``others`` other workers of the host compute."""
     return cores if yields else max(1, cores // (1 + others))
 
 
@@ -47,13 +47,13 @@ def pause_after(step_s: float) -> float:
 
 
 def give_way() -> None:
-    """Have the calling thread compute with less weight than others; once for each thread."""
-    if sys.platform == "linux":  # elsewhere that would be the whole process
+    """Lower the calling thread's priority; call it once per thread."""
+    if sys.platform == "linux":  # on other systems this would concern the whole process
         os.nice(NICENESS)
 
 
 def host_cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -64,16 +64,16 @@ class _Seen:
     urgent: int
     helping: int
     busy_s: float
-    """For how long without a break."""
+    """Time without a break, in seconds."""
 
 
 class CoreBoard:
-    """One worker's view of its host's board. Used by the engine thread alone."""
+    """One worker's view of its host's core board. Only the engine thread uses it."""
 
     def __init__(self, path: Path, number: int, workers: int, cores: int, *, yields: bool) -> None:
-        """``number`` is this worker's line, of ``workers``; the file is made where there is none.
+        """``number`` is this worker's line, of ``workers``. The file is created if it is missing.
 
-        ``yields``: whether others go first. Raises OSError.
+        ``yields`` says whether other workers have priority. Raises OSError.
         """
         self._cores = cores
         self._yields = yields
@@ -83,23 +83,27 @@ class CoreBoard:
             if file.seek(0, os.SEEK_END) < size:
                 file.truncate(size)
             self._lines = mmap.mmap(file.fileno(), size)
-        # A worker that died in the middle of a step has left its helpers counted.
+        # A worker that died in the middle of a step has left its helper count in the line.
         self._lines[self._mine : self._mine + _LINE.size] = bytes(_LINE.size)
         self._others = [line for line in range(0, size, _LINE.size) if line != self._mine]
         self._began = self._ended = self._busy_since = 0.0
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._lines))
         self.share = CoreShare(start, workers, number, cores, yields)
-        """For the engine; another one after ``take_turn``."""
+        """Parameters for the engine; ``take_turn`` replaces them."""
 
     def take_turn(self, *, yields: bool) -> None:
-        """From the next step on: whether others go first. Between steps, by any thread."""
+        """Set whether other workers have priority, from the next step on.
+
+        Call it between steps; any thread may do so.
+        """
         self._yields = yields
         self.share = replace(self.share, yields=yields)
 
     def begin(self) -> int:
-        """A step begins. Returns how many threads it should take.
+        """Begin a step. Returns the number of threads that it should take.
 
-        Waits for a pause that is due, and for helpers in the way: a tenth of a second at most.
+        Waits for a pause that is due, and for helpers of other workers: a tenth of a second at
+        most.
         """
         if not self._yields and self._prompts_wait():
             self._sleep_until(self._ended + pause_after(self._ended - self._began))
@@ -117,13 +121,13 @@ class CoreBoard:
         return threads
 
     def end(self) -> None:
-        """The step is over."""
+        """Record that the step is over."""
         _TIME.pack_into(self._lines, self._mine, 0)
         _THREADS.pack_into(self._lines, self._mine + _URGENT_AT, 0)
         self._ended = time.monotonic()
 
     def _running(self) -> list[_Seen]:
-        """The other workers that compute."""
+        """The other workers that compute now."""
         now = time.monotonic_ns()
         lines = (_LINE.unpack_from(self._lines, line) for line in self._others)
         return [
@@ -140,7 +144,7 @@ class CoreBoard:
             time.sleep(min(left, 0.001))
 
     def _wait_for_helpers(self, threads: int) -> None:
-        """Until cores are free for these threads, or it takes too long: a hint, not a lock."""
+        """Wait until cores are free for these threads or time is up: a hint, not a lock."""
         deadline = time.monotonic() + _HAND_IN_S
         while time.monotonic() < deadline:
             running = self._running()

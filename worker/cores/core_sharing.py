@@ -1,28 +1,28 @@
 """How the workers of a host share its cores, step by step: decode first.
 
-Decode keeps clients waiting at every token, and a few of the cores give it all the memory bandwidth
-there is; prefill can use whatever is left, and all of it. So decode is urgent and prefill yields:
+Each decode step delays a token for clients, and a few cores are enough to use the full memory
+bandwidth. Prefill can use all the cores that are left. So decode is urgent and prefill yields:
 
-- A prefill step runs on every core that no urgent thread has. Its helpers look before each piece of
-  their work, some tens of microseconds long, and leave when they are in the way. Without that they
-  would be put aside by the kernel with a piece in hand, and hold up their whole step.
-- A decode step says that it comes, waits until helpers that are in the way have handed their piece
-  in, and computes. It takes all cores while it is alone; while others compute it divides them.
-- While prompts have been computed without a break for a while, decode pauses after each step for as
-  long as the step took: tokens come slower, and prompts that are long or wait in line come much
-  sooner. Without it, two or three sequences would hold a core that reads all weights for each of
-  their tokens, and the more prompts waited, the fewer sequences would share that.
+- A prefill step runs on every core that has no urgent thread. Its helpers check the board before
+  each piece of work, which takes some tens of microseconds, and leave if a decode step needs their
+  core. Otherwise the kernel would suspend them in the middle of a piece, and delay the whole step.
+- A decode step announces itself, waits until the helpers on its cores have finished their pieces,
+  and computes. It takes all cores while it is alone, and shares them while other workers compute.
+- If prompts have been computed for a while without a break, decode pauses after each step for as
+  long as the step took. Tokens come more slowly, and long or waiting prompts finish much sooner.
+  Without the pause, two or three sequences would occupy a core that reads all weights for each
+  token. The more prompts waited, the fewer sequences would share that cost.
 
-Whatever is short goes before all of these: the event loop, gRPC's threads, those that copy blocks.
-Threads that compute have a nice value of their own for that; without it the kernel leaves them on
-their core until its next tick, 4 ms later, once the event loop has used what it was owed.
+Short work has priority over all of these: the event loop, gRPC's threads, and threads that copy
+blocks. So compute threads have a nice value of their own. Without it, the kernel may leave them on
+their core until its next tick, 4 ms later, once the event loop has used up its share.
 
-``worker/cores/core_board.py`` applies these rules. The simulator has the same times.
+``worker/cores/core_board.py`` applies these rules. The simulator uses the same times.
 """
 
 from __future__ import annotations
 
 PATIENCE_S = 0.15
-"""How long prefill computes without a break before decode pauses for it."""
+"""Seconds for which prefill computes without a break before decode pauses for it."""
 BREAK_S = 0.005
-"""Less than that between two steps is no break."""
+"""A gap between two steps that is shorter than this is no break, in seconds."""

@@ -1,15 +1,16 @@
-"""Measures what an engine's steps cost, by running some before the worker serves, and keeps that.
+"""Measures what an engine's steps cost, by running some before the worker serves.
 
-The steps are real ones of the worker's own engine, on blocks that are given back: of no sequence,
-and in no prefix cache. They are as many as fit into a second; what they leave uncertain is learned
+These are real steps of the worker's own engine. Their blocks belong to no sequence and to no prefix
+cache, and are released afterwards. About a second of steps is run. What remains uncertain is
+learned from the steps that follow.
+
+The workers of a host measure one after another, each with all the cores that its steps take when it
+is alone. The cost of sharing the cores depends on the other workers' load. That, too, is learned
 from the steps that follow.
 
-A host's workers measure one after another, and each with all the cores that a step of its takes
-while it is alone. What sharing the cores costs depends on what the others do at the time: that too
-is left to the steps that follow.
-
-A worker that replaces a lost one does not measure again: the same engine on the same machine costs
-the same. The cache is a file for each owner and engine, which appears complete or not at all.
+The results are stored, and a worker that replaces a lost one reads them: the same engine on the
+same machine costs the same. The store is a file for each owner and engine, which appears complete
+or not at all.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from worker.costs.step_costs import Coefficients, StepCosts, fit
 
 Run = Callable[[StepPlan], StepResult]
-"""Runs a step on the engine, with the threads that it would take in service."""
+"""Runs a step on the engine, with the number of threads that it gets in service."""
 
 BUDGET_S = 0.4
-"""For the prompts' chunks, and once more for the decode steps."""
+"""Seconds for the chunks of prompts, and the same again for the decode steps."""
 LONGEST_WAIT_S = 5.0
-"""For the other workers of the host; after that it is measured beside them."""
+"""Maximum seconds to wait for other workers of the host. After that, both measure at the same
+time."""
 _MIN_SHAPES = 3
-"""As many as there are coefficients: measured whatever they take."""
+"""Number of shapes that are measured however long they take: one per coefficient."""
 _RUNS = 2
-"""Of each shape; the shorter time counts, since whatever disturbs a step makes it longer."""
+"""Runs of each shape. The shorter time counts, since disturbances only make a step longer."""
 _CHUNKS = (
     (32, 0),
     (128, 0),
@@ -54,15 +56,16 @@ _CHUNKS = (
     (2048, 6144),
     (8192, 0),
 )
-"""Prompt tokens of a step, and tokens before them."""
+"""Prompt tokens of a step, and number of tokens before them."""
 _BATCHES = ((1, 32), (8, 32), (1, 1024), (4, 256), (16, 64), (8, 512), (32, 64), (64, 256))
-"""Sequences of a step that decode, and tokens of each of them before it."""
+"""Decoding sequences of a step, and number of tokens before it in each of them."""
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 @contextlib.contextmanager
 def alone(path: Path | None) -> Iterator[None]:
-    """One worker of the host at a time; ``path`` is a file that its workers share, if they do."""
+    """Admit one worker of the host at a time. ``path`` is a file that the workers share, or
+    None."""
     if path is None:
         yield
         return
@@ -76,7 +79,7 @@ def alone(path: Path | None) -> Iterator[None]:
 
 
 def calibrate(engine: Engine, run: Run, budget_s: float = BUDGET_S) -> StepCosts:
-    """Measure, for about twice ``budget_s`` seconds. Nothing else may use the engine meanwhile."""
+    """Measure for about twice ``budget_s`` seconds. Nothing else may use the engine meanwhile."""
     chunks = [Shape(count, start, 1) for count, start in _CHUNKS]
     batches = [Shape(1, start, batch) for batch, start in _BATCHES]
     return StepCosts(
@@ -86,7 +89,7 @@ def calibrate(engine: Engine, run: Run, budget_s: float = BUDGET_S) -> StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A step of ``batch`` sequences, each with ``count`` tokens behind ``start`` others."""
+    """A step of ``batch`` sequences, each with ``count`` tokens after ``start`` others."""
 
     count: int
     start: int
@@ -94,17 +97,17 @@ class Shape:
 
     @property
     def point(self) -> tuple[float, float]:
-        """What the coefficients are multiplied with: see ``StepCosts``."""
+        """The factors of the coefficients: see ``StepCosts``."""
         if self.count == 1:
             return self.batch, self.batch * (self.start + 1)
         return self.count, self.count * (self.start + self.count / 2)
 
     def blocks(self, block_size: int) -> int:
-        """Of one of its sequences. A sequence that decodes gets a token more with each run."""
+        """Blocks of one sequence. A sequence that decodes gets one more token with each run."""
         return -(-(self.start + self.count + _RUNS) // block_size)
 
     def fits(self, engine: Engine) -> bool:
-        """Whether the engine's limits allow such a step, and its pool has the blocks."""
+        """Whether the engine's limits and its pool allow such a step."""
         limits = engine.scheduler.limits
         return (
             self.start + self.count + _RUNS < limits.context_length
@@ -116,7 +119,7 @@ class Shape:
 
 
 def _measure(engine: Engine, run: Run, shapes: Sequence[Shape], budget_s: float) -> Coefficients:
-    """The coefficients of the shapes that fit the engine and the time."""
+    """Fit the coefficients to the shapes that the engine and the time allow."""
     points: list[tuple[float, float]] = []
     ms: list[float] = []
     ends_at = time.monotonic() + budget_s
@@ -134,7 +137,7 @@ def _measure(engine: Engine, run: Run, shapes: Sequence[Shape], budget_s: float)
 
 
 def _time(engine: Engine, run: Run, shape: Shape) -> float:
-    """Milliseconds of a step of this shape."""
+    """Measure a step of this shape, in milliseconds."""
     each = shape.blocks(engine.scheduler.limits.block_size)
     blocks = engine.pool.allocate(shape.batch * each)
     tables = [tuple(blocks[n * each : (n + 1) * each]) for n in range(shape.batch)]
@@ -144,7 +147,7 @@ def _time(engine: Engine, run: Run, shape: Shape) -> float:
     try:
         took = []
         for number in range(_RUNS):
-            # A decode step leaves a token that the next one computes; a chunk is computed again.
+            # A decode step leaves a token for the next run; a chunk is computed again.
             start = shape.start + number if decodes else shape.start
             rows = tuple(
                 PlanRow(n, start, shape.count, tables[n], decodes) for n in range(shape.batch)
@@ -158,18 +161,18 @@ def _time(engine: Engine, run: Run, shape: Shape) -> float:
 
 
 class CostCache:
-    """Measured costs of one engine, in a folder of its machine."""
+    """Stored costs of one engine, in a folder of its machine."""
 
     def __init__(self, folder: Path, owner: str, engine: Sequence[Any]) -> None:
-        """``engine`` is all that the costs of steps depend on, as JSON values.
+        """``engine`` lists all that the costs of steps depend on, as JSON values.
 
-        ``owner``: a slot that has a device of its own, or a name for the cores that workers share.
+        ``owner`` is a slot with a device of its own, or a name for the cores that workers share.
         """
         key = json.dumps(engine, sort_keys=True).encode()
         self._path = folder / f"{owner}-{hashlib.sha256(key).hexdigest()[:16]}.json"
 
     def read(self) -> StepCosts | None:
-        """The stored costs; None where there are none, or where they cannot be read."""
+        """Read the stored costs; None if there are none, or they cannot be read."""
         try:
             prefill, step = json.loads(self._path.read_bytes())
             return StepCosts(_coefficients(prefill), _coefficients(step))

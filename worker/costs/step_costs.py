@@ -1,4 +1,4 @@
-"""What an engine's steps cost in milliseconds, and other work in seconds a unit.
+"""Cost models: milliseconds of an engine's steps, and seconds per unit of other work.
 
 Plain Python and numpy: numbers in, numbers out.
 """
@@ -12,11 +12,11 @@ from itertools import combinations
 import numpy as np
 
 KEPT = 0.8
-"""The share of its weight that an observation keeps when the next one comes."""
+"""Share of its weight that an observation keeps when the next one arrives."""
 
 
 class UnitCost:
-    """Seconds for a unit. Large observations count more than small ones."""
+    """Learned seconds per unit. Large observations count more than small ones."""
 
     def __init__(self, unit_s: float, units: float) -> None:
         """Start as if ``units`` had taken ``unit_s`` seconds each. Both are positive."""
@@ -25,11 +25,11 @@ class UnitCost:
 
     @property
     def unit_s(self) -> float:
-        """Seconds for a unit, positive."""
+        """Seconds per unit, positive."""
         return self._seconds / self._units
 
     def observe(self, units: float, seconds: float) -> None:
-        """``units`` took ``seconds``. An observation of zero is ignored."""
+        """Record that ``units`` took ``seconds``. An observation of zero is ignored."""
         if units > 0 and seconds > 0:
             self._units = KEPT * self._units + units
             self._seconds = KEPT * self._seconds + seconds
@@ -42,37 +42,38 @@ UNKNOWN: Coefficients = (0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """As ``baton.store.registry.WorkerRecord`` has them."""
+    """Costs of steps, in the form that ``baton.store.registry.WorkerRecord`` has."""
 
     prefill: Coefficients = UNKNOWN
-    """Of n prompt tokens that attend to ``context`` on average: a + b*n + c*n*context."""
+    """For n prompt tokens that attend to ``context`` on average: a + b*n + c*n*context."""
     step: Coefficients = UNKNOWN
-    """Of a step in which ``batch`` sequences decode: a + b*batch + c*context_tokens."""
+    """For a step in which ``batch`` sequences decode: a + b*batch + c*context_tokens."""
 
     def step_ms(self, batch: float, context_tokens: float) -> float:
-        """Of a step in which every sequence decodes."""
+        """Milliseconds of a step in which every sequence decodes."""
         a, b, c = self.step
         return a + b * batch + c * context_tokens
 
     def chunk_ms(self, count: float, start: float) -> float:
-        """What ``count`` prompt tokens behind ``start`` others add to a step."""
+        """Milliseconds that ``count`` prompt tokens after ``start`` others add to a step."""
         _, b, c = self.prefill
         return b * count + c * count * (start + count / 2)
 
 
 def fit(points: Sequence[tuple[float, float]], ms: Sequence[float]) -> Coefficients:
-    """The non-negative a, b, c with the least sum of squared relative errors.
+    """The non-negative a, b, c that minimize the sum of squared relative errors.
 
-    ``points`` are (x, y), ``ms`` the positive milliseconds measured there, as many. Relative,
-    because that is how measured times scatter. A non-negative least squares problem's solution is
-    the plain solution over some of the columns (Lawson and Hanson, Solving Least Squares Problems,
-    1974, chapter 23); with three columns all choices are tried. Without points all are zero.
+    ``points`` are (x, y), and ``ms`` are the positive milliseconds measured at each point. Errors
+    are relative, because measured times scatter in proportion to their size. The solution of a
+    non-negative least squares problem is the unconstrained solution over some of the columns
+    (Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23). With three columns, all
+    choices are tried. Without points, all are zero.
     """
     if not points:
         return UNKNOWN
     measured = np.asarray(ms, dtype=np.float64)
     columns = np.column_stack([np.ones(len(points)), np.asarray(points, dtype=np.float64)])
-    # Of one size, so that the numbers of tokens do not spoil the precision.
+    # Scales the columns to one size, so that large numbers of tokens cost no precision.
     sizes = np.maximum(np.abs(columns).max(axis=0), 1.0)
     weighted = columns / sizes / measured[:, None]
     best, least = np.zeros(3), np.inf

@@ -1,13 +1,13 @@
-"""Which errors of a step tell that its device is lost, and what is said of an error.
+"""Which errors of a step mean that its device is lost, and how an error is described.
 
-A CUDA context that has had a fault (an illegal address, a failed launch, an ECC or Xid error) gives
-the same error to every later call, until its process ends. An error of cuBLAS, cuDNN or NCCL leaves
-a state that nothing resets, either. ``torch.OutOfMemoryError`` is another matter: torch's allocator
-gives its memory back and goes on.
+A CUDA context that has had a fault (an illegal address, a failed launch, an ECC or Xid error)
+returns the same error from every later call, until its process ends. An error of cuBLAS, cuDNN or
+NCCL also leaves a state that cannot be reset. ``torch.OutOfMemoryError`` is different: torch's
+allocator releases its memory and continues.
 
-Torch raises ``torch.AcceleratorError`` for errors of CUDA calls since 2.8, and a plain RuntimeError
-with the same text before; Triton and torch's libraries raise RuntimeErrors of their own. So type
-and text decide. Pure: no call of a device is made here.
+For errors of CUDA calls, torch raises ``torch.AcceleratorError`` since 2.8, and before that a plain
+RuntimeError with the same text. Triton and torch's libraries raise RuntimeErrors of their own. So
+both type and text decide. Pure: it makes no calls to a device.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _ACCELERATOR_ERROR: type[Exception] | None = getattr(torch, "AcceleratorError", 
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether the process has to end: this error, or one that led to it, tells of a lost device."""
+    """Whether the process has to end: this error, or one of its causes, shows a lost device."""
     return any(_is_fault(each) for each in _with_causes(error))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had no memory left."""
+    """Whether the device or the host ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # Torch has no type of its own for memory of the host.
+    # Torch has no exception type for host memory.
     return isinstance(error, RuntimeError) and _NO_HOST_MEMORY in str(error)
 
 
 def described(error: BaseException) -> str:
-    """An error's type and the first line of its text: torch adds lines of advice to errors."""
+    """An error's type and the first line of its text, because torch adds lines of advice."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def without_frames(error: Exception) -> Exception:
-    """The error itself, without the frames in which it was raised: their tensors are freed."""
+    """Remove an error's tracebacks, which keep tensors alive. Returns the error."""
     for each in _with_causes(error):
         each.__traceback__ = None
     return error
@@ -55,7 +55,7 @@ def without_frames(error: Exception) -> Exception:
 
 def _is_fault(error: BaseException) -> bool:
     if is_out_of_memory(error) or not isinstance(error, RuntimeError):
-        # Other errors may quote what a user wrote.
+        # The text of other errors may quote user input.
         return False
     if _ACCELERATOR_ERROR is not None and isinstance(error, _ACCELERATOR_ERROR):
         return True
@@ -63,7 +63,7 @@ def _is_fault(error: BaseException) -> bool:
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those in whose handling it was raised."""
+    """Yield an error, and those in whose handling it was raised."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

@@ -1,4 +1,4 @@
-"""How much memory a worker's device has, and what of it is used."""
+"""Memory of a worker's device, in total and in use."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from baton.host.host_memory import limit_bytes, resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """In bytes."""
+    """Memory of a device, in bytes."""
 
     used: int
-    """On a GPU by all processes; on a CPU by this one."""
+    """Bytes in use: by all processes on a GPU, by this process on a CPU."""
     total: int
-    """Of the GPU; on a CPU that of the machine, or its container's limit."""
+    """Total bytes of the GPU. On a CPU: of the machine, or its container's limit."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """The memory of a device now."""
+    """The current memory of a device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(total - free, total)

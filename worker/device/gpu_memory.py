@@ -1,4 +1,4 @@
-"""KV blocks on a GPU, as transports that go through the host see them."""
+"""KV blocks on a GPU, for transports that copy through the host."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvtransfer.memory.memory import PartByPart, SharedFile, check_part
 class GpuMemory(PartByPart):
     """``kvtransfer.memory.memory.BlockMemory`` over blocks on a CUDA device.
 
-    Safe beside a running step, because a block that is read is complete, and one that is written is
-    in no plan before its copy has ended. One part at a time goes through the pinned staging of one
-    block; the link between host and GPU would not carry two faster.
+    It is safe while a step runs: a block that is read is complete, and a block that is written is
+    in no plan before its copy has ended. One part at a time goes through the pinned staging memory
+    of one block. The link between host and GPU would not carry two parts faster.
     """
 
     def __init__(self, data: torch.Tensor) -> None:
-        """``data`` uint8 [blocks, block_bytes], contiguous, on a CUDA device, stays the caller's.
+        """``data`` is contiguous uint8 [blocks, block_bytes] on a CUDA device; the caller owns it.
 
         Raises ValueError for other data.
         """
         if data.dtype != torch.uint8 or data.dim() != 2 or not data.is_contiguous():
-            raise ValueError("contiguous uint8 [blocks, block_bytes] is needed")
+            raise ValueError("data must be contiguous uint8 [blocks, block_bytes]")
         self._data = data
-        # Of its own: on the default stream a copy would wait for the engine's steps.
+        # A stream of its own: on the default stream a copy would wait for the engine's steps.
         self._stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._staging = _pinned(self.block_bytes)
@@ -56,7 +56,7 @@ class GpuMemory(PartByPart):
         return None
 
     def checksum(self, block: int, offset: int, length: int) -> int:
-        """On the GPU, unless the part begins or ends within a word."""
+        """Compute the checksum, on the GPU unless the part begins or ends within a word."""
         part = self._part(block, offset, length)
         if offset % 4 or length % 8:
             with self._lock:
@@ -70,7 +70,7 @@ class GpuMemory(PartByPart):
             return copying.copy(out, self._fetch(part), soon_read=True)
 
     def write(self, block: int, offset: int, data: memoryview) -> int:
-        """The checksum is that of the staging, which the GPU then reads."""
+        """Write a part. The checksum is that of the staging memory, which the GPU then reads."""
         part = self._part(block, offset, data.nbytes)
         with self._lock, torch.cuda.stream(self._stream):
             staged = self._staging[: data.nbytes]
@@ -84,7 +84,7 @@ class GpuMemory(PartByPart):
         return self._data[block, offset : offset + length]
 
     def _fetch(self, part: torch.Tensor) -> npt.NDArray[np.uint8]:
-        """A part's bytes in the staging; with the lock held."""
+        """Copy a part's bytes into the staging memory. The caller holds the lock."""
         with torch.cuda.stream(self._stream):
             staged = self._staging[: part.numel()]
             staged.copy_(part, non_blocking=True)

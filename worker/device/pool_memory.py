@@ -1,4 +1,4 @@
-"""The memory of a worker's KV blocks: where it comes from, and how transports see it."""
+"""The memory of a worker's KV blocks: its allocation, and the view for transports."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ from kvtransfer.memory.shared_pool import SharedPool, allocate
 
 
 class PoolMemory:
-    """``allocate`` is called once, while the engine is built; ``of`` after that."""
+    """Allocates a worker's KV blocks.
+
+    ``allocate`` is called once, while the engine is built; ``of`` after that.
+    """
 
     def __init__(self, *, shared: bool) -> None:
-        """``shared``: on a CPU, whether other processes of the host may map the blocks."""
+        """``shared``: whether other processes of the host may map the blocks, on a CPU."""
         self._shared = shared
         self._pool: SharedPool | None = None
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
-        """uint8 [size] of zeros. Raises ConfigError where there is too little memory."""
+        """Allocate uint8 [size] of zeros. Raises ConfigError if there is too little memory."""
         if device.type != "cpu" or not self._shared:
             return allocate_plain(size, device)
         self._pool = allocate(size)
         return torch.from_numpy(self._pool.data)
 
     def of(self, cache: KvCache) -> BlockMemory:
-        """The blocks of ``cache``, which lie in what was allocated."""
+        """The blocks of ``cache``, which are in the allocated memory."""
         blocks = cache.bytes
         if blocks.is_cuda:
-            # Slow to import, and of no use on CPUs.
+            # Imported here: it is slow to import, and CPUs do not need it.
             from worker.device.gpu_memory import GpuMemory  # noqa: PLC0415
 
             return GpuMemory(blocks)
         return HostMemory(blocks.numpy(), self._pool.file if self._pool is not None else None)
 
     def close(self) -> None:
-        """Let nobody else map the blocks from now on; idempotent."""
+        """Let no other process map the blocks from now on; idempotent."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

@@ -1,4 +1,4 @@
-"""What a worker's process asks of the C library and of the interpreter."""
+"""Settings of the C library and the interpreter for a worker's process."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from baton.config.choices import MIB
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SWITCH_INTERVAL_S = 0.0005
-"""How long one thread may keep the interpreter from another: a decode step that has ended must not
-wait the default 5 ms for the event loop to let go."""
+"""Maximum time for which one thread keeps the interpreter from another, in seconds. With the
+default of 5 ms, a decode step that has ended would wait for the event loop."""
 
 
 def keep_buffers() -> None:
-    """Have the C library keep freed memory of some size, where it can be told to (mallopt(3)).
+    """Let the C library keep freed memory of some size, if mallopt(3) is available.
 
-    A message of a megabyte would else be given back to the system as soon as it is sent, and the
-    next one's pages be cleared by the kernel again: a third of what gRPC takes for it.
+    Otherwise a message of a megabyte is returned to the system as soon as it is sent, and the
+    kernel clears the next one's pages again. That is a third of the time that gRPC takes for a
+    message.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -28,7 +29,7 @@ def keep_buffers() -> None:
 
 
 def spare_the_interpreter() -> None:
-    """All that was loaded stays: looking through it for garbage would only stop the steps."""
+    """Exclude all that is loaded from garbage collection: to search it would only delay steps."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()

@@ -1,7 +1,6 @@
-"""The receiving side of every transfer to this worker: promises blocks, lets copies in, ends them.
+"""The receiving side of all transfers to this worker: promises blocks, admits copies, ends both.
 
-Owned by the event loop. The states are those of ``kvtransfer.tickets``; ``now`` is
-passed in.
+Owned by the event loop. The states are those of ``kvtransfer.tickets``; ``now`` is passed in.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from kvtransfer.tickets import Purpose, Ticket, TicketReceiver
 from worker.exchange.rank_link import RankLinks
 
 NO_TRANSPORT = "none"
-"""Counts as the transport of a ticket that ended before a byte of it came."""
+"""Transport label of a ticket that ended before any of its bytes arrived."""
 
 
 OnReleased = Callable[[Ticket, BatonError], None]
-"""Gets a ticket that has ended before its commit, and why."""
+"""Receives a ticket that ended before its commit, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +53,12 @@ class BlockReceiver(TicketReceiver):
         ranks: RankLinks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``lease_s``: a ticket whose writer is silent for this long ends.
+        """``lease_s``: a ticket ends after its writer has been silent for this long.
 
-        ``block_bytes`` are those of this rank's blocks, ``geometry`` is the worker's, needed where
-        it or a writer has several ranks; ``ranks`` are its other ones, if there are any.
-        ``worker``: the slot's name, as metrics have it. ``clock``: see ``TicketReceiver``.
+        ``block_bytes`` is the size of this rank's blocks. ``geometry`` is the worker's; it is
+        needed if this worker or a writer has several ranks. ``ranks`` are this worker's other
+        ranks, if there are any. ``worker`` is the slot's name for metrics. ``clock``: see
+        ``TicketReceiver``.
         """
         super().__init__(clock)
         self._listeners: dict[object, OnReleased] = {}
@@ -73,12 +73,12 @@ class BlockReceiver(TicketReceiver):
             ranks.subscribe(self)
         self._opening: dict[str, _Opening] = {}
         self._completing: dict[str, asyncio.Future[None]] = {}
-        """Of tickets for whose last bytes a caller waits."""
+        """Futures of callers that wait for the last bytes of a ticket, by ticket id."""
 
     def subscribe(self, on_released: OnReleased) -> Callable[[], None]:
         """Call ``on_released`` for each ticket that ends before its commit.
 
-        Returns what ends the subscription; idempotent.
+        Returns a function that ends the subscription; it is idempotent.
         """
         subscription = object()
         self._listeners[subscription] = on_released
@@ -99,11 +99,11 @@ class BlockReceiver(TicketReceiver):
         purpose: Purpose = Purpose.HANDOFF,
         geometry: Geometry | None = None,
     ) -> Ticket:
-        """Take ``missing`` blocks for a writer, and pin those that are held.
+        """Take ``missing`` blocks for a writer, and pin those that are cached.
 
-        ``geometry`` is the writer's; None: it is this worker's own. Where this worker has several
-        ranks the writer must not begin before ``opened``. Raises TicketEnded after an abort,
-        ``OutOfBlocks``, WorkerFailed where a rank is gone; then nothing is taken.
+        ``geometry`` is the writer's; None means that of this worker. If this worker has several
+        ranks, the writer must wait for ``opened``. Raises TicketEnded after an abort,
+        ``OutOfBlocks``, and WorkerFailed if a rank is gone; then nothing is taken.
         """
         self.book.check_alive(attempt)
         if self._ranks is not None:
@@ -137,25 +137,25 @@ class BlockReceiver(TicketReceiver):
         return ticket
 
     def _shards(self, writer: Geometry | None) -> Sequence[ShardLayout]:
-        """What this rank gets of each rank of a writer; nothing where both have one only."""
+        """The parts that this rank gets from each rank of a writer; empty if both have one rank."""
         own = self._geometry
         if own is None or writer is None or own.tensor_parallel == writer.tensor_parallel == 1:
             return ()
         return shards_to(KvLayout.of(writer), KvLayout.of(own), 0)
 
     def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
-        """Done once all ranks let in what its writer brings; fails with what ends the ticket.
+        """A future that is done once all ranks admit the writer's data; fails if the ticket ends.
 
-        None: there is nothing to wait for.
+        None if there is nothing to wait for.
         """
         opening = self._opening.get(ticket_id)
         return None if opening is None else opening.done
 
     def whole(self, ticket_id: str) -> asyncio.Future[None] | None:
-        """Done once every byte is in place on all ranks; fails with what ends the ticket.
+        """A future that is done once every byte has arrived on all ranks; fails if the ticket ends.
 
-        None: it is. Raises TicketEnded for one that is unknown or has ended. Shield it where the
-        caller may be cancelled: others may wait for the same one.
+        None if they have arrived already. Raises TicketEnded for a ticket that is unknown or has
+        ended. Callers that may be cancelled must shield the future: others may wait for it.
         """
         ticket = self.book.get(ticket_id)
         if ticket.is_complete:
@@ -170,7 +170,7 @@ class BlockReceiver(TicketReceiver):
     # Copies
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
-        """``copied`` bytes were verified and are in place."""
+        """Record that ``copied`` bytes are verified and in place."""
         ticket = self._end_copy(ticket_id)
         self._count_bytes(ticket, transport, copied)
         self._check_complete(ticket)
@@ -187,7 +187,7 @@ class BlockReceiver(TicketReceiver):
                 whole.set_result(None)
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
-        """Bytes were damaged, or did not come: the ticket ends."""
+        """End the ticket, because bytes were damaged or did not arrive."""
         outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"
         ticket = self.book.get(ticket_id)
         if ticket.is_open:
@@ -196,7 +196,7 @@ class BlockReceiver(TicketReceiver):
         self._end_copy(ticket_id)
 
     def drop_copy(self, ticket_id: str) -> None:
-        """A copy ended without having begun, because its ticket has."""
+        """End a copy that did not begin, because its ticket has ended."""
         self._end_copy(ticket_id)
 
     def _end_copy(self, ticket_id: str) -> Ticket:
@@ -211,10 +211,10 @@ class BlockReceiver(TicketReceiver):
             self.pool.end_quarantine(ticket.missing)
             self.book.drop(ticket)
 
-    # What other ranks of this worker tell
+    # Reports of this worker's other ranks
 
     def rank_opened(self, ticket_id: str, rank: int) -> None:
-        """Its writers may begin there."""
+        """Record that writers may send to that rank."""
         opening = self._opening.get(ticket_id)
         if opening is None:
             return
@@ -225,7 +225,7 @@ class BlockReceiver(TicketReceiver):
                 opening.done.set_result(None)
 
     def rank_filled(self, ticket_id: str, rank: int, transport: str, count: int) -> None:
-        """All bytes of that rank, ``count``, were verified and are in place."""
+        """Record that all bytes of that rank, ``count``, are verified and in place."""
         ticket = self.book.find_id(ticket_id)
         if ticket is not None:
             self._count_bytes(ticket, transport, count)
@@ -233,7 +233,7 @@ class BlockReceiver(TicketReceiver):
             self._check_complete(ticket)
 
     def rank_failed(self, ticket_id: str, error: BatonError) -> None:
-        """Bytes were damaged there, or will not come: the ticket ends."""
+        """End the ticket: that rank's bytes were damaged, or cannot arrive."""
         ticket = self.book.find_id(ticket_id)
         if ticket is not None and ticket.is_open:
             self.book.bury(ticket.attempt, self.clock())
@@ -241,7 +241,7 @@ class BlockReceiver(TicketReceiver):
             self._release(ticket, outcome, error)
 
     def rank_freed(self, ticket_id: str, rank: int) -> None:
-        """Nothing is copied there any more."""
+        """Record that no copy into that rank's blocks is running any more."""
         ticket = self.book.find_id(ticket_id)
         if ticket is not None:
             was_quarantined = ticket.is_quarantined
@@ -249,34 +249,34 @@ class BlockReceiver(TicketReceiver):
             self._check_quarantine(ticket, was_quarantined=was_quarantined)
 
     def rank_gone(self, error: BatonError) -> None:
-        """A rank can be reached no longer: every ticket ends.
+        """End every ticket, because a rank can no longer be reached.
 
-        Their blocks stay in quarantine, since copies may still run there: the worker ends with its
-        rank.
+        The blocks stay quarantined, since copies may still run on that rank. The worker ends with
+        its rank.
         """
         for ticket in self.book:
             self._release(ticket, "error", error)
 
-    # Endings
+    # Ends of tickets
 
     def shorten(self, ticket_id: str, count: int) -> None:
-        """Give back the missing blocks that the writer does not have; see ``Ticket.shorten``."""
+        """Release the missing blocks that the writer does not have; see ``Ticket.shorten``."""
         dropped = self.book.get(ticket_id).shorten(count)
         if dropped and self._ranks is not None:
             self._ranks.shorten_ticket(ticket_id, count)
         self.pool.release(dropped)
 
     def commit(self, ticket_id: str, writer: str, now: float) -> Ticket:
-        """The blocks are the caller's: pinned ones first, then what was missing.
+        """End a ticket successfully. The caller owns its blocks: the pinned, then the missing ones.
 
-        Raises TicketEnded, and HandoffError where bytes are missing.
+        Raises TicketEnded, and HandoffError if bytes are missing.
         """
         ticket = self.book.get(ticket_id)
         ticket.commit(writer)
         self.book.drop(ticket)
         if self._ranks is not None and ticket.missing:
             self._ranks.close_ticket(ticket_id)
-        # An attempt has one ticket for life: a reserve that comes late gets none.
+        # An attempt gets only one ticket: a late reserve gets none.
         self.book.bury(ticket.attempt, now)
         transport = self._count(ticket, "ok")
         if ticket.purpose is Purpose.HANDOFF:
@@ -290,7 +290,7 @@ class BlockReceiver(TicketReceiver):
     def holding(self, ticket_id: str, writer: str) -> Iterator[None]:
         """Hold a ticket while a commit waits for this worker: see ``Ticket.hold``.
 
-        Raises TicketEnded where the ticket is not open for that writer.
+        Raises TicketEnded if the ticket is not open for that writer.
         """
         ticket = self.book.get(ticket_id)
         ticket.hold(writer)
@@ -300,9 +300,9 @@ class BlockReceiver(TicketReceiver):
             ticket.let_go(self.clock())
 
     def abort(self, attempt: AttemptName, now: float, outcome: str = "aborted") -> None:
-        """End an attempt's ticket, or see that it never gets one; idempotent.
+        """End an attempt's ticket, or prevent it from getting one; idempotent.
 
-        ``outcome`` is how the metrics call it.
+        ``outcome`` is the label for the metrics.
         """
         self.book.bury(attempt, now)
         ticket = self.book.find(attempt)
@@ -310,8 +310,8 @@ class BlockReceiver(TicketReceiver):
             self._release(ticket, outcome, TicketEnded("its writer or its request has ended"))
 
     def writer_gone(self, writer: str, now: float) -> None:
-        """A writer's stream has broken: what it had not sent will not come."""
-        error = HandoffError(f"the connection to {writer} broke before all blocks had come")
+        """End the tickets of a writer whose stream failed: unsent bytes cannot arrive."""
+        error = HandoffError(f"the connection to {writer} failed before all blocks had arrived")
         for ticket in self.book:
             if ticket.writer == writer and ticket.is_open and not ticket.is_complete:
                 self.book.bury(ticket.attempt, now)
@@ -321,7 +321,7 @@ class BlockReceiver(TicketReceiver):
         """End what has expired."""
         for ticket in self.book.expired(now):
             self.book.bury(ticket.attempt, now)
-            error = HandoffError(f"nothing was heard of {ticket.writer} for {self._lease_s} s")
+            error = HandoffError(f"{ticket.writer} was silent for {self._lease_s} s")
             self._release(ticket, "expired", error)
         self.book.sweep(now)
 

@@ -1,4 +1,4 @@
-"""All pairs of this worker with others: what it sends, and what it receives.
+"""All pairs of this worker with other workers: what it sends and receives.
 
 Owned by the event loop.
 """
@@ -29,7 +29,7 @@ from worker.exchange.rank_link import RankLinks
 from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
 
 Recall = Callable[[Sequence[bytes]], Awaitable[None]]
-"""Brings the leading blocks of some hashes from a tier into the pool, where that pays."""
+"""Brings the leading blocks of some hashes from a tier into the pool, if that pays."""
 
 
 class Exchange:
@@ -50,9 +50,10 @@ class Exchange:
     ) -> None:
         """``transports`` are registered; ``executor`` reads blocks.
 
-        ``address``: host:port of this worker's gRPC server; empty for one that receives nothing.
-        ``ranks`` are the worker's other ranks, and open; None: it has one only. ``plane``: how
-        this worker calls others. ``recall`` is that of the tiers, where there are any.
+        ``address`` is host:port of this worker's gRPC server; empty if it receives nothing.
+        ``ranks`` are links to the worker's other ranks, and open; None if it has only one rank.
+        ``plane`` secures this worker's calls to others. ``recall`` is the tiers' function, if there
+        are tiers.
         """
         self.identity = identity
         self.address = address
@@ -72,23 +73,24 @@ class Exchange:
         self._calls: dict[Outbound, HandoffCalls] = {}
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """The one channel to a worker's gRPC server."""
+        """The only channel to a worker's gRPC server."""
         return self._pairs.channel(address)
 
     async def outbound(self, peer: Peer) -> Outbound:
-        """The open pair to a receiver; opened where there is none. Raises BatonError."""
+        """The open pair to a receiver; a new one if there is none. Raises BatonError."""
         return await self._pairs.outbound(peer)
 
     def push(self, pair: Outbound, ticket_id: str, memory: BlockMemory | None = None) -> BlockPush:
-        """Begin to send blocks to a ticket of a receiver, by all ranks of both workers at once.
+        """Start to send blocks to a receiver's ticket, from all ranks here to all ranks there.
 
-        ``memory`` is as ``Outbound.push`` has it. Raises HandoffError.
+        ``memory`` is the argument of ``Outbound.push``. Raises HandoffError.
         """
         degrees = self.identity.geometry.tensor_parallel, pair.geometry.tensor_parallel
         if degrees == (1, 1):
             return pair.push(ticket_id, memory)
         own, *others = pair.rank_addresses or (pair.peer.address,)
-        # By the address that this worker knows it by: so rank 0's pair is the one that is open.
+        # Uses the address by which this worker knows the receiver, so that rank 0's open pair is
+        # reused.
         addresses = (pair.peer.address or own, *others)
         receiver = RankedPeer(pair.peer.incarnation, pair.geometry, addresses)
         ways: list[BlockPush] = [self._sender.push(ticket_id, receiver)]
@@ -97,7 +99,7 @@ class Exchange:
         return PushFan(ways)
 
     def handoff_calls(self, pair: Outbound) -> HandoffCalls:
-        """The calls that go with a pair: they end when it breaks, with its error."""
+        """The calls that belong to a pair; they fail with its error when it fails."""
         calls = self._calls.get(pair)
         if calls is None:
             calls = HandoffCalls(self.channel(pair.peer.address), pair.peer.incarnation)
@@ -111,14 +113,14 @@ class Exchange:
     async def serve_pull(
         self, reader: Identity, peer: Peer, meant: str, ticket_id: str, hashes: Sequence[bytes]
     ) -> int:
-        """Send another worker, for its own ticket, the leading blocks of ``hashes`` held here.
+        """Send the leading blocks of ``hashes`` that are cached here to another worker's ticket.
 
-        Returns how many have landed. They are pinned as long as this call runs: it is the reader's
-        read ticket. Raises BatonError.
+        Returns how many have arrived. They stay pinned while this call runs, which is the reader's
+        ticket. Raises BatonError.
         """
         if check_peer(self.identity, reader, meant) is Fit.CONVERTIBLE:
             raise GeometryMismatch(
-                "blocks are pulled as they are: "
+                "blocks cannot be converted when they are pulled: "
                 f"{reader.incarnation} has {reader.geometry}, "
                 f"{self.identity.incarnation} has {self.identity.geometry}"
             )
@@ -146,16 +148,16 @@ class Exchange:
             await asyncio.shield(push.done)
         except asyncio.CancelledError:
             push.cancel()
-            # The pair notices a silent peer: this ends.
+            # This ends, because the pair notices a silent peer.
             await asyncio.wait([push.done])
             raise
 
     async def pull(
         self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
     ) -> int:
-        """Have another worker send, for a ticket of this one, what it holds: see ``serve_pull``.
+        """Ask another worker to send blocks to a ticket of this worker: see ``serve_pull``.
 
-        Returns how many of the leading blocks of ``hashes`` have landed. Raises BatonError.
+        Returns how many of the leading blocks of ``hashes`` have arrived. Raises BatonError.
         """
         request = transfer_pb2.PullRequest(
             fingerprint=self.identity.fingerprint,
@@ -173,7 +175,7 @@ class Exchange:
         return int(response.blocks)
 
     def is_idle(self) -> bool:
-        """Whether no block is promised here, nor read for others."""
+        """Whether no block is promised here, and none is read for other workers."""
         return not len(self.receiver.book) and not self._pulls_served
 
     def heartbeat(self) -> None:
@@ -186,21 +188,21 @@ class Exchange:
         self.receiver.sweep(now)
 
     def check_ranks(self) -> None:
-        """Raises WorkerFailed where another rank of this worker is gone."""
+        """Raise WorkerFailed if another rank of this worker is gone."""
         if self._ranks is not None:
             self._ranks.check()
 
     def pairs(self) -> dict[str, str]:
-        """The transport by which this worker sends to each receiver, by its incarnation."""
+        """The transport to each receiver, by the receiver's incarnation."""
         return self._pairs.transports()
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes announced to receivers that have not landed."""
+        """Bytes that were announced to receivers and have not arrived."""
         return self._pairs.in_flight_bytes
 
     def staging(self) -> dict[str, int]:
-        """Bytes between blocks and wire, by transport."""
+        """Bytes in staging memory between blocks and wire, by transport."""
         return {transport.name: transport.staging_bytes for transport in self._transports}
 
     async def close(self) -> None:

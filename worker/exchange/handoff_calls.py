@@ -1,10 +1,10 @@
 """A writer's calls to one decode worker: reserve, commit and abort, all on one stream.
 
-    idle ─a call→ open ─the stream breaks→ idle
+    idle ─a call→ open ─the stream fails→ idle
     idle, open ─end→ ended
 
-Whatever ends a stream fails the calls that wait on it, and the next call opens another one. Owned
-by the event loop.
+When a stream ends, its waiting calls fail, and the next call opens another stream. Owned by the
+event loop.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class HandoffCalls:
         self._ended: BatonError | None = None
 
     def call(self, request: Request, timeout_s: float) -> asyncio.Future[Response]:
-        """Begin a call; ``request`` says which, and has no number yet.
+        """Start a call. ``request`` contains its kind, and no number yet.
 
-        The answer is of the same kind, or the future fails with a BatonError. Cancelling the future
-        drops the answer.
+        The answer is of the same kind, or the future fails with a BatonError. If the caller cancels
+        the future, the answer is dropped.
         """
         if self._ended is not None:
             raise self._ended
@@ -53,20 +53,20 @@ class HandoffCalls:
         return self._stream.call(request, timeout_s)
 
     def end(self, error: BatonError) -> None:
-        """Fail what waits and what is yet asked; idempotent."""
+        """Fail waiting calls and all later ones; idempotent."""
         self._ended = self._ended or error
         if self._stream is not None:
             self._stream.end(error)
 
     async def close(self) -> None:
-        """``end``, and wait until nothing of it runs any more."""
+        """Call ``end``, and wait until all tasks have ended."""
         self.end(WorkerFailed(f"the calls to {self._peer} were closed"))
         if self._stream is not None:
             await self._stream.close()
 
 
 class _Stream:
-    """One stream, open from the start."""
+    """One stream; it is open from the start."""
 
     def __init__(self, channel: grpc.aio.Channel, peer: str) -> None:
         self.is_open = True
@@ -94,7 +94,8 @@ class _Stream:
             self._waiting.pop(number, None)
 
         answer.add_done_callback(forget)
-        # Written by a task: a caller that is cancelled while it writes would end the stream.
+        # A task writes the request: a caller that was cancelled during a write would end the
+        # stream.
         self._requests.put_nowait(request)
         return answer
 
@@ -118,7 +119,7 @@ class _Stream:
         raise await stream_ending(self._call, self._peer)
 
     def _take(self, response: Response) -> None:
-        """The first answer to a call counts; one that nobody waits for is dropped."""
+        """Accept the first answer to a call. Drop it if the caller no longer waits."""
         waiting = self._waiting.get(response.call)
         if waiting is None or waiting.done():
             return
@@ -137,7 +138,7 @@ class _Stream:
             self.end(as_baton_error(failure))
 
     def end(self, error: BatonError) -> None:
-        """Fail what waits; idempotent."""
+        """Fail the calls that wait; idempotent."""
         if not self.is_open:
             return
         self.is_open = False
@@ -148,7 +149,7 @@ class _Stream:
             self._fail(number, error)
 
     async def close(self) -> None:
-        """Wait until its tasks have ended."""
+        """Wait until the stream's tasks have ended."""
         await end_tasks(self._tasks)
 
 

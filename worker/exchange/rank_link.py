@@ -1,11 +1,11 @@
 """Rank 0's end of its stream to another rank of its worker.
 
     opening ─the rank has begun→ open
-    opening, open ─the stream breaks, the rank is silent, close→ broken
+    opening, open ─the stream fails, the rank is silent, close→ broken
 
 A broken link stays broken, and its worker ends with it: without one rank nothing can be computed.
-What is being pushed by the rank fails at once, and so do the tickets into which it receives. Owned
-by the event loop.
+The rank's pushes fail at once, and so do the tickets into which it receives. Owned by the event
+loop.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ Call = grpc.aio.StreamStreamCall[rank_pb2.JoinRequest, rank_pb2.JoinResponse]
 
 
 class RankListener(Protocol):
-    """Receives what ranks report of tickets."""
+    """Receives what the other ranks report about tickets."""
 
     def rank_opened(self, ticket_id: str, rank: int) -> None:
-        """Its writers may begin there."""
+        """Writers may send to that rank now."""
 
     def rank_filled(self, ticket_id: str, rank: int, transport: str, count: int) -> None:
         """All bytes of that rank, ``count``, are in place."""
 
     def rank_failed(self, ticket_id: str, error: BatonError) -> None:
-        """Bytes were damaged there, or will not come."""
+        """That rank's bytes were damaged, or cannot arrive."""
 
     def rank_freed(self, ticket_id: str, rank: int) -> None:
-        """Nothing is copied there any more."""
+        """No copy into that rank's blocks is running any more."""
 
     def rank_gone(self, error: BatonError) -> None:
-        """The rank can be reached no longer."""
+        """The rank can no longer be reached."""
 
 
 class RankLink:
@@ -68,9 +68,9 @@ class RankLink:
         listeners: Sequence[RankListener] = (),
         plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
-        """``address`` is host:port of the rank's gRPC server, ``limits`` are those of its pairs.
+        """``address`` is host:port of the rank's gRPC server; ``limits`` apply to its pairs.
 
-        A rank that owes an answer for ``silence_s`` is given up. ``listeners`` may grow.
+        The link fails if the rank does not answer for ``silence_s``. ``listeners`` may grow.
         """
         self.rank = rank
         self.address = address
@@ -83,14 +83,14 @@ class RankLink:
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._pushes: dict[str, RankPush] = {}
         self._owes = False
-        """Whether the rank has not answered a beat yet."""
+        """Whether the rank still has to answer a beat."""
         self._beats = 0
         self._tasks: list[asyncio.Task[None]] = []
 
-    # From open to broken
+    # Opening and closing
 
     async def open(self, identity: Identity) -> None:
-        """Have the rank begin a life as one of this worker. Raises BatonError."""
+        """Let the rank begin a session as one of this worker's ranks. Raises BatonError."""
         begin = rank_pb2.BeginRank(
             incarnation=identity.incarnation,
             fingerprint=identity.fingerprint,
@@ -100,7 +100,7 @@ class RankLink:
             silence_ms=int(self._limits.silence_s * 1000),
             lead_silence_ms=int(self._silence.limit_s * 1000),
         )
-        # A connection has a second to be made: on a very busy machine not the first one is.
+        # A connection attempt may take a second: on a very busy machine the first one can fail.
         call: Call = rank_pb2_grpc.RankServiceStub(self._channel).Join(wait_for_ready=True)
         self._call = call
         try:
@@ -129,7 +129,7 @@ class RankLink:
         return f"rank {self.rank} of this worker"
 
     def heartbeat(self, now: float) -> None:
-        """Give the rank up where it owes an answer for too long."""
+        """Fail the link if the rank has not answered for too long."""
         if self.broken.done():
             return
         if not self._owes:
@@ -139,7 +139,7 @@ class RankLink:
             self._break(WorkerFailed(f"{self._name} was silent for {self._silence.limit_s:.1f} s"))
 
     async def close(self) -> None:
-        """End it; idempotent."""
+        """Close the link; idempotent."""
         self._break(WorkerFailed(f"the link to {self._name} was closed"))
         await end_tasks(self._tasks)
         await self._channel.close()
@@ -217,7 +217,7 @@ class RankLink:
     # Commands
 
     def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
-        """Have it let in what the ranks of a writer bring for a ticket."""
+        """Command the rank to admit what a writer's ranks send for a ticket."""
         message = rank_pb2.OpenTicket(
             ticket_id=ticket.ticket_id,
             writer=ticket.writer,
@@ -228,17 +228,17 @@ class RankLink:
         self._commands.put_nowait(Command(open_ticket=message))
 
     def close_ticket(self, ticket_id: str) -> None:
-        """Have it let in nothing more."""
+        """Command the rank to admit nothing more for a ticket."""
         message = rank_pb2.CloseTicket(ticket_id=ticket_id)
         self._commands.put_nowait(Command(close_ticket=message))
 
     def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
-        """Have it await the first of a ticket's missing blocks alone."""
+        """Command the rank to expect only the first of a ticket's missing blocks."""
         message = rank_pb2.ShortenTicket(ticket_id=ticket_id, blocks=blocks)
         self._commands.put_nowait(Command(shorten_ticket=message))
 
     def push(self, ticket_id: str, receiver: RankedPeer) -> RankPush:
-        """Have it send its part of blocks to a ticket of a receiver."""
+        """Command the rank to send its part of blocks to a receiver's ticket."""
         push = RankPush(ticket_id, self._commands.put_nowait)
         if self.broken.done():
             push.over(self.broken.result())
@@ -255,14 +255,15 @@ class RankLink:
 
 
 class RankPush:
-    """Implements ``kvtransfer.pairs.push_fan.BlockPush``, by another rank."""
+    """Implements ``kvtransfer.pairs.push_fan.BlockPush`` through another rank."""
 
     def __init__(self, ticket_id: str, tell: Callable[[Command], None]) -> None:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ticket_id = ticket_id
         self._tell = tell
         self._puts: rank_pb2.PutBlocks | None = None
-        """What is told with the next turn of the loop: blocks of the same layers in one message."""
+        """Puts that are sent in the loop's next iteration: blocks of the same layers in one
+        message."""
         self._ended = False
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
@@ -302,7 +303,7 @@ class RankPush:
             self._tell(Command(end_push=end))
 
     def over(self, error: BatonError | None, count: int = 0) -> None:
-        """Nothing of it is read by that rank any longer."""
+        """Complete the push: that rank no longer reads any of its blocks."""
         if error is not None:
             fail(self.done, error)
         elif not self.done.done():
@@ -319,9 +320,10 @@ class RankLinks:
         silence_s: float,
         plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
-        """``addresses`` are those of the ranks from 1 on, ``limits`` are of their pairs with peers.
+        """``addresses`` are those of the ranks from 1 on; ``limits`` apply to their pairs with
+        peers.
 
-        ``silence_s``: as for the group that computes, after which a rank is given up.
+        ``silence_s`` is the time after which a silent rank counts as lost, as in the compute group.
         """
         self._listeners: list[RankListener] = []
         self.links = [
@@ -329,7 +331,7 @@ class RankLinks:
             for rank, address in enumerate(addresses, 1)
         ]
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
-        """The first of them that has broken, and why."""
+        """The error of the first link that has failed."""
         for link in self.links:
             link.broken.add_done_callback(self._broke)
 
@@ -346,7 +348,7 @@ class RankLinks:
         return [link.address for link in self.links]
 
     async def open(self, identity: Identity) -> None:
-        """Have all ranks begin. Raises BatonError where one does not; then none is left open."""
+        """Open all links. Raises BatonError if one fails; then none is left open."""
         try:
             await asyncio.gather(*(link.open(identity) for link in self.links))
         except BaseException:
@@ -354,39 +356,39 @@ class RankLinks:
             raise
 
     def subscribe(self, listener: RankListener) -> Callable[[], None]:
-        """Pass on what ranks report of tickets. Returns what ends that."""
+        """Pass on the ranks' reports about tickets. Returns a function that ends this."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def check(self) -> None:
-        """Raises WorkerFailed where a rank is gone."""
+        """Raise WorkerFailed if a rank is gone."""
         if self.broken.done():
             raise WorkerFailed(self.broken.result().message)
 
     def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
-        """Have all ranks let in what a writer brings for a ticket."""
+        """Command all ranks to admit what a writer sends for a ticket."""
         for link in self.links:
             link.open_ticket(ticket, writer)
 
     def close_ticket(self, ticket_id: str) -> None:
-        """Have all ranks let in nothing more."""
+        """Command all ranks to admit nothing more for a ticket."""
         for link in self.links:
             link.close_ticket(ticket_id)
 
     def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
-        """Have all ranks await the first of a ticket's missing blocks alone."""
+        """Command all ranks to expect only the first of a ticket's missing blocks."""
         for link in self.links:
             link.shorten_ticket(ticket_id, blocks)
 
     def push(self, ticket_id: str, receiver: RankedPeer) -> list[RankPush]:
-        """Have all ranks send their parts of blocks."""
+        """Command all ranks to send their parts of blocks."""
         return [link.push(ticket_id, receiver) for link in self.links]
 
     def heartbeat(self, now: float) -> None:
-        """Give up silent ranks."""
+        """Fail the links to silent ranks."""
         for link in self.links:
             link.heartbeat(now)
 
     async def close(self) -> None:
-        """End all of them."""
+        """Close all links."""
         await asyncio.gather(*(link.close() for link in self.links))

@@ -1,11 +1,11 @@
-"""What a rank other than rank 0 receives: its parts of tickets that rank 0 has given out.
+"""The receiver of a rank other than rank 0: its parts of tickets that rank 0 has issued.
 
-    open ─all bytes verified, of as many blocks as the writer has→ filled ─rank 0 closes it→ gone
-    open ─damaged bytes, expiry, its writer goes→ failed ─rank 0 closes it→ gone
+    open ─all bytes of the writer's blocks are verified→ filled ─rank 0 closes it→ gone
+    open ─damaged bytes, expiry, its writer is lost→ failed ─rank 0 closes it→ gone
     open, failed ─rank 0 closes it, the last copy ended→ freed, gone
 
-Rank 0 hears of each of them, and owns the blocks. Owned by the rank's event loop; ``now`` is
-passed in.
+The rank reports each of these to rank 0, which owns the blocks. Owned by the rank's event loop;
+``now`` is passed in.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankReceiver(TicketReceiver):
         released: Callable[[Ticket, BatonError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``tell`` sends to rank 0; ``released`` gets every ticket that has ended unfilled.
+        """``tell`` sends events to rank 0. ``released`` receives every ticket that ended unfilled.
 
         ``clock``: see ``TicketReceiver``.
         """
@@ -43,10 +43,10 @@ class RankReceiver(TicketReceiver):
         self._tell = tell
         self._released = released
         self._closed: set[str] = set()
-        """Of those whose last copy has not ended."""
+        """Ids of closed tickets whose last copy has not ended."""
 
     def open(self, message: rank_pb2.OpenTicket, now: float) -> None:
-        """Let in what a writer brings."""
+        """Admit what a writer sends for a ticket."""
         source = KvLayout.of(convert.geometry_from_proto(message.geometry))
         target = KvLayout.of(self._identity.geometry)
         ticket = Ticket(
@@ -64,7 +64,7 @@ class RankReceiver(TicketReceiver):
         self._tell(Event(ticket_opened=rank_pb2.TicketOpened(ticket_id=ticket.ticket_id)))
 
     def close(self, ticket_id: str) -> None:
-        """Let in nothing more, and say when nothing is copied any longer."""
+        """Admit nothing more for a ticket, and report when no copy is running any more."""
         try:
             ticket = self.book.get(ticket_id)
         except TicketEnded:
@@ -75,19 +75,20 @@ class RankReceiver(TicketReceiver):
         self._drop_ended(ticket)
 
     def shorten(self, ticket_id: str, blocks: int) -> None:
-        """Await the first missing blocks alone. A ticket in whose blocks copies are ends."""
+        """Expect only the first missing blocks. End a ticket if copies run in the dropped
+        blocks."""
         try:
             ticket = self.book.get(ticket_id)
             ticket.shorten(blocks)
         except TicketEnded:
-            return  # rank 0 was told
+            return  # rank 0 has the report already
         except HandoffError as error:
             self._fail(ticket, error)
             return
         self._check_filled(ticket)
 
     def close_all(self) -> None:
-        """Rank 0 is gone."""
+        """Close all tickets, because rank 0 is gone."""
         for ticket in self.book:
             self.close(ticket.ticket_id)
 
@@ -98,10 +99,10 @@ class RankReceiver(TicketReceiver):
             self.book.drop(ticket)
             self._tell(Event(ticket_freed=rank_pb2.TicketFreed(ticket_id=ticket.ticket_id)))
 
-    # What pairs tell
+    # Reports of pairs
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
-        """``copied`` bytes were verified and are in place."""
+        """Record that ``copied`` bytes are verified and in place."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._check_filled(ticket)
@@ -117,30 +118,30 @@ class RankReceiver(TicketReceiver):
             self._tell(Event(ticket_filled=filled))
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
-        """Bytes were damaged, or did not come."""
+        """End the ticket, because bytes were damaged or did not arrive."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._fail(ticket, error)
         self._drop_ended(ticket)
 
     def drop_copy(self, ticket_id: str) -> None:
-        """A copy ended without having begun, because its ticket has."""
+        """End a copy that did not begin, because its ticket has ended."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._drop_ended(ticket)
 
     def writer_gone(self, writer: str, now: float) -> None:
-        """A writer's stream has broken: what it had not sent will not come."""
-        error = HandoffError(f"the connection to {writer} broke before all blocks had come")
+        """Fail the tickets of a writer whose stream failed: unsent bytes cannot arrive."""
+        error = HandoffError(f"the connection to {writer} failed before all blocks had arrived")
         for ticket in self.book:
             if ticket.writer == writer and not ticket.is_complete:
                 self._fail(ticket, error)
 
     def sweep(self, now: float) -> None:
-        """End what has expired. What is filled waits for rank 0."""
+        """End what has expired. Filled tickets wait for rank 0."""
         for ticket in self.book.expired(now):
             if not ticket.is_complete:
-                silent = f"nothing was heard of {ticket.writer} for {ticket.lease_s} s"
+                silent = f"{ticket.writer} was silent for {ticket.lease_s} s"
                 self._fail(ticket, HandoffError(f"{self._identity.name}: {silent}"))
 
     def _fail(self, ticket: Ticket, error: BatonError) -> None:

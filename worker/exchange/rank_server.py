@@ -1,12 +1,12 @@
-"""A rank's share of its worker's exchange, for ranks other than rank 0.
+"""The server of a rank other than rank 0, for its part of the worker's exchange.
 
     free ─rank 0 joins→ joined ─its stream ends, it is silent→ free
-    joined ─rank 0 joins anew→ joined, in another life
+    joined ─rank 0 joins again→ joined, in another session
     free, joined ─close→ closed
 
-It serves rank 0 (what is to be let in, what is to be sent) and the ranks of peers, which bring
-blocks. Blocks and engine outlive a life; pairs, tickets and transports do not. Everything but the
-copying of blocks runs on one event loop.
+It serves rank 0, which commands what to admit and what to send, and the ranks of peers, which bring
+blocks. Blocks and engine outlive a session; pairs, tickets and transports do not. Everything except
+the copying of blocks runs on one event loop.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
 log = logging.getLogger(__name__)
 
 MakeTransports = Callable[[str], Sequence[Transport]]
-"""Registered ones over the rank's blocks, for a life of this incarnation."""
+"""Makes registered transports over the rank's blocks, for a session of this incarnation."""
 Event = rank_pb2.RankEvent
 JoinContext = grpc.aio.ServicerContext[rank_pb2.JoinRequest, rank_pb2.JoinResponse]
 PairContext = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
 
 _BEATS = 4
-"""So many times in the shortest silence that counts the rank looks whether it is over."""
+"""Checks for silence in the shortest silence that ends a session."""
 
 
 class RankServer:
-    """The gRPC server of one rank, and the life that rank 0 has begun there."""
+    """The gRPC server of one rank, and the session that rank 0 has begun there."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class RankServer:
         host: str = "127.0.0.1",
         plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
-        """``executor`` reads blocks; ``host`` is where the server listens."""
+        """``executor`` reads blocks; ``host`` is the address on which the server listens."""
         self.address = ""
-        """host:port, once it has started."""
+        """The server's host:port; empty before it has started."""
         self._make_transports = make_transports
         self._executor = executor
         self._host = host
@@ -67,7 +67,7 @@ class RankServer:
         self._life: RankLife | None = None
 
     async def start(self) -> None:
-        """Serve, on a port that the system chooses."""
+        """Serve on a port that the system chooses."""
         rank_pb2_grpc.add_RankServiceServicer_to_server(_RankServicer(self), self._server)
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(_PairServicer(self), self._server)
         self.address = f"{self._host}:{listen(self._server, f'{self._host}:0', self._plane.tls)}"
@@ -76,10 +76,10 @@ class RankServer:
     async def join(
         self, requests: AsyncIterator[rank_pb2.JoinRequest], context: JoinContext
     ) -> None:
-        """One life, to its end."""
+        """Run one session to its end."""
         first = await anext(requests, None)
         if first is None or not first.commands or not first.commands[0].HasField("begin"):
-            raise HandoffError("a rank's first command must begin its life")
+            raise HandoffError("a rank's first command must begin its session")
         if self._life is not None:
             await self._life.end()
         life = RankLife(first.commands[0].begin, self._make_transports, self._executor, self._plane)
@@ -95,13 +95,13 @@ class RankServer:
     async def pair(
         self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: PairContext
     ) -> None:
-        """One pair with a rank of a peer, to its end."""
+        """Serve one pair with a rank of a peer, to its end."""
         if self._life is None:
-            raise Unavailable("this rank belongs to no worker that serves")
+            raise Unavailable("this rank has no session: its worker does not serve")
         await self._life.inbound.serve(requests, context)
 
     async def close(self) -> None:
-        """End its life and serve no more; idempotent."""
+        """End the session and stop the server; idempotent."""
         if self._life is not None:
             await self._life.end()
         await self._server.stop(grace=None)
@@ -151,7 +151,10 @@ class RankLife:
     async def run(
         self, requests: AsyncIterator[rank_pb2.JoinRequest], context: JoinContext
     ) -> None:
-        """Until rank 0 leaves. Raises BatonError where it is silent, or says what cannot be."""
+        """Serve rank 0 until it leaves.
+
+        Raises BatonError if rank 0 is silent, or sends a command that cannot be carried out.
+        """
         tasks = [
             asyncio.create_task(self._read(requests), name="rank-read"),
             asyncio.create_task(self._answer(context), name="rank-answer"),
@@ -166,10 +169,10 @@ class RankLife:
             await end_tasks(tasks)
 
     async def end(self) -> None:
-        """Nothing more is let in or sent; idempotent."""
+        """Admit and send nothing more; idempotent."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(), name="rank-end")
-        # Whoever waits may be cancelled: what it has begun is finished.
+        # The caller may be cancelled, but the end must complete.
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
@@ -206,10 +209,10 @@ class RankLife:
             self.inbound.sweep(now)
             self._keeper.sweep(now)
 
-    # What rank 0 says
+    # Commands of rank 0
 
     def take(self, commands: Sequence[rank_pb2.RankCommand]) -> None:
-        """Do as rank 0 says. Raises BatonError for what cannot be."""
+        """Carry out rank 0's commands. Raises BatonError for one that is impossible."""
         for each in commands:
             match each.WhichOneof("command"):
                 case "open_ticket":
@@ -228,7 +231,7 @@ class RankLife:
                 case "beat":
                     self._events.put_nowait(Event(beat=rank_pb2.RankBeat()))
                 case other:
-                    raise HandoffError(f"a rank cannot do {other!r} now")
+                    raise HandoffError(f"a rank cannot carry out {other!r} now")
 
     def _open_push(self, message: rank_pb2.OpenPush) -> None:
         receiver = RankedPeer(
@@ -301,6 +304,6 @@ class _PairServicer(transfer_pb2_grpc.TransferServiceServicer):
     async def Pull(  # noqa: N802
         self, request: transfer_pb2.PullRequest, context: object
     ) -> transfer_pb2.PullResponse:
-        """Prefixes are asked of rank 0. Raises HandoffError."""
+        """Refuse pulls, which rank 0 serves. Raises HandoffError."""
         async with grpc_boundary(context):  # type: ignore[arg-type]
-            raise HandoffError("prefixes are asked of rank 0")
+            raise HandoffError("only rank 0 serves pulls: send this call to rank 0")

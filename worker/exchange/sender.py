@@ -1,8 +1,8 @@
 """The sending side of one rank of this worker: its pairs, and its part of blocks for a receiver.
 
-A pair that has broken is forgotten, and an unused channel is closed with the next heartbeat: a peer
-that comes back does so on another port. Rank 0 sends its own part, and commands the other ranks to
-send theirs (``worker.exchange.rank_link``). Owned by the rank's event loop.
+A failed pair is forgotten, and an unused channel is closed with the next heartbeat: a peer that
+returns uses another port. Rank 0 sends its own part, and commands the other ranks to send theirs
+(``worker.exchange.rank_link``). Owned by the rank's event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OutboundPairs:
     ) -> None:
         """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels.
 
-        ``clock`` is that of peers' silence, in seconds; see ``baton.liveness.listening``.
+        ``clock`` measures the silence of peers, in seconds; see ``baton.liveness.listening``.
         """
         self._clock = clock
         self._identity = identity
@@ -59,14 +59,14 @@ class OutboundPairs:
         self._closing: set[asyncio.Task[None]] = set()
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """The one channel to a worker's gRPC server."""
+        """The only channel to a worker's gRPC server."""
         if address not in self._channels:
             self._channels[address] = self._connect(address)
         return self._channels[address]
 
     @contextmanager
     def using(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """A channel that stays open as long as this lasts, without a pair too."""
+        """Keep a channel open within this context, even without a pair."""
         self._used[address] += 1
         try:
             yield self.channel(address)
@@ -74,7 +74,7 @@ class OutboundPairs:
             self._used[address] -= 1
 
     async def outbound(self, peer: Peer) -> Outbound:
-        """The open pair to a receiver; opened where there is none. Raises BatonError."""
+        """The open pair to a receiver; a new one if there is none. Raises BatonError."""
         pair = self.open_pair(peer)
         if pair is not None:
             return pair
@@ -83,7 +83,7 @@ class OutboundPairs:
             opening = asyncio.create_task(self._open(peer), name="open-pair")
             self._opening[peer] = opening
             opening.add_done_callback(lambda done: self._opened(peer, done))
-        # Others may wait for the same one.
+        # Other callers may wait for the same task.
         return await asyncio.shield(opening)
 
     def open_pair(self, peer: Peer) -> Outbound | None:
@@ -99,7 +99,7 @@ class OutboundPairs:
             try:
                 await pair.open(self.channel(peer.address), silence_s)
             except TimeoutError:
-                # Where this process stood still, the peer may have answered all the same.
+                # If this process stood still, the peer may have answered nevertheless.
                 if self._clock() - began >= silence_s / 2:
                     raise WorkerFailed(
                         f"{peer.incarnation} has not answered for {silence_s} s"
@@ -115,9 +115,9 @@ class OutboundPairs:
             self._leave(peer.address)
 
     def heartbeat(self, now: float) -> None:
-        """Renew leases, give up silent peers, forget pairs that have gone.
+        """Renew leases, fail silent pairs, and forget pairs that have ended.
 
-        A channel without a pair stays until then: calls that follow one another share it.
+        A channel without a pair stays until then, so that successive calls share it.
         """
         for peer, pair in list(self._pairs.items()):
             pair.heartbeat(now)
@@ -127,7 +127,7 @@ class OutboundPairs:
             self._leave(address)
 
     def _leave(self, address: str) -> None:
-        """Close a channel that nobody uses."""
+        """Close a channel that is unused."""
         peers = (*self._pairs, *self._opening)
         if self._used[address] or any(peer.address == address for peer in peers):
             return
@@ -139,7 +139,7 @@ class OutboundPairs:
             closing.add_done_callback(self._closing.discard)
 
     def transports(self) -> dict[str, str]:
-        """The transport by which this worker sends to each receiver, by its incarnation."""
+        """The transport to each receiver, by the receiver's incarnation."""
         return {
             peer.incarnation: pair.transport
             for peer, pair in self._pairs.items()
@@ -148,11 +148,11 @@ class OutboundPairs:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes announced to receivers that have not landed."""
+        """Bytes that were announced to receivers and have not arrived."""
         return sum(pair.in_flight_bytes for pair in self._pairs.values())
 
     async def end_opening(self) -> None:
-        """Open no more of them."""
+        """Stop opening pairs."""
         await end_tasks(self._opening.values())
 
     async def close_pairs(self) -> None:
@@ -169,16 +169,16 @@ class OutboundPairs:
 
 @dataclass(frozen=True, slots=True)
 class RankedPeer:
-    """A receiver and where its ranks are reached."""
+    """A receiver, and the addresses of its ranks."""
 
     incarnation: str
     geometry: Geometry
     addresses: tuple[str, ...]
-    """host:port of the gRPC server of each rank."""
+    """host:port of each rank's gRPC server."""
 
 
 class RankSender:
-    """Sends a rank's part of blocks to the ranks of a receiver, all of them at once."""
+    """Sends a rank's part of blocks to all ranks of a receiver at once."""
 
     def __init__(self, identity: Identity, pairs: OutboundPairs) -> None:
         self._identity = identity
@@ -186,14 +186,14 @@ class RankSender:
         self._target_ranks = lru_cache(maxsize=64)(self._find_target_ranks)
 
     def push(self, ticket_id: str, receiver: RankedPeer) -> PushFan:
-        """Begin to send blocks of this rank to a ticket.
+        """Start to send blocks of this rank to a ticket.
 
-        Raises HandoffError for a peer without the ranks that it should have.
+        Raises HandoffError if the peer does not list all of its ranks.
         """
         ranks = self._target_ranks(receiver.geometry)
         if len(receiver.addresses) != receiver.geometry.tensor_parallel:
             raise HandoffError(
-                f"{receiver.incarnation} has {receiver.geometry.tensor_parallel} ranks, and named "
+                f"{receiver.incarnation} has {receiver.geometry.tensor_parallel} ranks, but listed "
                 f"{len(receiver.addresses)} addresses"
             )
         peers = [Peer(receiver.incarnation, receiver.addresses[rank], rank) for rank in ranks]

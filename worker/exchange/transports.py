@@ -23,22 +23,21 @@ log = logging.getLogger(__name__)
 Maker = Callable[[], Transport]
 
 _BY_ITSELF = {"cpu": ("shm", "grpc"), "cuda": ("cuda_ipc", "grpc")}
-"""Tried where nothing is wanted, by the blocks' device. The others listen without knowing who
-comes, or need what a machine may lack: they are for those who ask for them. See
-docs/explanation/handoff.md."""
+"""Transports that ``auto`` tries, by the blocks' device. The others must be configured: they accept
+connections from unknown hosts, or need what a machine may lack. See docs/explanation/handoff.md."""
 
 
 _NIXL_PAIRS = 4
-"""Its staging is one for all pairs: so many of them may be stuck in it at a time."""
+"""Number of pairs that may be stuck in NIXL's staging memory at a time; all pairs share it."""
 
 
 def make_transports(
     config: Config, memory: BlockMemory, incarnation: str, host: str, executor: Executor
 ) -> list[Transport]:
-    """Registered transports: the one that ``config`` names, or all that work with ``auto``.
+    """Make registered transports: the one that ``config`` names, or all that work with ``auto``.
 
-    ``host`` is where servers listen, ``executor`` copies blocks. Raises ConfigError where the one
-    that is named does not work here, and says why.
+    ``host`` is the address on which servers listen, and ``executor`` copies blocks. Raises
+    ConfigError, with the reason, if the named transport does not work here.
     """
     tls = config.tls.of("worker")
     makers = _makers(
@@ -64,7 +63,7 @@ def make_transports(
             refused[name] = error.message
     taken = ", ".join(transport.name for transport in found) or "none"
     for name, reason in refused.items():
-        log.warning("transport auto takes %s instead of %s: %s", taken, name, reason)
+        log.warning("transport auto uses %s instead of %s: %s", taken, name, reason)
     return found
 
 
@@ -77,7 +76,7 @@ def _makers(
     *,
     between_gpus: bool = False,
 ) -> dict[str, Maker]:
-    """``staging``: max bytes of a pair between blocks and wire."""
+    """``staging`` is the maximum number of bytes of a pair between blocks and wire."""
     return {
         "cuda_ipc": lambda: CudaIpcTransport(executor, between_gpus=between_gpus),
         "shm": lambda: ShmTransport(executor),

@@ -1,4 +1,4 @@
-"""A worker's KV tiers put together: the books, the bytes, and what copies them.
+"""A worker's KV tiers: block bookkeeping, storage, and the threads that copy.
 
     built ─start→ running ─stop→ stopped
 
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def make_storages(config: Config, block_bytes: int) -> dict[str, tuple[int, TierStorage]]:
-    """Slots and bytes of each tier that is configured, the fastest first.
+    """Number of slots and the storage of each configured tier, the fastest first.
 
-    Takes the memory and opens the file, which may take seconds. Raises ConfigError.
+    Allocates the memory and opens the file, which may take seconds. Raises ConfigError.
     """
     storages: dict[str, tuple[int, TierStorage]] = {}
     slots = config.kv_host_mib * MIB // block_bytes
@@ -76,9 +76,9 @@ class KvTiers:
         role: str,
         estimates: TierEstimates | None = None,
     ) -> None:
-        """Call it on the event loop. ``storages`` are ``make_storages``'; there is at least one.
+        """Call it on the event loop. ``storages`` comes from ``make_storages`` and is not empty.
 
-        ``memories`` gives the pool's blocks, to one thread at a time each.
+        ``memories`` returns the pool's blocks; each result may be used by one thread at a time.
         """
         self._scheduler = engine.scheduler
         self._storages = {name: storage for name, (_, storage) in storages.items()}
@@ -88,8 +88,8 @@ class KvTiers:
         series = {name: metrics.tier(worker, role, name) for name in storages}
         self._series: Mapping[str, TierSeries] = series
         device = engine.runner.device
-        # Beside a GPU not even this one: while it waits for a core it may hold the interpreter's
-        # lock, which the engine thread needs.
+        # With a GPU, this thread keeps its priority, too. While it waited for a core, it could hold
+        # the interpreter's lock, which the engine thread needs.
         self._down = TierThread("tier-spill", device, gives_way=device.type == "cpu")
         self._up = TierThread("tier-load", device, gives_way=False)
         self.spiller = TierSpiller(self.tiers, self._storages, memories(), self._down, series)
@@ -106,7 +106,7 @@ class KvTiers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Let the threads run."""
+        """Start the threads."""
         self._down.start()
         self._up.start()
 
@@ -115,7 +115,7 @@ class KvTiers:
         await self.spiller.run()
 
     async def stop(self, timeout_s: float) -> None:
-        """End copying; a copy that is under way is waited for up to ``timeout_s`` seconds."""
+        """Stop copying. A copy in flight is awaited for up to ``timeout_s`` seconds."""
         await end_tasks(self._tasks)
         ended = [await asyncio.to_thread(each.stop, timeout_s) for each in (self._down, self._up)]
         if all(ended):
@@ -124,19 +124,20 @@ class KvTiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no block of the pool is being filled."""
+        """Whether no load fills a block of the pool."""
         return self.loader.is_idle
 
     def counts(self) -> dict[str, int]:
-        """Blocks that can be found in each tier."""
+        """Number of blocks in each tier that can be found."""
         return {tier.name: len(tier) for tier in self.tiers.tiers}
 
-    # The engine core's calls
+    # Calls of the engine core
 
     def before_schedule(self, schedule: Callable[[], None]) -> None:
-        """Begin to bring back the first in line, if it lost its blocks and they are in a tier.
+        """Start to bring back the first queued sequence's blocks, if it was preempted and a tier
+        has them.
 
-        ``schedule`` schedules steps once they are back; it is not called in here.
+        ``schedule`` schedules steps once they are back; it is not called within this call.
         """
         waiting = self._scheduler.waiting
         first = waiting[0] if waiting else None
@@ -157,7 +158,7 @@ class KvTiers:
             schedule()
 
     def after_schedule(self) -> None:
-        """Blocks may have become idle; tell the metrics."""
+        """Start copies of blocks that have become idle, and update the metrics."""
         self.spiller.wake()
         for tier in self.tiers.tiers:
             self._series[tier.name].blocks.set(len(tier))

@@ -1,13 +1,14 @@
-"""Brings blocks of a prompt back from the tiers, where that is predicted to beat computing them.
+"""Brings blocks of a prompt back from the tiers, if that is predicted to beat computing them.
 
-    (found) ─worth it, room→ loading: blocks are taken, the copies keep their slots
-    loading ─all read and verified→ cached, under their hashes
-    loading ─a damaged copy, a bad sector→ cached up to there; the copy is forgotten
-    loading ─takes too long→ given up: nobody waits any more, and its blocks are free as soon as the
-                             read that is under way has ended
+    (found) ─worth it, room→ loading: blocks are taken, the copies keep their slots;
+    loading ─all read and verified→ cached, under their hashes;
+    loading ─a damaged copy, a bad sector→ cached up to there; the copy is forgotten;
 
-Whatever goes wrong costs time, never the request: the blocks are computed then. Owned by the
-event loop; the bytes are copied by a thread of its own.
+    loading ─takes too long→ given up: no request waits any more, and its blocks are free as soon as
+        the read in flight has ended
+
+A failed load costs time but never the request: the blocks are then computed. Owned by the event
+loop; a thread of its own copies the bytes.
 """
 
 from __future__ import annotations
@@ -34,45 +35,45 @@ from worker.offload.tier_thread import TierThread
 log = logging.getLogger(__name__)
 
 _SHARE_OF_DEADLINE = 0.5
-"""A load may take no more than this of the time that the request has left."""
+"""Maximum share of a request's remaining time that a load may take."""
 _RECALL_S = 10.0
-"""What another worker may wait for blocks of a tier; it gives up by itself, too."""
+"""Maximum seconds that another worker's pull waits for blocks of a tier."""
 _TURNS = 4
-"""So many loads of others are waited for that bring blocks of the same prompt."""
+"""Maximum number of other loads of the same prompt's blocks that are awaited."""
 
 ComputeSeconds = Callable[[int, int], float]
-"""Seconds to compute a number of tokens after a number of others."""
+"""Predicts the seconds to compute a number of tokens after a number of others."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """What the thread does, and how far it came. Read by the event loop once it has ended."""
+    """What the thread loads, and its progress. The event loop reads it once the load has ended."""
 
     missing: list[Found]
     targets: list[int]
-    """A block of the pool for each."""
+    """Target block of the pool for each."""
     settled: asyncio.Future[None]
-    """It has ended, or was given up."""
+    """Done once the load has ended, or was given up."""
     loaded: int = 0
     bad: Found | None = None
-    """The copy at which it ended, and why."""
+    """The copy at which the load ended, and the reason."""
     reason: str = ""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By tier."""
+    """Seconds that were spent reading, by tier."""
     bytes: Counter[str] = field(default_factory=Counter)
     given_up: bool = False
-    """Set by the event loop: nobody waits for the rest."""
+    """Set by the event loop: no caller waits for the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One that pays."""
+    """A load that pays."""
 
     run: list[Found]
     sizes: Mapping[str, int]
     """Bytes to read from each tier."""
     limit_s: float
-    """When it is given up."""
+    """Seconds after which the load is given up."""
 
 
 class TierLoader:
@@ -90,7 +91,7 @@ class TierLoader:
         estimates: TierEstimates,
         series: Mapping[str, TierSeries],
     ) -> None:
-        """``storages`` and ``series`` are by the tier's name; ``memory`` is for this one alone."""
+        """``storages`` and ``series`` are by the tier's name. Only this object uses ``memory``."""
         self._tiers = tiers
         self._pool = tiers.pool
         self._storages = storages
@@ -101,28 +102,29 @@ class TierLoader:
         self.estimates = estimates
         self._series = series
         self._under_way: dict[bytes, asyncio.Future[None]] = {}
-        """By the hash of each block that is waited for: when its load is settled."""
+        """Future of the load, by the hash of each block that is being loaded."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Loads that have not ended, those that were given up among them."""
+        """Tasks of loads that have not ended, including those that were given up."""
         self._stuck = 0
-        """How many were given up, and have not ended."""
+        """Number of loads that were given up and have not ended."""
         self._ahead: Counter[str] = Counter()
-        """Bytes of these loads, by tier."""
+        """Bytes of the loads in flight, by tier."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no block of the pool is being filled."""
+        """Whether no load fills a block of the pool."""
         return not self._tasks
 
     def return_s(self, tokens: int) -> float:
-        """How long bringing back so many tokens would take from the tier that takes longest."""
+        """Predicted seconds to bring back this number of tokens from the slowest tier."""
         size = -(-tokens // self._scheduler.limits.block_size) * self._memory.block_bytes
         return max(self.estimates.load_s({tier.name: size}) for tier in self._tiers.tiers)
 
     def returns_sooner(self, sequence: engine_sequence.Sequence) -> bool:
-        """Whether a sequence that is about to lose its blocks gets them back from the tiers sooner.
+        """Whether a sequence that is about to be preempted gets its blocks back sooner from the
+        tiers.
 
-        The alternative is another worker, as fast as this one, that computes them.
+        The alternative is another worker of the same speed that computes them.
         """
         full = sequence.registered * self._scheduler.limits.block_size
         if not full:
@@ -132,10 +134,10 @@ class TierLoader:
         return here_s < self._compute_s(sequence.computed, 0)
 
     async def load(self, sequence: engine_sequence.Sequence, deadline: float) -> list[int]:
-        """The leading blocks of a sequence that is not queued yet, if any of them came back.
+        """Load the leading blocks of a sequence that is not queued yet.
 
-        The caller owns them. None where nothing is loaded, for whatever reason. ``deadline`` is the
-        request's, on this worker's monotonic clock.
+        Returns them if any was loaded; the caller owns them. Empty if nothing was loaded, for any
+        reason. ``deadline`` is the request's, on this worker's monotonic clock.
         """
         hashes = self._hashes(sequence)
         await self._wait_for_others(hashes, deadline)
@@ -152,7 +154,7 @@ class TierLoader:
         return blocks
 
     async def recall(self, hashes: Sequence[bytes]) -> None:
-        """Have the leading blocks of these hashes cached, where that pays: another worker asks."""
+        """Load the leading blocks of these hashes for another worker's pull, if that pays."""
         deadline = time.monotonic() + _RECALL_S
         await self._wait_for_others(hashes, deadline)
         load = self._choose(hashes, deadline)
@@ -161,32 +163,33 @@ class TierLoader:
 
     @property
     def _line(self) -> int:
-        """Blocks that are for others: those in line, and the running ones' next."""
+        """Blocks reserved for others: those of queued sequences, and the running ones' next
+        blocks."""
         return self._scheduler.wanted_blocks + len(self._scheduler.running)
 
     def _blocks_of(self, sequence: engine_sequence.Sequence) -> int:
         return -(-sequence.target // self._scheduler.limits.block_size)
 
     def may_return(self, sequence: engine_sequence.Sequence) -> bool:
-        """Whether ``bring_back`` would load something for one that lost its blocks."""
+        """Whether ``bring_back`` would load something for a preempted sequence."""
         return self._returning(sequence) is not None
 
     async def bring_back(self, sequence: engine_sequence.Sequence) -> None:
-        """Have the blocks of a sequence that lost them cached, if that pays."""
+        """Load the blocks of a preempted sequence into the cache, if that pays."""
         load = self._returning(sequence)
         if load is not None:
             await self._run(load)
 
     def _returning(self, sequence: engine_sequence.Sequence) -> _Load | None:
         load = self._choose(self._hashes(sequence), sequence.deadline)
-        # It is the first in line: nobody comes before it but those that run.
+        # It is the first in the queue: only running sequences come before it.
         needed = self._blocks_of(sequence) + len(self._scheduler.running)
         return load if load is not None and self._has_room(load, needed) else None
 
     def _hashes(self, sequence: engine_sequence.Sequence) -> list[bytes]:
-        """Those of the blocks before the last token, whose logits are needed in any case.
+        """Hashes of the blocks before the last token, whose logits are always needed.
 
-        None for a prompt that is scored: then all logits are needed.
+        Empty for a prompt that is scored, since that needs all logits.
         """
         if sequence.scores_prompt:
             return []
@@ -204,9 +207,9 @@ class TierLoader:
             await asyncio.wait([other], timeout=left)
 
     def _choose(self, hashes: Sequence[bytes], deadline: float) -> _Load | None:
-        """What to load, None where nothing can be or where computing is faster."""
+        """Choose what to load; None if nothing can be loaded, or computing is faster."""
         if self._stuck:
-            # One more would only take blocks, and wait behind it.
+            # Another load would only take blocks, and wait behind the stuck one.
             return None
         run = self._tiers.find(hashes)
         blocks = Counter(found.tier.name for found in run if found.tier is not None)
@@ -216,7 +219,7 @@ class TierLoader:
         size = self._scheduler.limits.block_size
         first = next(index for index, found in enumerate(run) if found.tier is not None)
         compute_s = self._compute_s((len(run) - first) * size, first * size)
-        # Those before it are read first.
+        # Loads in flight are read first.
         to_read = self._ahead + Counter(sizes)
         now = time.monotonic()
         if not self.estimates.pays(to_read, compute_s, now):
@@ -227,12 +230,12 @@ class TierLoader:
         return _Load(run, sizes, limit_s)
 
     def _has_room(self, load: _Load, needed: int) -> bool:
-        """For ``needed`` blocks, those of the load that the pool holds among them."""
+        """Whether ``needed`` blocks are free, counting those of the load that the pool holds."""
         held = [found.block for found in load.run if found.block is not None]
         return needed - len(held) <= self._pool.available - self._pool.evictable(held)
 
     async def _run(self, load: _Load) -> bool:
-        """Returns whether all or some of it has come in time."""
+        """Run a load. Returns whether at least a part of it arrived in time."""
         missing = [found for found in load.run if found.tier is not None]
         held = [found.block for found in load.run if found.block is not None]
         self._pool.pin(held)
@@ -242,7 +245,7 @@ class TierLoader:
         self._ahead.update(load.sizes)
         self._under_way.update(dict.fromkeys((found.digest for found in missing), job.settled))
         timer = loop.call_later(load.limit_s, self._give_up, load, job)
-        # It ends by itself, whatever becomes of those who wait for it.
+        # The copy ends by itself, even if its callers are cancelled.
         task = asyncio.create_task(self._copy(load, job, held, timer), name="tier-load")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -250,7 +253,7 @@ class TierLoader:
         return job.loaded > 0 and not job.given_up
 
     def _settle(self, job: _Job) -> None:
-        """Let those go on who wait for a load; idempotent."""
+        """Wake the callers that wait for a load; idempotent."""
         if job.settled.done():
             return
         job.settled.set_result(None)
@@ -262,7 +265,7 @@ class TierLoader:
         self._stuck += 1
         self.estimates.failed(load.sizes, time.monotonic())
         self._count(load.sizes, "late")
-        log.warning("KV blocks were not read within %.1f s: computing", load.limit_s)
+        log.warning("KV blocks were not read within %.1f s: computing them instead", load.limit_s)
         self._settle(job)
 
     async def _copy(
@@ -277,13 +280,13 @@ class TierLoader:
             bad = [] if job.bad is None else [job.bad.digest]
             self._tiers.end_load(job.missing, bad)
             self._ahead.subtract(load.sizes)
-            # The last of the run is evicted first.
+            # Releases in an order that lets the run's last block be evicted first.
             self._pool.release([*held, *job.targets])
             self._learn(load, job)
             self._settle(job)
 
     def _copy_all(self, job: _Job) -> None:
-        """On the thread: one block after another, up to the first that is damaged."""
+        """Read one block after another, up to the first damaged one. Runs on the thread."""
         slots: dict[str, list[int]] = {}
         for found in job.missing:
             assert found.tier is not None
@@ -315,7 +318,7 @@ class TierLoader:
     def _register(self, job: _Job) -> None:
         for found, target in zip(job.missing[: job.loaded], job.targets, strict=False):
             assert found.copy is not None
-            # Somebody may have computed it meanwhile: then this one is not needed.
+            # If a step has computed the block meanwhile, this copy is dropped.
             self._pool.register(target, found.digest, found.copy.leading)
 
     def _learn(self, load: _Load, job: _Job) -> None:
@@ -328,7 +331,7 @@ class TierLoader:
             name = job.bad.tier.name
             self.estimates.failed([name], time.monotonic())
             self._series[name].failures(job.reason).inc()
-            log.warning("a KV block came back damaged from %s: it is computed", name)
+            log.warning("a KV block from tier %s is damaged: computing it instead", name)
         if not job.given_up:
             self._count(load.sizes, "ok" if job.loaded == len(job.missing) else "short")
 

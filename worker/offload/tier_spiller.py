@@ -1,8 +1,7 @@
-"""Copies blocks down the tiers ahead of their eviction, so that no step ever waits for it.
+"""Copies blocks down the tiers before they are evicted, so that no step waits for a copy.
 
-Owned by the event loop; the bytes are copied by a thread of low priority, a few blocks at a time
-and no faster than ``BYTES_PER_S``. A block is not pinned meanwhile: see
-``engine.scheduling.block_tiers``.
+Owned by the event loop. A thread of low priority copies the bytes, a few blocks at a time and no
+faster than ``BYTES_PER_S``. A block is not pinned meanwhile: see ``engine.scheduling.block_tiers``.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ from worker.offload.tier_thread import TierThread
 log = logging.getLogger(__name__)
 
 BYTES_PER_S = {"host": 4e9, "disk": 2.5e8}
-"""The most that is copied down: decode needs the same memory, and the disk is for others too."""
+"""Maximum bandwidth of copies to each tier: decode needs the same memory, and others use the
+disk."""
 _BATCH_BYTES = 4 << 20
-"""Copied in one go: after that the event loop looks again what is oldest."""
+"""Bytes per batch. After each batch the event loop checks again which blocks are oldest."""
 
 
 class TierSpiller:
@@ -40,7 +40,7 @@ class TierSpiller:
         thread: TierThread,
         series: Mapping[str, TierSeries],
     ) -> None:
-        """``storages`` and ``series`` are by the tier's name; ``memory`` is for this one alone."""
+        """``storages`` and ``series`` are by the tier's name. Only this object uses ``memory``."""
         self._tiers = tiers
         self._storages = storages
         self._memory = memory
@@ -49,12 +49,12 @@ class TierSpiller:
         self._awake = asyncio.Event()
 
     def wake(self) -> None:
-        """Blocks may have to be copied. Cheap: it is called after every step."""
+        """Start copying if blocks have to be copied. Cheap: it is called after every step."""
         if self._tiers.wants_spill:
             self._awake.set()
 
     async def run(self) -> None:
-        """Copy whenever something is behind; until it is cancelled."""
+        """Copy whenever there are blocks to copy, until cancelled."""
         while True:
             self._awake.clear()
             while spills := self._take():
@@ -74,7 +74,7 @@ class TierSpiller:
         return spills
 
     def _copy_all(self, spills: list[Spill]) -> list[OSError | ChecksumMismatch | None]:
-        """On the thread: what went wrong with each."""
+        """Copy the blocks. Returns the error of each, or None. Runs on the thread."""
         return [self._copy(spill) for spill in spills]
 
     def _copy(self, spill: Spill) -> OSError | ChecksumMismatch | None:
@@ -92,7 +92,7 @@ class TierSpiller:
 
     def _end(self, spill: Spill, error: OSError | ChecksumMismatch | None) -> None:
         tier = spill.target
-        # A damaged source is nothing against the slot that was to be written.
+        # A damaged source says nothing about the target slot.
         is_full = isinstance(error, OSError)
         kept = self._tiers.end_spill(spill, failed=is_full, damaged=error is not None)
         series = self._series[tier.name]
@@ -102,7 +102,7 @@ class TierSpiller:
             series.failures("write" if is_full else "checksum").inc()
             reason = error.strerror if isinstance(error, OSError) else error.message
             log.warning(
-                "a KV block could not be copied to %s, which keeps %d blocks from now on: %s",
+                "cannot copy a KV block to %s, which is limited to %d blocks from now on: %s",
                 tier.name,
                 tier.total,
                 reason,

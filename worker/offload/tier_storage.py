@@ -1,8 +1,8 @@
-"""The bytes of a tier's slots: in memory of the host, or in a file.
+"""The bytes of a tier's slots: in host memory, or in a file.
 
 Each slot's checksum (``kvtransfer.memory.checksum``) is kept in memory from the moment the block is
-stored, and verified whenever its bytes are read. Used by one thread that stores and one that loads;
-the event loop sees to it that they never use one slot at a time.
+stored, and verified at each read. One thread stores and another one loads. The event loop makes
+sure that they never use one slot at the same time.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from baton.errors import ChecksumMismatch, ConfigError
 from baton.host.host_memory import take_memory
 
 Fill = Callable[[memoryview], int]
-"""Writes a block's bytes into what it is given; returns their checksum."""
+"""Writes a block's bytes into the buffer; returns their checksum."""
 Take = Callable[[memoryview], int]
-"""Copies a block's bytes out of what it is given; returns the checksum of what it copied."""
+"""Copies a block's bytes from the buffer; returns the checksum of the copy."""
 
 
 class TierStorage(Protocol):
     """The bytes of one tier's slots. Block sizes are in bytes."""
 
     def store(self, slot: int, fill: Fill) -> None:
-        """Keep what ``fill`` writes. Raises OSError where there is no room for it."""
+        """Store what ``fill`` writes. Raises OSError if there is no room for it."""
 
     def load(self, slot: int, take: Take) -> int:
-        """Give a slot's bytes to ``take``; returns their checksum.
+        """Pass a slot's bytes to ``take``; returns their checksum.
 
-        Raises ChecksumMismatch where they are not what was stored, and OSError.
+        Raises ChecksumMismatch if the bytes differ from those that were stored, and OSError.
         """
 
     def expect(self, slots: Iterable[int]) -> None:
-        """These will be loaded next."""
+        """Prepare for loads of these slots."""
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Release all resources; idempotent."""
 
 
 class HostStorage:
-    """``TierStorage`` in memory of the host."""
+    """Implements ``TierStorage`` in host memory."""
 
     def __init__(self, slots: int, block_bytes: int) -> None:
-        """Takes all of it at once. Raises ConfigError where the machine has less."""
+        """Allocates all memory at once. Raises ConfigError if the machine has less."""
         self._block_bytes = block_bytes
         self._memory = take_memory(slots * block_bytes, "kv_host_mib")
         self._sums = np.zeros(slots, dtype=np.uint64)
@@ -63,7 +63,7 @@ class HostStorage:
             return _verified(take(part), int(self._sums[slot]))
 
     def expect(self, slots: Iterable[int]) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: host memory needs no preparation."""
 
     def close(self) -> None:
         """See ``TierStorage``."""
@@ -75,25 +75,25 @@ class HostStorage:
 
 
 class DiskStorage:
-    """``TierStorage`` in a file that has no name, so that it is gone with the process.
+    """Implements ``TierStorage`` in a file without a name, which disappears with the process.
 
-    Written and read by calls rather than through a mapping: a full disk or a bad sector is then an
-    error that can be handled, where a mapping would end the process with SIGBUS. It takes room on
-    the disk only for what was stored.
+    It uses read and write calls instead of a mapping. So a full disk or a bad sector is an error
+    that can be handled, while a mapping would end the process with SIGBUS. The file takes disk
+    space only for blocks that were stored.
     """
 
     def __init__(self, folder: Path, slots: int, block_bytes: int) -> None:
-        """Raises ConfigError where the folder cannot be used."""
+        """Raises ConfigError if the folder cannot be used."""
         self._block_bytes = block_bytes
         self._sums = np.zeros(slots, dtype=np.uint64)
         self._stored, self._loaded = bytearray(block_bytes), bytearray(block_bytes)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Without a name, or unlinked as soon as it is open.
+            # The file has no name, or is unlinked as soon as it is open.
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(
-                f"no KV blocks can be kept in {folder} ({error.strerror}); change kv_disk_path, or"
+                f"cannot keep KV blocks in {folder} ({error.strerror}); change kv_disk_path, or"
                 " set kv_disk_mib to 0"
             ) from error
 
@@ -114,7 +114,7 @@ class DiskStorage:
         while rest:
             read = os.preadv(self._file.fileno(), [rest], offset)
             if not read:
-                raise OSError("the file is shorter than it was")
+                raise OSError("the file was truncated")
             rest, offset = rest[read:], offset + read
         return _verified(take(memoryview(self._loaded)), int(self._sums[slot]))
 
@@ -133,5 +133,5 @@ class DiskStorage:
 
 def _verified(digest: int, stored: int) -> int:
     if digest != stored:
-        raise ChecksumMismatch("a KV block is not what was stored")
+        raise ChecksumMismatch("a KV block differs from what was stored")
     return digest

@@ -23,12 +23,12 @@ Result = TypeVar("Result")
 
 
 class TierThread:
-    """Made and used on the event loop, except for what it runs."""
+    """Runs jobs. The event loop makes and uses it; only the jobs run on the thread."""
 
     def __init__(self, name: str, device: torch.device, *, gives_way: bool) -> None:
         """``device`` is that of the blocks.
 
-        ``gives_way``: whether it has less weight than others on a busy CPU.
+        ``gives_way``: whether the thread has a lower priority on a busy CPU.
         """
         self._loop = asyncio.get_running_loop()
         self._device = device
@@ -40,7 +40,7 @@ class TierThread:
         self._thread.start()
 
     def submit(self, job: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Queue a job; the future has its result, or what it raised."""
+        """Queue a job. The future gets its result or its exception."""
         future: asyncio.Future[Result] = self._loop.create_future()
 
         def run() -> None:
@@ -55,9 +55,9 @@ class TierThread:
         return future
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the jobs that are queued. Blocks up to ``timeout_s`` seconds.
+        """End after the queued jobs. Blocks for up to ``timeout_s`` seconds.
 
-        Returns whether it has ended.
+        Returns whether the thread has ended.
         """
         self._jobs.put(None)
         self._thread.join(timeout_s)
@@ -71,7 +71,7 @@ class TierThread:
             job()
 
     def _tell(self, done: Callable[..., None], *values: object) -> None:
-        # The loop was closed meanwhile: nobody is left to be told.
+        # If the loop was closed meanwhile, there is no receiver.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(done, *values)
 

@@ -1,10 +1,10 @@
-"""Fetching cached blocks of a prompt from another worker, where that is faster than computing them.
+"""Fetches cached blocks of a prompt from another worker, if that is faster than computing them.
 
-    (no ticket) ─promise→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED (they are the sequence's)
+    (no ticket) ─promise→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED (the sequence's blocks)
     RESERVED, RECEIVING ─holder gone, refused, too slow, damaged, aborted→ RELEASED
 
-The states are those of ``kvtransfer.tickets``: here the reader's own. Whatever goes wrong
-costs time, never the request: the blocks are computed then. Owned by the event loop.
+The states are those of ``kvtransfer.tickets``, for the reader's own ticket. A failed fetch costs
+time but never the request: the blocks are then computed. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from worker.role import WorkerContext
 log = logging.getLogger(__name__)
 
 _SHARE_OF_DEADLINE = 0.5
-"""A fetch may take no more than this of the time that the request has left."""
+"""Maximum share of a request's remaining time that a fetch may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A worker that holds leading blocks of a prompt, as the router knows, and how many."""
+    """A worker that holds leading blocks of a prompt, and how many, as the router knows."""
 
     holder: Peer
     blocks: int
-    """Hash blocks, as the prefix index counts."""
+    """Number of hash blocks, as the prefix index counts them."""
     tensor_parallel: int = 0
-    """On how many ranks they lie; 0: on as many as here."""
+    """Number of ranks that hold the blocks; 0: the same number as here."""
 
 
 def source_of(source: prefill_pb2.PrefixSource) -> PrefixSource:
@@ -51,19 +51,19 @@ def source_of(source: prefill_pb2.PrefixSource) -> PrefixSource:
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """A fetch that is faster than computing."""
+    """A planned fetch that is predicted to be faster than computing."""
 
     holder: Peer
     transport: str
-    """The transport of the open pair; empty without one."""
+    """Transport of the open pair; empty if no pair is open."""
     own: list[int]
-    """Leading blocks that are held here."""
+    """Leading blocks that this worker has already."""
     hashes: list[bytes]
-    """Of the blocks after those."""
+    """Hashes of the blocks after these."""
     limit_s: float
-    """Seconds after which it is given up."""
+    """Seconds after which the fetch is given up."""
     geometry: Geometry | None
-    """The holder's; None: it is as here."""
+    """The holder's geometry; None if it is the same as here."""
 
 
 class Fetcher:
@@ -78,10 +78,11 @@ class Fetcher:
         self._estimates = estimates
 
     async def fetch(self, sequence: Sequence, source: PrefixSource, deadline: float) -> list[int]:
-        """The leading blocks of a sequence that is not queued yet: those held here, and fetched.
+        """Fetch the leading blocks of a sequence that is not queued yet.
 
-        The caller owns them. Empty where nothing is fetched, for any reason. ``deadline`` is the
-        request's, in seconds of this worker's monotonic clock.
+        Returns the leading blocks that were here and those that were fetched. The caller owns them.
+        Empty if nothing was fetched, for any reason. ``deadline`` is the request's, in seconds of
+        this worker's monotonic clock.
         """
         fetch = self._choose(sequence, source, deadline)
         ticket = None if fetch is None else self._promise(sequence, fetch)
@@ -99,7 +100,7 @@ class Fetcher:
             if not count:
                 return []
             self._receiver.shorten(ticket.ticket_id, count)
-            # Other ranks of this worker report by themselves that they have theirs.
+            # Other ranks of this worker report separately when they have received their blocks.
             await _in_time(self._receiver.whole(ticket.ticket_id), end)
             return self._take(ticket, fetch, began)
         except BatonError as error:
@@ -108,19 +109,19 @@ class Fetcher:
             log.info("nothing was fetched from %s: %s", fetch.holder.incarnation, error.message)
             return []
         finally:
-            # Does nothing to what was committed, or has ended already.
+            # Has no effect on a ticket that was committed, or has ended already.
             self._receiver.abort(ticket.attempt, self._receiver.clock(), outcome)
 
     def _choose(self, sequence: Sequence, source: PrefixSource, deadline: float) -> _Fetch | None:
-        """What to fetch, None where nothing can be or where computing is faster.
+        """Choose what to fetch; None if nothing can be fetched, or computing is faster.
 
-        Ranks that divide prompts fetch nothing: what comes would be rank 0's alone.
+        Ranks that divide prompts fetch nothing: the blocks would reach only rank 0.
         """
         if self._context.settings.pool.cp > 1:
             return None
         limits = self._context.engine.scheduler.limits
         size, each = self._block_size, limits.hashes_per_block
-        # The last token's logits are needed: it is computed, and never into a block of others.
+        # The last token is computed, because its logits are needed, and never into a shared block.
         most = (len(sequence.token_ids) - 1) // size
         hashes = last_hashes(sequence.full_hashes(limits.hash_block), each)[:most]
         own = self._pool.match(hashes)
@@ -144,16 +145,16 @@ class Fetcher:
         return _Fetch(source.holder, transport, own, missing, limit_s, geometry)
 
     def _promise(self, sequence: Sequence, fetch: _Fetch) -> Ticket | None:
-        """A ticket for the missing blocks; None where there is no room."""
+        """Make a ticket for the missing blocks; None if there is no room."""
         scheduler = self._context.engine.scheduler
         needed = -(-len(sequence.token_ids) // self._block_size) - len(fetch.own)
-        # Those in line come first: a fetch must not take what they wait for.
+        # Queued sequences come first: a fetch must not take the blocks that they wait for.
         needed += scheduler.wanted_blocks + len(scheduler.running)
         if needed > self._pool.available - self._pool.evictable(fetch.own):
             self._context.metrics.pulls.labels(transport=NO_TRANSPORT, outcome="no_room").inc()
             return None
         return self._receiver.promise(
-            # A key of its own: a request's is that of its handoff.
+            # The fetch has a key of its own: the request's key belongs to its handoff.
             (f"pull:{secrets.token_hex(8)}", sequence.spec.attempt),
             fetch.holder.incarnation,
             missing=len(fetch.hashes),
@@ -164,7 +165,10 @@ class Fetcher:
         )
 
     def _take(self, ticket: Ticket, fetch: _Fetch, began: float) -> list[int]:
-        """The blocks that have come, behind those held. Raises BatonError."""
+        """Commit the ticket. Returns the blocks that were here, and then the fetched ones.
+
+        Raises BatonError.
+        """
         self._receiver.commit(ticket.ticket_id, fetch.holder.incarnation, self._receiver.clock())
         self._estimates.succeeded(
             fetch.holder.incarnation,
@@ -176,7 +180,7 @@ class Fetcher:
 
 
 async def _in_time(waited: asyncio.Future[None] | None, end: float) -> None:
-    """Raises DeadlineExceeded where it is not done by ``end``, and what it fails with."""
+    """Wait until ``end``. Raises DeadlineExceeded after that, and the error of the future."""
     if waited is None:
         return
     await asyncio.wait([waited], timeout=max(0.0, end - time.monotonic()))

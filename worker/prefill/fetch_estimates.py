@@ -1,7 +1,8 @@
-"""What fetching cached blocks from another worker would take, and whether it pays.
+"""Predicts how long a fetch of cached blocks takes, and whether it pays.
 
-A fetch takes a fixed time, and its bytes over the bandwidth from that worker, which is learned from
-the fetches before. A worker from which fetches fail is left alone for a while, longer each time.
+A fetch takes a fixed time, plus its bytes divided by the bandwidth from that worker. The bandwidth
+is learned from earlier fetches. After a failed fetch, a worker is not used for a while, which gets
+longer with each failure.
 
 Plain Python: data and ``now`` in, data out. Times are in seconds.
 """
@@ -13,9 +14,9 @@ from collections import OrderedDict
 from worker.offload.tier_estimates import LoadSource, load_deadline_s
 
 FIXED_S = 0.003
-"""The call, the ticket and the first message, where a pair is open."""
+"""Seconds for the call, the ticket and the first message, if a pair is open."""
 OPENING_S = 0.02
-"""Agreeing on a transport, where none is."""
+"""Additional seconds to agree on a transport if no pair is open."""
 _BYTES_PER_S = {
     "shm": 4e9,
     "cuda_ipc": 5e10,
@@ -24,18 +25,18 @@ _BYTES_PER_S = {
     "gloo": 2e9,
     "grpc": 1e9,
 }
-"""Until fetches have shown it."""
+"""Assumed bandwidth of each transport until fetches are measured."""
 _MIN_BYTES_PER_S = 1e9
-"""The same where the transport is not known yet."""
+"""Assumed bandwidth if the transport is not known yet."""
 _PRIOR_BYTES = 1 << 20
-"""Bytes as which the assumed bandwidth counts next to the first fetches."""
+"""Weight of the assumed bandwidth against the first fetches, in bytes."""
 _SHARE_OF_BYTES = 0.1
-"""At least this share of a fetch's time is put down to its bytes."""
+"""Minimum share of a fetch's time that is attributed to its bytes."""
 _MAX_PEERS = 256
 
 
 class FetchEstimates:
-    """Estimates by peer. ``transport`` is that of the open pair; empty without one."""
+    """Estimates by peer. ``transport`` is the open pair's; it is empty if no pair is open."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[str, LoadSource] = OrderedDict()
@@ -49,28 +50,29 @@ class FetchEstimates:
         return peer
 
     def fetch_s(self, incarnation: str, transport: str, size: int) -> float:
-        """How long ``size`` bytes from a worker will take."""
+        """Predicted seconds to fetch ``size`` bytes from a worker."""
         return _fixed_s(transport) + self._peer(incarnation, transport).load_s(size)
 
     def pays(
         self, incarnation: str, transport: str, size: int, compute_s: float, now: float
     ) -> bool:
-        """Whether to fetch ``size`` bytes rather than to compute for ``compute_s``."""
+        """Whether to fetch ``size`` bytes instead of computing for ``compute_s`` seconds."""
         if self._peer(incarnation, transport).is_paused(now):
             return False
         return self.fetch_s(incarnation, transport, size) < compute_s
 
     def deadline_s(self, incarnation: str, transport: str, size: int, compute_s: float) -> float:
-        """Seconds after which a fetch is given up that saves ``compute_s``."""
+        """Seconds after which to give up a fetch that saves ``compute_s``."""
         return load_deadline_s(self.fetch_s(incarnation, transport, size), compute_s)
 
     def succeeded(self, incarnation: str, transport: str, size: int, seconds: float) -> None:
-        """A fetch brought ``size`` bytes. ``transport`` is what it was before."""
+        """Record that a fetch brought ``size`` bytes. ``transport`` is its value before the
+        fetch."""
         bytes_s = max(seconds - _fixed_s(transport), seconds * _SHARE_OF_BYTES)
         self._peer(incarnation, transport).succeeded(size, bytes_s)
 
     def failed(self, incarnation: str, transport: str, now: float) -> None:
-        """A fetch came to nothing, or took too long."""
+        """Record that a fetch failed or took too long."""
         self._peer(incarnation, transport).failed(now)
 
 

@@ -1,12 +1,13 @@
-"""One prompt on a worker, from the router's request to its first tokens and to where it goes on.
+"""One prompt on a worker, from the router's request to the first tokens and the handoff.
 
-    arrived ─its grammar is compiled, its sink has room→ admitted ─cached blocks are brought→ queued
-    queued ─steps→ computed ─first tokens are sent, the sink takes the sequence over→ ended
+    arrived ─its grammar is compiled, its sink has room→ admitted ─cached blocks are there→ queued;
+    queued ─steps→ computed ─first tokens are sent, the sink takes the sequence over→ ended;
+
     any ─cancelled, aborted, deadline, failure, the worker stops→ ended, at the sink too
 
-Both roles run this flow and differ in the sink: a prefill worker hands the sequence to a decode
-worker (``prefill_worker.role``), a decode worker keeps it (``decode_worker.local_prefill``).
-Owned by the worker's event loop.
+Both roles run this flow with different sinks. A prefill worker hands the sequence to a decode
+worker (``prefill_worker.role``). A decode worker keeps it (``decode_worker.local_prefill``). Owned
+by the worker's event loop.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from worker.role import WorkerContext
 
 
 class PromptUpdates:
-    """The steps of one prompt, and what ends it before its time."""
+    """The step results of one prompt, or the error that ends it early."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[SequenceUpdate | Exception] = asyncio.Queue()
 
     def put(self, update: SequenceUpdate | Exception) -> None:
-        """Add what a step has brought, or the error that ends the prompt."""
+        """Add a step's result, or the error that ends the prompt."""
         self._queue.put_nowait(update)
 
     def check(self) -> None:
-        """Raise what has ended a prompt that is not queued yet, if anything has."""
+        """Raise the error that has ended a prompt that is not queued yet, if there is one."""
         if not self._queue.empty():
             _raised(self._queue.get_nowait())
 
     async def next(self, timeout_s: float) -> SequenceUpdate | None:
-        """The next step; None where none ends within ``timeout_s`` seconds.
+        """Wait for the next step's result; None after ``timeout_s`` seconds without one.
 
-        Raises what has ended the prompt.
+        Raises the error that has ended the prompt.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -68,7 +69,10 @@ def _raised(update: SequenceUpdate | Exception) -> SequenceUpdate:
 
 
 class Sink(Protocol):
-    """Where one sequence goes on after its first token. Called in this order, ``close`` always."""
+    """Where a sequence continues after its first token.
+
+    The methods are called in this order, and ``close`` always.
+    """
 
     async def reserve(self, sequence: Sequence) -> None:
         """Wait for the room that the sequence needs. Raises BatonError."""
@@ -76,21 +80,22 @@ class Sink(Protocol):
     async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
         """Queue the sequence, whose leading ``blocks`` are computed; return its first tokens.
 
-        The sink owns ``blocks`` from now on. Choices whose first token the router gets in another
-        way are left out. Raises BatonError.
+        The sink owns ``blocks`` from now on. It leaves out choices whose first token reaches the
+        router in another way. Raises BatonError.
         """
 
     async def commit(self, firsts: list[FirstToken]) -> prefill_pb2.HandoffCommitted | None:
-        """Let the sequence go on. Returns what the router gets to know of a handoff, if any."""
+        """Let the sequence continue. Returns what to report to the router about a handoff, if
+        any."""
 
     async def close(self) -> None:
-        """End what was not committed, and give back what was taken. Never raises, idempotent."""
+        """End what was not committed, and release what was taken. Never raises; idempotent."""
 
 
 OpenSink = Callable[[SequenceSpec, prefill_pb2.PrefillRequest, PromptUpdates, float], Sink]
-"""Makes the sink of a prompt, with its deadline in seconds of the monotonic clock.
+"""Makes the sink of a prompt; the deadline is in seconds of the monotonic clock.
 
-Takes nothing yet. Raises BatonError for a request that this worker does not serve.
+The sink takes no resources yet. Raises BatonError for a request that this worker does not serve.
 """
 
 
@@ -107,7 +112,7 @@ class PrefillFlow:
     ) -> None:
         """``prefill_only``: sequences end here with their first token.
 
-        ``estimates`` say when cached blocks are fetched; new ones are made if it is absent.
+        ``estimates`` decide when cached blocks are fetched; None: new ones.
         """
         self._context = context
         self._open_sink = open_sink
@@ -116,9 +121,9 @@ class PrefillFlow:
         self._updates: dict[AttemptName, PromptUpdates] = {}
 
     async def run(self, request: prefill_pb2.PrefillRequest, send: Send) -> None:
-        """Compute a prompt, send its first token, hand it on, send that. Raises BatonError.
+        """Compute a prompt, send its first token, hand it over, and report that. Raises BatonError.
 
-        Cancelling it aborts the request here and at the sink.
+        If the task is cancelled, the request is aborted here and at the sink.
         """
         arrived = time.monotonic()
         spec = convert.sequence_from_proto(request.sequence)
@@ -128,7 +133,9 @@ class PrefillFlow:
             self._context.check_prompt(spec)
             attempt = (spec.request_id, spec.attempt)
             if attempt in self._updates:
-                raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} is placed")
+                raise TicketEnded(
+                    f"request {spec.request_id} attempt {spec.attempt} is already placed"
+                )
             updates = PromptUpdates()
             sink = self._open_sink(spec, request, updates, deadline)
             self._updates[attempt] = updates
@@ -147,7 +154,7 @@ class PrefillFlow:
                 updates.check()
                 source = source_of(request.source) if request.HasField("source") else None
                 blocks = await self._cached_blocks(sequence, source, updates, deadline)
-                # The sequence has no siblings any more once they have begun with it.
+                # Siblings leave ``sequence.siblings`` once they have started, so take them now.
                 choices = (sequence, *sequence.siblings)
                 firsts = await sink.compute(sequence, blocks)
                 _note(span, sequence)
@@ -162,7 +169,7 @@ class PrefillFlow:
                     send(prefill_pb2.PrefillResponse(handoff=handoff, load=told))
             finally:
                 del self._updates[attempt]
-                # A cancelled prompt, too, gives back its blocks and its room.
+                # A cancelled prompt must release its blocks and its room, too.
                 await asyncio.shield(sink.close())
 
     async def _cached_blocks(
@@ -172,10 +179,10 @@ class PrefillFlow:
         updates: PromptUpdates,
         deadline: float,
     ) -> list[int]:
-        """Leading blocks from a tier of this worker or from another worker; the caller owns them.
+        """Bring leading blocks from a tier of this worker, or from another worker.
 
-        None for a prompt that is scored: cached blocks have no logits. Raises what has ended the
-        prompt in the meantime.
+        The caller owns the blocks. Empty for a prompt that is scored, because cached blocks have no
+        logits. Raises the error that has ended the prompt meanwhile.
         """
         context = self._context
         blocks: list[int] = []
@@ -185,7 +192,7 @@ class PrefillFlow:
             if source is not None and not sequence.scores_prompt:
                 fetched = await self._fetcher.fetch(sequence, source, deadline)
                 if fetched:
-                    # They begin with those that are held here.
+                    # The fetched blocks include those that are here already.
                     context.engine.pool.release(blocks)
                     blocks = fetched
             updates.check()
@@ -204,13 +211,13 @@ class PrefillFlow:
                 waiting.put(update)
 
     def end(self, attempt: AttemptName, error: Exception) -> None:
-        """End a prompt before its time, if it waits."""
+        """End a prompt early, if it waits for its steps."""
         waiting = self._updates.get(attempt)
         if waiting is not None:
             waiting.put(error)
 
     def close(self, error: Exception) -> None:
-        """End every prompt that waits."""
+        """End every prompt that waits for its steps."""
         for waiting in self._updates.values():
             waiting.put(error)
 
@@ -231,8 +238,8 @@ def first_token_response(
 ) -> prefill_pb2.PrefillResponse:
     """The message for a choice whose prompt is computed and whose first token is ``first``.
 
-    The cost of the prompt, its logprobs, its embedding, and how many of its tokens are retained go
-    with the first choice alone.
+    Only the first choice carries the cost of the prompt, its logprobs, its embedding, and the
+    number of retained tokens.
     """
     spec = sequence.spec
     output = TokenOutput(
@@ -276,7 +283,7 @@ def _span_of(spec: SequenceSpec, worker: str) -> Iterator[Span]:
 
 
 def _note(span: Span, sequence: Sequence) -> None:
-    """Add to the span what the prompt has cost."""
+    """Add the cost of the prompt to its span."""
     if not span.is_recording():
         return
     span.add_event("first token")

@@ -1,4 +1,4 @@
-"""Retention of a prompt's blocks at the worker that computes it, within the tenant's share."""
+"""Retention of a prompt's blocks on the worker that computes it, within the tenant's share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from engine.scheduling.sequence import Sequence
 from worker.role import WorkerContext
 
 RETRY_AFTER_S = 60.0
-"""When a client may try again whose tenant's share is used up: other pins may have ended."""
+"""Seconds after which a client may retry if its tenant's share is used up."""
 
 
 def claim_retention(context: WorkerContext, sequence: Sequence, now: float) -> list[bytes]:
-    """Retain the blocks that the sequence's request wishes to keep, before they are computed.
+    """Retain the blocks that the sequence's request asks to keep, before they are computed.
 
     Returns the hashes of the leading blocks that are retained. ``now`` is in seconds of the
-    monotonic clock. Raises CacheShareExceeded where a wish is required and there is no room.
+    monotonic clock. Raises CacheShareExceeded if a retention is required and the share has no room
+    for it.
     """
     spec = sequence.spec
     if not spec.retentions:
@@ -43,7 +44,7 @@ def claim_retention(context: WorkerContext, sequence: Sequence, now: float) -> l
 
 
 def held_tokens(context: WorkerContext, retained: list[bytes]) -> int:
-    """Tokens of the leading blocks that are held, of those that ``claim_retention`` returned."""
+    """Number of tokens in the cached ones of the blocks that ``claim_retention`` returned."""
     return len(context.engine.pool.match(retained)) * context.engine.scheduler.limits.block_size
 
 

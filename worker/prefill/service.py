@@ -1,13 +1,13 @@
 """PrefillService: one stream for each router, with all its prefills.
 
-A stream's states:
+States of a stream:
 
-    open ─the router's end, a broken connection→ closed: what it has started is aborted
-    open ─the worker's stop→ closing ─its prefills have ended, or ``CLOSE_S``→ closed
+    open ─the router ends it, the connection fails→ closed: its prefills are aborted
+    open ─the worker stops→ closing ─its prefills have ended, or ``CLOSE_S`` have passed→ closed
 
-A prefill's, within it:
+States of a prefill in a stream:
 
-    started ─responses→ started ─end→ ended (its last event says how)
+    started ─responses→ started ─end→ ended (the last event has the outcome)
     started ─cancel→ aborted (nothing more is sent)
 
 Runs on the event loop, which owns all of it.
@@ -34,27 +34,27 @@ from worker.services import DEFAULT_KEEPALIVE, Keepalive
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
-"""How long a stream of a worker that stops waits for what its prefills end with."""
+"""Seconds for which a stopping worker's stream waits for the last events of its prefills."""
 
 Send = Callable[[prefill_pb2.PrefillResponse], None]
 Run = Callable[[prefill_pb2.PrefillRequest, Send], Awaitable[None]]
-"""Computes a prompt and sends its responses. Raises BatonError; cancelling it aborts."""
+"""Computes a prompt and sends its responses. A cancelled call aborts it. Raises BatonError."""
 Load = Callable[[], LoadSnapshot]
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_pb2.PrefillsResponse]
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Serves each router's stream."""
+    """Serves the streams of all routers."""
 
     def __init__(self, run: Run, load: Load, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> None:
-        """``load`` returns the worker's load: each message carries it."""
+        """``load`` returns the worker's load; each message carries it."""
         self._run = run
         self._load = load
         self._keepalive = keepalive
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """The worker stops: streams end, as soon as they have told how their prefills did."""
+        """End all streams once they have sent the outcome of their prefills."""
         self._closing.set()
 
     async def Prefills(  # type: ignore[override]  # noqa: N802 - gRPC's name
@@ -78,7 +78,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class _Prefills:
-    """What one stream has started."""
+    """The prefills that one stream has started."""
 
     def __init__(self, run: Run, load: Load, keepalive: Keepalive) -> None:
         self.running: dict[AttemptName, asyncio.Task[None]] = {}
@@ -90,7 +90,7 @@ class _Prefills:
         self._is_over = False
 
     async def obey(self, messages: AsyncIterator[prefill_pb2.PrefillsRequest]) -> None:
-        """Carry out the router's commands, until its stream ends."""
+        """Carry out the router's commands until its stream ends."""
         async for message in messages:
             for command in message.commands:
                 if command.HasField("start"):
@@ -99,7 +99,7 @@ class _Prefills:
                     self._cancel((command.cancel.request_id, command.cancel.attempt))
 
     async def tell(self, context: PrefillContext) -> None:
-        """Send events, all that have gathered in one message; without any, send keepalives."""
+        """Send the events that have gathered as one message, or keepalives if there are none."""
         while not self._is_over or self._events:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._keepalive.next_s(busy=bool(self.running))):
@@ -123,7 +123,7 @@ class _Prefills:
         task = asyncio.create_task(self._follow(name, request), name=f"prefill {name[0]}")
         self.running[name] = task
         task.add_done_callback(lambda _: self.running.pop(name, None))
-        # A message at once: should this worker die, its router knows whether it had the prompt.
+        # Sends a message at once: if this worker dies, the router knows whether it got the prompt.
         self._happened.set()
 
     def _cancel(self, name: AttemptName) -> None:

@@ -1,10 +1,10 @@
-"""Publishes to the prefix index in Redis what this worker stores and drops.
+"""Publishes to the prefix index in Redis which blocks this worker stores and drops.
 
     unknown ─begin→ sending ─all is sent→ in step ─the pool changes→ sending
     sending, in step ─the index has lost track→ unknown
 
-A snapshot is the same as changes: all that is held becomes pending once the index has forgotten the
-rest. So what breaks in its middle goes on from there.
+A snapshot uses the same messages as changes: once the index has forgotten the worker's blocks, all
+that it holds become pending. So an interrupted snapshot continues where it stopped.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from baton.store.prefix_index import BATCH, PrefixIndex
 log = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 0.05
-"""How often changes of the cache are sent to the prefix index."""
+"""Seconds between two messages with changes of the cache."""
 _PUBLISH_REST = 10
-"""Between two calls it rests this many times as long as the last one took, up to a heartbeat."""
+"""Pause between two calls, as a multiple of the last call's duration; at most a heartbeat."""
 _SPARE_CHANGES = 4096
-"""So many more changes than held blocks may wait for an index that is away; then a snapshot is
-cheaper."""
+"""Maximum pending changes in excess of the held blocks while the index is unreachable; beyond that
+a snapshot is cheaper."""
 
 
 class HeldBlocks(Protocol):
-    """The blocks to publish: a block pool, or one with tiers behind it."""
+    """The blocks to publish: those of a block pool, or of one with offload tiers."""
 
     @property
     def total(self) -> int:
-        """Blocks that can be held."""
+        """Maximum number of blocks that can be held."""
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes stored and removed since the last call."""
+        """Hashes that were stored and removed since the last call."""
 
     def held_hashes(self) -> list[bytes]:
-        """Every hash that is held."""
+        """Hashes of all blocks that are held."""
 
 
 class IndexPublisher:
-    """Owned by the event loop. Redis may be away: changes are sent later."""
+    """Publishes one session's blocks. While Redis is unreachable, changes wait.
+
+    Owned by the event loop.
+    """
 
     def __init__(self, index: PrefixIndex, pool: HeldBlocks, incarnation: str) -> None:
         self._index = index
@@ -56,20 +59,20 @@ class IndexPublisher:
         self._snapshot = b""
         self._sequence = -1
         self._pending: dict[bytes, bool] = {}
-        """Hash → whether it is held, of what is not sent yet."""
+        """Unsent changes: hash → whether the block is held."""
         self._batch: tuple[list[bytes], list[bytes]] | None = None
-        """Sent under the present sequence number, with no answer yet."""
+        """Batch that was sent under the current sequence number and is not confirmed."""
 
     @property
     def pending_blocks(self) -> int:
-        """Blocks that are not published yet."""
+        """Number of blocks that are not published yet."""
         in_flight = 0 if self._batch is None else sum(map(len, self._batch))
         return len(self._pending) + in_flight
 
     async def publish(self, *, verify: bool = False) -> None:
-        """Send what has changed since the last call; ``verify`` asks even if nothing has.
+        """Send what has changed since the last call; ``verify`` checks even if nothing has.
 
-        Raises ``redis.RedisError``; the next call goes on where this one ended.
+        Raises ``redis.RedisError``; the next call continues where this one ended.
         """
         self._gather()
         for _ in range(2):
@@ -101,12 +104,12 @@ class IndexPublisher:
         self._pending.clear()
         self._snapshot = await self._index.begin(self._incarnation)
         self._sequence = 0
-        # Changes made meanwhile are in what is held now.
+        # Changes made meanwhile are part of what is held now.
         self._pool.drain_changes()
         self._pending = dict.fromkeys(self._pool.held_hashes(), True)
 
     async def _send(self, *, tend: bool) -> bool:
-        """One batch, perhaps for the second time: the index tells whether it knows it already."""
+        """Send one batch, perhaps for the second time: the index detects duplicates."""
         if self._batch is None:
             taken = list(islice(self._pending.items(), BATCH))
             for digest, _ in taken:
@@ -129,10 +132,10 @@ async def keep_published(
     timed: Callable[[], AbstractContextManager[None]],
     report: Callable[[int, float], None],
 ) -> None:
-    """Publish changes until it is cancelled. Retries every ``heartbeat_s`` while Redis is away.
+    """Publish changes until cancelled. Retries every ``heartbeat_s`` while Redis is unreachable.
 
-    ``publisher`` returns that of the present session. ``timed`` goes around each call; ``report``
-    takes the blocks that are not published, and the seconds since all were.
+    ``publisher`` returns the current session's publisher. ``timed`` wraps each call. ``report``
+    receives the number of unpublished blocks, and the seconds since all were published.
     """
     verify_every = max(1, int(heartbeat_s / PUBLISH_EVERY_S))
     count = 0
@@ -152,5 +155,5 @@ async def keep_published(
             log.warning("the prefix index cannot be reached: %s", error)
             report(present.pending_blocks, time.monotonic() - published_at)
             await asyncio.sleep(heartbeat_s)
-        # Where many workers keep the server busy, each sends less.
+        # Many workers may keep the server busy; then each sends less often.
         await asyncio.sleep(max(PUBLISH_EVERY_S, min(_PUBLISH_REST * took, heartbeat_s)))

@@ -1,15 +1,15 @@
 """This worker's entry in the registry, which a task of its own renews.
 
     none ─written→ kept ─written, again and again→ kept
-    kept ─the registry says that it has lapsed→ lost ─begin, in another session→ none
+    kept ─the registry reports that it has lapsed→ lost ─begin, in another session→ none
 
 Nothing else in the worker waits for Redis because of it.
 
-The registry alone says whether a session is over; while it cannot be asked the session goes on.
+Only the registry decides whether a session is over; while it is unreachable, the session continues.
 That is safe for a worker that stood still, too. What routers have placed elsewhere meanwhile is
-another attempt, and they accept only its tokens. What peers promised to this session has ended with
-their leases. Messages for another incarnation are refused. And where all stood still, the registry
-as well, no process has acted.
+another attempt, and they accept only its tokens. Peers' promises to this session have ended with
+their leases. Messages for another incarnation are refused. And if all processes stood still, the
+registry included, none has acted.
 
 Owned by the event loop.
 """
@@ -31,14 +31,14 @@ from worker.registry.own_lease import OwnLease
 log = logging.getLogger(__name__)
 
 CALL_S = 10.0
-"""Maximum seconds of a call, all of its round trips included. A new connection takes about seven,
-each of which has a deadline of a second of its own."""
+"""Maximum seconds of a call with all its round trips. A new connection takes about seven round
+trips, and each has its own deadline of one second."""
 FAREWELL_S = 2.0
-"""Maximum seconds that a leaving worker waits for the removal: the entry lapses by itself."""
+"""Maximum seconds that a leaving worker waits for the removal; the entry lapses by itself."""
 
 
 class OwnEntry:
-    """See the module's text."""
+    """The registry entry of one worker."""
 
     def __init__(
         self,
@@ -50,9 +50,10 @@ class OwnEntry:
         timed: Callable[[], AbstractContextManager[None]],
         lost: Callable[[bool], None],
     ) -> None:
-        """``record`` returns that of the present session; ``timed`` goes around each call.
+        """``record`` returns the current session's record; ``timed`` wraps each call.
 
-        ``lost`` is called when the entry has lapsed, with whether the worker stood still.
+        ``lost`` is called when the entry has lapsed; its argument says whether the worker stood
+        still.
         """
         self._registry = registry
         self._ttl_s = ttl_s
@@ -64,13 +65,13 @@ class OwnEntry:
         self._is_removed = False
         self._lease = OwnLease(ttl_s, heartbeat_s)
         self._woken = asyncio.Event()
-        """Set when the registry is to be asked at once."""
+        """Set when the registry must be queried at once."""
         self._turn = asyncio.Lock()
-        """One call at a time, so that the last record that is sent counts."""
+        """Held during a call, so that the record that is sent last wins."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the registry has heard of this session."""
+        """Whether this session was registered."""
         return self._lease.registered
 
     def begin(self) -> None:
@@ -80,13 +81,13 @@ class OwnEntry:
         self._woken.set()
 
     def beat(self, now: float) -> None:
-        """Note that the event loop runs. Call it several times in a heartbeat."""
+        """Record that the event loop runs. Call it several times in a heartbeat."""
         if self._lease.beat(now):
             log.warning("%s stood still", self._record().incarnation)
             self._woken.set()
 
     async def keep(self) -> None:
-        """Write to the registry once in a heartbeat, and at once after a standstill."""
+        """Write to the registry once per heartbeat, and at once after a standstill."""
         while True:
             began = time.monotonic()
             self._woken.clear()
@@ -96,13 +97,13 @@ class OwnEntry:
                     await self._woken.wait()
 
     def write_soon(self) -> None:
-        """Have ``keep`` say what has changed, without a wait."""
+        """Let ``keep`` write the changed record, without waiting for it."""
         self._woken.set()
 
     async def write(self) -> None:
         """Write this worker's record to the registry. Never raises an error of Redis.
 
-        Does nothing after ``remove``: the worker would be listed again until the entry lapses.
+        Has no effect after ``remove``: the worker would otherwise be listed until the entry lapses.
         """
         async with self._turn:
             if self._is_removed:
@@ -129,9 +130,9 @@ class OwnEntry:
         self._on_lost(self._lease.stood_still)
 
     async def remove(self) -> None:
-        """Remove the entry: a worker that leaves is dead at once. Ignores errors of Redis.
+        """Remove the entry: routers count the worker as gone at once. Ignores errors of Redis.
 
-        ``write`` does nothing until ``begin``.
+        Afterwards ``write`` has no effect until ``begin``.
         """
         self._is_removed = True
         with contextlib.suppress(redis.RedisError, TimeoutError):

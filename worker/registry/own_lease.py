@@ -1,11 +1,10 @@
 """Whether this worker stood still long enough for its registry entry to have lapsed.
 
-    renewed ─stood still for longer than the entry lives→ in doubt ─renewed since→ renewed
+    renewed ─stood still for longer than the entry's TTL→ in doubt ─renewed since→ renewed
 
-A process that was stopped (SIGSTOP, a suspended machine), or whose event loop was blocked, may be
-considered dead by its peers, or they stopped with it; its own clock does not show which. The
-registry is asked at once. Where the registry was unreachable before, the worker did not cause the
-lapse.
+A process may have been stopped (SIGSTOP, a suspended machine), or its event loop blocked. Its peers
+may consider it dead, or they stopped with it. Its own clock does not show which, so the registry is
+queried at once. If the registry was unreachable before, the worker did not cause the lapse.
 
 Pure: ``now`` is monotonic, in seconds.
 """
@@ -14,10 +13,10 @@ from __future__ import annotations
 
 
 class OwnLease:
-    """Owned by the event loop, which calls ``beat`` every quarter of a heartbeat or so."""
+    """The lease of one worker; the event loop calls ``beat`` about four times per heartbeat."""
 
     def __init__(self, ttl_s: float, heartbeat_s: float) -> None:
-        """``ttl_s`` is how long an entry lives that is not renewed."""
+        """``ttl_s`` is the time after which an entry lapses unless it is renewed."""
         self._ttl_s = ttl_s
         self._heartbeat_s = heartbeat_s
         self._beaten_at: float | None = None
@@ -25,7 +24,7 @@ class OwnLease:
         self._woke_at: float | None = None
 
     def begin(self) -> None:
-        """Another session begins, with no entry yet."""
+        """Begin another session, which has no entry yet."""
         self._renewed_at = self._woke_at = None
 
     @property
@@ -35,22 +34,23 @@ class OwnLease:
 
     @property
     def stood_still(self) -> bool:
-        """Whether the entry may have lapsed by a standstill, and was not renewed since."""
+        """Whether the entry may have lapsed in a standstill, and was not renewed since."""
         return self._woke_at is not None
 
     def renewed(self, asked_at: float) -> None:
-        """The entry was renewed, by a call that began at ``asked_at``."""
+        """Record that the entry was renewed, by a call that began at ``asked_at``."""
         self._renewed_at = asked_at
         if self._woke_at is not None and asked_at >= self._woke_at:
             self._woke_at = None
 
     def beat(self, now: float) -> bool:
-        """Note that the event loop runs. Returns whether it stood still: see the module's text."""
+        """Record that the event loop runs. Returns whether it stood still: see the module's
+        text."""
         stood_since, self._beaten_at = self._beaten_at, now
         if stood_since is None or self._renewed_at is None:
             return False
         stood_still = now - stood_since > self._heartbeat_s
-        # Until then it was renewed as usual: else the registry is to blame.
+        # If it was not renewed as usual until then, the registry caused the lapse.
         was_alive = stood_since - self._renewed_at <= 2 * self._heartbeat_s
         if not (stood_still and was_alive and now - self._renewed_at > self._ttl_s):
             return False

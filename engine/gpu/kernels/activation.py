@@ -20,7 +20,7 @@ _TILE = 1024
 def gate_kernel(  # type: ignore[no-untyped-def]
     gate, up, out, stride_gate, stride_up, inner, gelu: tl.constexpr, tile: tl.constexpr
 ):
-    """A tile of one row."""
+    """Compute a tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = at < inner
@@ -30,15 +30,15 @@ def gate_kernel(  # type: ignore[no-untyped-def]
     if gelu:
         # 0.5 * (1 + tanh(z)) = sigmoid(2z), with z = sqrt(2 / pi) * (x + 0.044715 x³)
         factor = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    # Beyond ±80 a sigmoid is 0 or 1 in fp32, and its power of e stays finite.
+    # Beyond ±80 a sigmoid is 0 or 1 in fp32, and its exponential stays finite.
     factor = 1.0 / (1.0 + tl.exp(-tl.minimum(tl.maximum(factor, -80.0), 80.0)))
     tl.store(out + row * inner + at, (x * factor * y).to(out.dtype.element_ty), mask=inside)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> torch.Tensor:
-    """``silu(gate) * up``, or with GELU in its tanh form, like ``gate`` and contiguous.
+    """``silu(gate) * up``, or with GELU in its tanh form; contiguous, in the type of ``gate``.
 
-    Both fp32, bf16 or fp16 [rows, inner], contiguous in the last dimension, so that they may be
+    Both are fp32, bf16 or fp16 [rows, inner], contiguous in the last dimension, so that they may be
     the halves of one projection. Computed in fp32, rounded once. Raises ValueError for others.
     """
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -47,9 +47,9 @@ def gated(gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> torch.Tensor:
 
 
 def gate_launch(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> Launch:
-    """The launch of ``gated``."""
+    """The launch that computes ``gated`` into ``out``."""
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() != 2:
-        raise ValueError("gate and up are of one shape [rows, inner] and type")
+        raise ValueError("gate and up must have the same shape [rows, inner] and type")
     check_strides(gate, "gate")
     check_strides(up, "up")
     rows, inner = gate.shape
@@ -69,7 +69,7 @@ def gate_launch(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gating:
 
 
 def gated_reference(gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> torch.Tensor:
-    """What ``gated`` computes, in plain torch."""
+    """The reference for ``gated``, in plain torch."""
     x = gate.float()
     activated = F.silu(x) if gating == "silu" else F.gelu(x, approximate="tanh")
     return (activated * up.float()).to(gate.dtype)

@@ -1,6 +1,6 @@
-"""Gathering blocks of all layers into one contiguous buffer for a handoff, and scattering them.
+"""Gathers blocks of all layers into one contiguous buffer for a handoff, and scatters them.
 
-On the way the type may change, and a range of heads may be taken, so that workers of different KV
+The KV type may change, and a range of heads may be selected, so that workers with different KV
 types and tensor parallelism can exchange blocks.
 """
 
@@ -15,10 +15,10 @@ from engine.gpu.kernels.kv_blocks import (
     FP8_BITS,
     KvBlocks,
     as_number,
-    dequantise,
+    dequantize,
     empty_kv_blocks,
     encode,
-    quantise,
+    quantize,
     scale_of,
 )
 from engine.gpu.kernels.launch import Launch, power_of_two
@@ -64,7 +64,7 @@ def move_kernel(  # type: ignore[no-untyped-def]
     gathers: tl.constexpr,
     scatters: tl.constexpr,
 ):
-    """Some slots of one head of the keys or values of one layer of one block."""
+    """Move some slots of one head of one layer's keys or values in one block."""
     from_block = tl.program_id(0).to(tl.int64)
     to_block = from_block
     if gathers:
@@ -108,9 +108,10 @@ def pack_blocks(
     heads: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> KvBlocks:
-    """Blocks ``ids``, int32 [n], of the heads from ``first_head`` on, contiguous and as ``dtype``.
+    """Gather blocks ``ids``, int32 [n], with the heads from ``first_head`` on, as ``dtype``.
 
-    Returns ``[n, layer, 2, heads, slot, dim]``. Raises ValueError for heads that are not there.
+    Returns contiguous ``[n, layer, 2, heads, slot, dim]``. Raises ValueError if the heads do not
+    exist.
     """
     count = cache.heads - first_head if heads is None else heads
     _, layers, _, _, size, dim = cache.data.shape
@@ -123,9 +124,9 @@ def pack_blocks(
 def unpack_blocks(
     packed: KvBlocks, cache: KvBlocks, ids: torch.Tensor, *, first_head: int = 0
 ) -> None:
-    """The reverse: ``packed`` ``[n, layer, 2, heads, slot, dim]`` into the blocks ``ids`` of a
+    """Scatter ``packed`` ``[n, layer, 2, heads, slot, dim]`` into the blocks ``ids`` of a cache.
 
-    cache, whose heads from ``first_head`` on and type they take. Raises ValueError where they do
+    They become the heads from ``first_head`` on, in the cache's type. Raises ValueError if they do
     not fit.
     """
     move_launch(packed, None, cache, ids, 0, first_head, packed.heads).run()
@@ -142,7 +143,7 @@ def move_launch(
 ) -> Launch:
     """The launch that copies ``heads`` heads of some blocks; ids None: all blocks in order.
 
-    A block id is used once among ``target_ids``. Codes of one kind are copied as they are.
+    A block id may occur only once in ``target_ids``. Codes of one kind are copied unchanged.
     """
     moved = _check(source, source_ids, target, target_ids, source_head, target_head, heads)
     _, layers, _, _, size, dim = source.data.shape
@@ -181,7 +182,7 @@ def move_launch(
 
 
 def _kind(blocks: KvBlocks) -> int:
-    """fp8 bit by bit: the same on every GPU."""
+    """The kind in which blocks are moved; fp8 bit by bit, which is the same on every GPU."""
     kind = blocks.kind(0)
     return FP8_BITS if kind in (FP8, FP8_BITS) else kind
 
@@ -204,27 +205,29 @@ def _check(
     target_head: int,
     heads: int,
 ) -> int:
-    """How many blocks are moved."""
+    """Check the arguments. Returns the number of blocks."""
     alike = [(x.data.shape[1], *x.data.shape[4:]) for x in (source, target)]
     if alike[0] != alike[1]:
         raise ValueError(f"layers, slots and dimensions differ: {alike[0]} and {alike[1]}")
     for blocks, first in ((source, source_head), (target, target_head)):
         if first < 0 or heads < 1 or first + heads > blocks.heads:
-            raise ValueError(f"there are no heads {first} to {first + heads} of {blocks.heads}")
+            raise ValueError(
+                f"heads {first} to {first + heads} do not exist: blocks have {blocks.heads}"
+            )
     counts = []
     for blocks, ids in ((source, source_ids), (target, target_ids)):
         if ids is not None and (ids.dtype != torch.int32 or not ids.is_contiguous()):
-            raise ValueError("block ids are int32 and contiguous")
+            raise ValueError("block ids must be int32 and contiguous")
         counts.append(blocks.data.shape[0] if ids is None else len(ids))
     if counts[0] != counts[1]:
-        raise ValueError(f"{counts[0]} blocks do not go into {counts[1]}")
+        raise ValueError(f"cannot move {counts[0]} blocks into {counts[1]}")
     return counts[0]
 
 
 def pack_blocks_reference(
     cache: KvBlocks, ids: torch.Tensor, first_head: int, heads: int, dtype: torch.dtype
 ) -> KvBlocks:
-    """What ``pack_blocks`` computes, in plain torch."""
+    """The reference for ``pack_blocks``, in plain torch."""
     taken = slice(first_head, first_head + heads)
     data = cache.data.view(torch.uint8) if cache.data.itemsize == 1 else cache.data
     codes = data[ids][:, :, :, taken].contiguous().view(cache.data.dtype)
@@ -232,4 +235,4 @@ def pack_blocks_reference(
     picked = KvBlocks(codes, scales)
     if dtype == cache.data.dtype:
         return picked
-    return KvBlocks(*quantise(dequantise(picked), dtype))
+    return KvBlocks(*quantize(dequantize(picked), dtype))

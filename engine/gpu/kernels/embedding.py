@@ -1,4 +1,4 @@
-"""The lookup of embeddings, of tokens that the host may not know yet."""
+"""Looks up the embeddings of tokens that the host may not know yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TILE = 1024
 def embed_kernel(  # type: ignore[no-untyped-def]
     token_ids, drawn, embedding, out, stride_embedding, hidden, scale, tile: tl.constexpr
 ):
-    """A tile of one token's embedding."""
+    """Look up a tile of one token's embedding."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     token = tl.load(token_ids + row).to(tl.int64)
@@ -28,10 +28,10 @@ def embed_kernel(  # type: ignore[no-untyped-def]
 def embed(
     token_ids: torch.Tensor, drawn: torch.Tensor, embedding: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """fp32 [tokens, hidden]: embeddings times ``scale``.
+    """Look up embeddings times ``scale``: fp32 [tokens, hidden].
 
-    ``token_ids`` int32 [tokens]: an id, or -1 - n for the one that ``drawn`` int64 [most] holds at
-    n; ``embedding`` [vocab, hidden] of any float type. Raises ValueError where types do not fit.
+    ``token_ids`` int32 [tokens] has ids, or -1 - n for the id that ``drawn`` int64 [most] has at n.
+    ``embedding`` is [vocab, hidden] of any float type. Raises ValueError if types do not fit.
     """
     out = torch.empty(
         (len(token_ids), embedding.shape[1]), dtype=torch.float32, device=embedding.device
@@ -47,9 +47,9 @@ def embed_launch(
     embedding: torch.Tensor,
     scale: float,
 ) -> Launch:
-    """The launch of ``embed``."""
+    """The launch that computes ``embed`` into ``out``."""
     if token_ids.dtype != torch.int32 or drawn.dtype != torch.int64:
-        raise ValueError("token_ids are int32, and drawn ones int64")
+        raise ValueError("token_ids must be int32, and drawn must be int64")
     check_strides(embedding, "the embedding")
     hidden = embedding.shape[1]
     return Launch(
@@ -69,6 +69,6 @@ def embed_launch(
 
 
 def known_tokens(token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """The ids that ``token_ids`` of ``embed`` mean, in plain torch: int64 [tokens]."""
+    """The ids for which ``token_ids`` of ``embed`` stand, in plain torch: int64 [tokens]."""
     ids = token_ids.long()
     return torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)], ids)

@@ -1,4 +1,4 @@
-"""KV blocks as the GPU kernels see them: codes in one of several types, with or without scales."""
+"""KV blocks in the form for GPU kernels: codes in one of several types, with or without scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 PLAIN, INT8, FP8, FP8_BITS = 0, 1, 2, 3
-"""How a kernel reads KV: as floats; as int8; as fp8 that the GPU converts; as fp8 bit by bit."""
+"""How a kernel reads KV: as floats, as int8, as fp8 converted by the GPU, or as fp8 bit by bit."""
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
@@ -26,11 +26,11 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class KvBlocks:
-    """Blocks ``[block, layer, K/V, head, slot, dim]``, read by strides, the last one contiguous.
+    """Blocks ``[block, layer, K/V, head, slot, dim]``, strided, with the last dimension contiguous.
 
-    ``data`` is fp32, bf16, fp16, int8 or float8_e4m3fn; the last two have ``scales``, fp32
+    ``data`` is fp32, bf16, fp16, int8 or float8_e4m3fn. The last two have ``scales``, fp32
     ``[block, layer, K/V, head, slot]``: a value is its code times the scale of its token and head.
-    Raises ValueError where the two do not fit.
+    Raises ValueError if the two do not fit.
     """
 
     data: torch.Tensor
@@ -38,20 +38,20 @@ class KvBlocks:
 
     def __post_init__(self) -> None:
         if self.data.dim() != 6 or self.data.shape[2] != 2:
-            raise ValueError("KV blocks are [block, layer, 2, head, slot, dim]")
+            raise ValueError("KV blocks must be [block, layer, 2, head, slot, dim]")
         if self.data.dtype not in _KINDS:
             raise ValueError(f"KV blocks cannot be {self.data.dtype}")
         if self.data.stride(-1) != 1:
             raise ValueError("KV blocks must be contiguous in their last dimension")
-        if (self.scales is not None) != self.quantised:
-            raise ValueError("int8 and fp8 KV blocks have scales, and others have none")
+        if (self.scales is not None) != self.quantized:
+            raise ValueError("int8 and fp8 KV blocks must have scales, and others must not")
         if self.scales is not None and (
             self.scales.shape != self.data.shape[:-1] or self.scales.dtype != torch.float32
         ):
-            raise ValueError("scales are fp32 [block, layer, 2, head, slot]")
+            raise ValueError("scales must be fp32 [block, layer, 2, head, slot]")
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return _KINDS[self.data.dtype] != PLAIN
 
     @property
@@ -60,7 +60,7 @@ class KvBlocks:
 
     @property
     def block_size(self) -> int:
-        """Slots of a block."""
+        """Number of slots in a block."""
         return self.data.shape[4]
 
     @property
@@ -73,11 +73,12 @@ class KvBlocks:
         return FP8_BITS if kind == FP8 and capability < _HARDWARE_FP8 else kind
 
     def codes(self, kind: int) -> torch.Tensor:
-        """``data`` of the type that a kernel of ``kind`` takes."""
+        """``data`` in the type that a kernel of ``kind`` takes."""
         return self.data.view(torch.uint8) if kind == FP8_BITS else self.data
 
     def arguments(self, layer: int, kind: int) -> dict[str, torch.Tensor | int | None]:
-        """One layer as a kernel of ``kind`` takes it: ``data``, ``scales`` and their strides."""
+        """Arguments for one layer and a kernel of ``kind``: ``data``, ``scales`` and their
+        strides."""
         data = self.codes(kind)[:, layer]
         scales = None if self.scales is None else self.scales[:, layer]
         scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
@@ -98,24 +99,24 @@ class KvBlocks:
 def empty_kv_blocks(
     shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> KvBlocks:
-    """Uninitialised blocks ``[block, layer, 2, head, slot, dim]``, with scales if quantised."""
-    quantised = _KINDS.get(dtype, PLAIN) != PLAIN
+    """Uninitialized blocks ``[block, layer, 2, head, slot, dim]``, with scales if quantized."""
+    quantized = _KINDS.get(dtype, PLAIN) != PLAIN
     return KvBlocks(
         torch.empty(shape, dtype=dtype, device=device),
-        torch.empty(shape[:-1], dtype=torch.float32, device=device) if quantised else None,
+        torch.empty(shape[:-1], dtype=torch.float32, device=device) if quantized else None,
     )
 
 
-def dequantise(blocks: KvBlocks) -> torch.Tensor:
+def dequantize(blocks: KvBlocks) -> torch.Tensor:
     """The values of all blocks in plain torch: fp32 ``[block, layer, 2, head, slot, dim]``."""
     values = blocks.data.float()
     return values if blocks.scales is None else values * blocks.scales[..., None]
 
 
-def quantise(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``values`` [..., dim] as ``dtype`` and, for int8 and float8_e4m3fn, fp32 scales [...].
+def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Quantize ``values`` [..., dim] to ``dtype``; int8 and float8_e4m3fn get fp32 scales [...].
 
-    The definition in plain torch: absolute maximum, round half to even.
+    The reference in plain torch: absolute maximum, round half to even.
     """
     if _KINDS[dtype] == PLAIN:
         return values.to(dtype), None
@@ -131,7 +132,7 @@ def quantise(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 @triton.jit
 def fp8_value(bits):  # type: ignore[no-untyped-def]
-    """uint8 bits of e4m3fn → fp32, exact: fp16 with the exponent 8 too small. No NaN."""
+    """Convert uint8 bits of e4m3fn to fp32, exactly: fp16 with the exponent 8 too small. No NaN."""
     wide = bits.to(tl.uint16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -139,14 +140,14 @@ def fp8_value(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fp8_bits(value):  # type: ignore[no-untyped-def]
-    """fp32 within ±448 → uint8 bits of e4m3fn, rounded half to even, on every GPU."""
+    """Convert fp32 within ±448 to uint8 bits of e4m3fn, rounded half to even, on every GPU."""
     bits = value.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
     # Subnormal results: adding 2^14 makes the sum's last mantissa bit worth 2^-9.
     shifted = bits.to(tl.float32, bitcast=True) + 16384.0
     small = shifted.to(tl.uint32, bitcast=True) - 0x46800000
-    # Others: exponent bias 127 → 7, half of what is cut off added, less one where that is even.
+    # Others: exponent bias 127 → 7, then rounding: add half of the cut-off part, minus one if even.
     odd = (bits >> 20) & 1
     large = (bits - 0x3C000000 + 0x7FFFF + odd) >> 20
     return (tl.where(bits < 0x3C800000, small, large) | sign).to(tl.uint8)
@@ -154,27 +155,28 @@ def fp8_bits(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def round_half_even(value):  # type: ignore[no-untyped-def]
-    """fp32 of at most 2^22 in size → the nearest integer, in fp32."""
+    """Round fp32 of a magnitude up to 2^22 to the nearest integer, in fp32."""
     return (value + 12582912.0) - 12582912.0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def as_number(codes, kind: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Loaded KV codes as ``dtype``, without their scale: exact for codes in bf16 and fp16."""
+    """Convert loaded KV codes to ``dtype``, without their scale; exact for codes in bf16 and
+    fp16."""
     numbers = fp8_value(codes) if kind == 3 else codes
     return numbers.to(dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_of(most, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales of rows whose absolute maxima are ``most``, fp32: as ``quantise`` makes them."""
+    """The scales of rows with the absolute maxima ``most``, fp32, as ``quantize`` computes them."""
     limit = 127.0 if kind == 1 else 448.0
     return tl.where(most > 0, tl.div_rn(most, tl.full(most.shape, limit, tl.float32)), 1.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def encode(x, scale, kind: tl.constexpr, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes of fp32 numbers [rows, some] under their rows' scales, or as ``element``."""
+    """Encode fp32 numbers [rows, some] with their rows' scales, or convert them to ``element``."""
     if kind == 0:
         codes = x.to(element)
     else:
@@ -182,6 +184,6 @@ def encode(x, scale, kind: tl.constexpr, element: tl.constexpr):  # type: ignore
         if kind == 1:
             codes = round_half_even(scaled).to(tl.int8)
         else:
-            # The quotient may be above 448 by a rounding.
+            # The quotient may exceed 448 by a rounding error.
             codes = fp8_bits(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
     return codes

@@ -1,4 +1,4 @@
-"""A kernel's launch as data, so that what is compiled ahead of time is what will be launched."""
+"""A kernel's launch as data, so that kernels compiled ahead of time are those that are launched."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Argument = torch.Tensor | int | float | None
 Constant = int | float | bool | None
 
 _OLDEST = 80
-"""The compute capability that is assumed where there is no GPU: its code paths run everywhere."""
+"""The compute capability that is assumed without a GPU: its code paths run everywhere."""
 
 _described: ContextVar[_Described | None] = ContextVar("_described", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a Triton kernel; the tensors may be on the ``meta`` device to describe it."""
+    """One launch of a Triton kernel; to describe it, tensors may be on the ``meta`` device."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -31,20 +31,22 @@ class Launch:
     warps: int = 4
     stages: int = 2
     fusion: bool = True
-    """Whether a product and a sum may become one operation, rounded once, where the compiler will.
-    """
+    """Whether the compiler may fuse a product and a sum into one operation, rounded once."""
 
     def run(self) -> None:
-        """Start the kernel on its tensors' device. An empty grid starts nothing, and tensors on the
+        """Start the kernel on its tensors' device.
 
-        ``meta`` device start nothing: there the launch goes to ``describe``.
+        An empty grid starts nothing. Tensors on the ``meta`` device start nothing either: the
+        launch goes to ``describe``.
         """
         if 0 in self.grid:
             return
         device = next(x.device for x in self.arguments.values() if isinstance(x, torch.Tensor))
         if device.type == "meta":
             described = _described.get()
-            assert described is not None, "launches on meta tensors need describe()"
+            assert described is not None, (
+                "launches on meta tensors are possible only within describe()"
+            )
             described.note(self)
             return
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -65,9 +67,9 @@ class _Described:
 
 @contextmanager
 def describe(capability: int, note: Callable[[Launch], None]) -> Iterator[None]:
-    """Within the block tensors on the ``meta`` device stand for those of a GPU of ``capability``,
+    """Let tensors on the ``meta`` device stand for those of a GPU of ``capability``.
 
-    and ``note`` gets each launch that code on them would start.
+    ``note`` receives each launch that code on them would start within this context.
     """
     token = _described.set(_Described(capability, note))
     try:
@@ -79,15 +81,16 @@ def describe(capability: int, note: Callable[[Launch], None]) -> Iterator[None]:
 def interpreted(kernel: Callable[..., Any]) -> bool:
     """Whether triton interprets ``kernel`` on the CPU (TRITON_INTERPRET=1).
 
-    Its arithmetic on bf16 and fp8 is wrong, so that kernels widen to fp32 after each load there.
+    The interpreter's arithmetic on bf16 and fp8 is wrong, so kernels then widen to fp32 after each
+    load.
     """
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
 def capability_of(tensor: torch.Tensor) -> int:
-    """10 * major + minor of the GPU that ``tensor`` is on; the oldest supported one for others.
+    """10 * major + minor of the GPU of ``tensor``; the oldest supported one for other devices.
 
-    For a tensor on the ``meta`` device it is what ``describe`` says.
+    For a tensor on the ``meta`` device, it is the capability given to ``describe``.
     """
     if tensor.device.type == "meta" and (described := _described.get()) is not None:
         return described.capability
@@ -98,11 +101,11 @@ def capability_of(tensor: torch.Tensor) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below ``number``."""
+    """The smallest power of two that is at least ``number``."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def check_strides(tensor: torch.Tensor, name: str) -> None:
-    """Raises ValueError unless the last dimension of ``tensor`` is contiguous."""
+    """Raise ValueError unless the last dimension of ``tensor`` is contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous in its last dimension")

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich, 2019) of the residual stream, with the addition before it."""
+"""RMSNorm (Zhang and Sennrich, 2019) of the residual stream, after an addition to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     adds: tl.constexpr,
     norms_added: tl.constexpr,
 ):
-    """One row, whole in registers."""
+    """Compute one row, which is held in registers."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, width)
     inside = at < hidden
@@ -52,12 +52,12 @@ def add_norm(
     dtype: torch.dtype,
     added_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``residual += added``, in place, and the norm of the sum as ``dtype`` [rows, hidden].
+    """Add ``added`` to ``residual`` in place; returns the sum's norm as ``dtype`` [rows, hidden].
 
-    ``residual`` fp32 [rows, hidden]; ``added`` of any float type [rows, hidden] or None; ``weight``
-    fp32 [hidden]. With ``added_weight``, fp32 [hidden], what is added is normed first (Gemma 2,
-    OLMo 2). All is computed in fp32 and rounded once. Raises ValueError where shapes or types do
-    not fit.
+    ``residual`` is fp32 [rows, hidden], ``added`` is of any float type [rows, hidden] or None, and
+    ``weight`` is fp32 [hidden]. With ``added_weight``, fp32 [hidden], ``added`` is normed first
+    (Gemma 2, OLMo 2). All is computed in fp32 and rounded once. Raises ValueError if shapes or
+    types do not fit.
     """
     out = torch.empty(residual.shape, dtype=dtype, device=residual.device)
     norm_launch(out, residual, added, weight, eps, added_weight).run()
@@ -72,20 +72,20 @@ def norm_launch(
     eps: float,
     added_weight: torch.Tensor | None = None,
 ) -> Launch:
-    """The launch of ``add_norm``."""
+    """The launch that computes ``add_norm`` into ``out``."""
     rows, hidden = residual.shape
     if hidden > _WIDEST:
-        raise ValueError(f"rows of {hidden} numbers do not fit a program: at most {_WIDEST}")
+        raise ValueError(f"rows of {hidden} numbers are too long: at most {_WIDEST}")
     if residual.dtype != torch.float32 or (added is not None and added.shape != residual.shape):
-        raise ValueError("the residual is fp32, and what is added has its shape")
+        raise ValueError("the residual must be fp32, and added must have its shape")
     for factor in (weight, added_weight):
         if factor is not None and (factor.dtype != torch.float32 or factor.shape != (hidden,)):
-            raise ValueError(f"a norm's weight is fp32 [{hidden}]")
+            raise ValueError(f"a norm's weight must be fp32 [{hidden}]")
     check_strides(residual, "the residual")
     if added is not None:
-        check_strides(added, "what is added")
-    # No narrower than the program has threads: a value that two threads held would be written by
-    # one while the other still reads it.
+        check_strides(added, "added")
+    # At least as wide as the program has threads: if two threads held a value, one could write it
+    # while the other still reads it.
     width = max(256, power_of_two(hidden))
     return Launch(
         norm_kernel,
@@ -118,7 +118,7 @@ def add_norm_reference(
     dtype: torch.dtype,
     added_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``add_norm`` computes, in plain torch: the new residual, and its norm."""
+    """The reference for ``add_norm``, in plain torch: the new residual, and its norm."""
 
     def norm(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * factor

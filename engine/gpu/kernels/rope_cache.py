@@ -1,8 +1,8 @@
-"""Rotary embedding of queries and keys, and the cache's write, in one kernel.
+"""Rotates queries and keys, and writes keys and values to the cache, in one kernel.
 
-RoFormer (Su et al., 2021), the halves of a head rotated against each other as in
-``engine.model.rope.apply_rope``; optionally each head's RMSNorm first (QK norm: Qwen3, Gemma 3).
-Keys and values are quantised on the way where the cache is.
+RoFormer (Su et al., 2021): the halves of a head are rotated against each other, as in
+``engine.model.rope.apply_rope``. Optionally each head's RMSNorm is applied first (QK norm: Qwen3,
+Gemma 3). Keys and values are quantized if the cache is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.kernels.kv_blocks import FP8, FP8_BITS, KvBlocks, encode, quantise, scale_of
+from engine.gpu.kernels.kv_blocks import FP8, FP8_BITS, KvBlocks, encode, quantize, scale_of
 from engine.gpu.kernels.launch import Launch, check_strides, power_of_two
 
 _HEADS = 8
@@ -29,7 +29,7 @@ def _sum_squares(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_parts(source, inside, shape):  # type: ignore[no-untyped-def]
-    """The parts of the heads that [heads, 1] pointers name."""
+    """Load the parts of the heads at [heads, 1] pointers."""
     half: tl.constexpr = shape[0]
     tile_half: tl.constexpr = shape[1]
     dim: tl.constexpr = shape[2]
@@ -49,7 +49,7 @@ def _load_parts(source, inside, shape):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(parts, weight, eps, turn, shape, normed: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Norm, if asked for, and rotation by ``turn``, cosines and sines."""
+    """Norm the parts if requested, and rotate them by ``turn``, cosines and sines."""
     first, second, rest = parts
     cos, sin = turn
     half: tl.constexpr = shape[0]
@@ -74,7 +74,8 @@ def _turn(parts, weight, eps, turn, shape, normed: tl.constexpr):  # type: ignor
 def _store_kv(  # type: ignore[no-untyped-def]
     target, scale_target, inside, parts, shape, kind: tl.constexpr
 ):
-    """One token's keys or values of some heads: codes, and scales for kinds that have them."""
+    """Store one token's keys or values of some heads: codes, and scales for kinds that have
+    them."""
     first, second, rest = parts
     half: tl.constexpr = shape[0]
     tile_half: tl.constexpr = shape[1]
@@ -137,7 +138,7 @@ def rope_cache_kernel(  # type: ignore[no-untyped-def]
     kind: tl.constexpr,
     normed: tl.constexpr,
 ):
-    """Some heads of one token: the query's, or the keys' and values'."""
+    """Process some heads of one token: queries, or keys and values."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts: tl.constexpr = (heads + tile - 1) // tile
@@ -157,7 +158,7 @@ def rope_cache_kernel(  # type: ignore[no-untyped-def]
     else:
         head = (part - query_parts) * tile + tl.arange(0, tile)
         slot = tl.load(slots + token)
-        # A row of padding has no slot.
+        # A padding row has no slot.
         inside = head < tl.where(slot >= 0, kv_heads, 0)
         block = slot // block_size
         offset = head.to(tl.int64) * stride_head + block * stride_block
@@ -191,15 +192,15 @@ def rope_cache(
     key_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Rotated queries, contiguous; rotated keys, and values, go to ``slots`` of the blocks.
+    """Rotate queries and keys; write the keys and values to ``slots`` of the blocks.
 
-    ``queries`` [tokens, heads, dim], ``keys`` and ``values`` [tokens, kv_heads, dim], of one float
-    type, the heads of a token after one another (so that they may be parts of one projection).
-    ``table`` fp32 [positions, 2, rotated / 2], contiguous: cosines and sines; dimensions from
-    ``rotated`` on stay as they are. ``positions`` [tokens] int32 or int64; ``slots`` int64 [tokens]
-    is the slot mapping (block * block_size + slot), -1 for a row of padding, which writes nothing.
-    ``query_weight`` and ``key_weight``, fp32 [dim], norm each head first. Computed in fp32 and
-    rounded once. Raises ValueError where shapes or types do not fit.
+    Returns the queries, contiguous. ``queries`` is [tokens, heads, dim], ``keys`` and ``values``
+    are [tokens, kv_heads, dim], all of one float type. The heads of a token are adjacent, so that
+    they may be parts of one projection. ``table`` is fp32 [positions, 2, rotated / 2], contiguous:
+    cosines and sines; dimensions from ``rotated`` on are unchanged. ``positions`` [tokens] is int32
+    or int64. ``slots`` int64 [tokens] is the slot mapping (block * block_size + slot), -1 for a
+    padding row, which writes nothing. ``query_weight`` and ``key_weight``, fp32 [dim], norm each
+    head first. Computed in fp32 and rounded once. Raises ValueError if shapes or types do not fit.
     """
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     rope_cache_launch(
@@ -233,12 +234,12 @@ def rope_cache_launch(
     key_weight: torch.Tensor | None,
     eps: float,
 ) -> Launch:
-    """The launch of ``rope_cache``."""
+    """The launch that computes ``rope_cache``, with the queries into ``out``."""
     _check(queries, keys, values, blocks, table, positions, slots, query_weight, key_weight)
     tokens, heads, dim = queries.shape
     kv_heads = keys.shape[1]
     half = table.shape[2]
-    # Codes are made bit by bit, so that every GPU makes the same.
+    # Codes are computed bit by bit, so that they are the same on every GPU.
     kind = FP8_BITS if blocks.kind(0) in (FP8, FP8_BITS) else blocks.kind(0)
     tile = min(_HEADS, power_of_two(heads))
     return Launch(
@@ -288,24 +289,24 @@ def _check(
 ) -> None:
     tokens, _, dim = queries.shape
     if keys.shape != (tokens, blocks.heads, blocks.dim) or values.shape != keys.shape:
-        raise ValueError(f"keys and values are [{tokens}, {blocks.heads}, {blocks.dim}]")
+        raise ValueError(f"keys and values must be [{tokens}, {blocks.heads}, {blocks.dim}]")
     if dim != blocks.dim or {keys.dtype, values.dtype} != {queries.dtype}:
-        raise ValueError("queries, keys and values are of one head size and type")
+        raise ValueError("queries, keys and values must have the same head size and type")
     for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
         check_strides(tensor, name)
         if tensor.shape[1] > 1 and tensor.stride(1) != dim:
-            raise ValueError(f"the heads of {name} must follow one another")
+            raise ValueError(f"the heads of {name} must be adjacent")
     if table.dim() != 3 or table.shape[1] != 2 or not 0 < 2 * table.shape[2] <= dim:
-        raise ValueError(f"the table is [positions, 2, rotated / 2], at most {dim} rotated")
+        raise ValueError(f"the table must be [positions, 2, rotated / 2], at most {dim} rotated")
     if table.dtype != torch.float32 or not table.is_contiguous():
-        raise ValueError("the table is fp32 and contiguous")
+        raise ValueError("the table must be fp32 and contiguous")
     if positions.shape != (tokens,) or slots.shape != (tokens,) or slots.dtype != torch.int64:
-        raise ValueError(f"positions and slots (int64) are [{tokens}]")
+        raise ValueError(f"positions and slots (int64) must be [{tokens}]")
     if (query_weight is None) != (key_weight is None):
-        raise ValueError("queries and keys are normed both, or neither")
+        raise ValueError("norm both queries and keys, or neither")
     for weight in (query_weight, key_weight):
         if weight is not None and (weight.dtype != torch.float32 or weight.shape != (dim,)):
-            raise ValueError(f"a norm's weight is fp32 [{dim}]")
+            raise ValueError(f"a norm's weight must be fp32 [{dim}]")
 
 
 def rope_cache_reference(
@@ -322,7 +323,7 @@ def rope_cache_reference(
     key_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """What ``rope_cache`` computes, in plain torch; it writes to the blocks too."""
+    """The reference for ``rope_cache``, in plain torch; it also writes to the blocks."""
     rotation = table[positions]
     turned = _rotate(_normed(queries, query_weight, eps), rotation)
     real = slots >= 0
@@ -331,10 +332,10 @@ def rope_cache_reference(
         (0, _rotate(_normed(keys, key_weight, eps), rotation)),
         (1, values.float()),
     ):
-        codes, scales = quantise(x[real], blocks.data.dtype)
+        codes, scales = quantize(x[real], blocks.data.dtype)
         data = blocks.data
         if data.itemsize == 1:
-            # As bytes: torch cannot index fp8 on every device.
+            # As bytes, because torch cannot index fp8 on every device.
             data, codes = data.view(torch.uint8), codes.view(torch.uint8)
         data[block, layer, which, :, slot] = codes
         if scales is not None and blocks.scales is not None:

@@ -1,10 +1,10 @@
-"""Drawing tokens on the GPU: grammars' masks, temperature, hashed Gumbel noise and the maximum.
+"""Draws tokens on the GPU: grammars' masks, temperature, hashed Gumbel noise and the maximum.
 
 A mask writes -inf for each token that its row may not draw. The rest is one pass. The tokens are
-those of ``engine.sampling.sampling``, whose noise is float64 (``engine.sampling.noise``): the
-noise's integer part is exact. A tile's scores are first computed in fp32. Where its best two are
-closer than the fp32 error may be, which happens to one tile in some ten thousand, they are computed
-again in float64; and the tiles' winners meet in float64.
+those of ``engine.sampling.sampling``, whose noise is float64 (``engine.sampling.noise``); the
+integer part of the noise is exact. A tile's scores are first computed in fp32. If its best two are
+closer than the possible fp32 error, which happens to about one tile in ten thousand, they are
+computed again in float64. The tiles' winners are compared in float64.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engine.sampling.noise import gumbel
 
 _TILE = 2048
 MARGIN = 1e-4
-"""Bounds the error of fp32 noise. PTX's lg2.approx is within 2^-22 of the logarithm near 1 and
-relatively elsewhere; noise is between -3.2 and 23.0; so its error is below 1e-5. Scores' own
-rounding, relative, is added in the kernel."""
+"""Bound for the error of fp32 noise. PTX's lg2.approx is within 2^-22 of the logarithm near 1, and
+has that relative error elsewhere. Noise is between -3.2 and 23.0, so its error is below 1e-5. The
+kernel adds the relative rounding error of the scores."""
 
 
 @triton.jit
 def _lowbias32(x):  # type: ignore[no-untyped-def]
-    """``engine.sampling.noise.lowbias32`` of uint32."""
+    """``engine.sampling.noise.lowbias32`` for uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -39,7 +39,7 @@ def _lowbias32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _noise_bits(first, second, token):  # type: ignore[no-untyped-def]
-    """``engine.sampling.noise.noise_bits_tensor`` of uint32 keys and int32 token ids: uint32."""
+    """``engine.sampling.noise.noise_bits_tensor`` for uint32 keys and int32 token ids: uint32."""
     return _lowbias32(_lowbias32(token.to(tl.uint32) ^ first) + second)
 
 
@@ -47,14 +47,14 @@ def _noise_bits(first, second, token):  # type: ignore[no-untyped-def]
 def _gumbel32(bits):  # type: ignore[no-untyped-def]
     """Gumbel noise of 32 bits in fp32: -log(-log((bits + 0.5) / 2^32))."""
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # Near 1 the logarithm is taken of the distance v from it, as 2 * artanh(v / (2 - v)): its
-    # relative error counts.
+    # Near 1 the logarithm is computed from the distance v to 1, as 2 * artanh(v / (2 - v)), because
+    # its relative error counts.
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = tl.minimum(rest, 0.25)
     s = rest / (2.0 - rest)
     square = s * s
     series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))))
-    # From 0.75 on; in integers, where rounding up to 1 does not matter.
+    # Used from 0.75 on; compared as integers, where rounding up to 1 does not matter.
     spread = tl.where(bits >= 0xC0000000, 2.0 * s * series, -tl.log(tl.minimum(uniform, 0.76)))
     return -tl.log(spread)
 
@@ -68,7 +68,7 @@ def _gumbel64(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scaled(logits, temperature):  # type: ignore[no-untyped-def]
-    """Logits over temperature, rounded as IEEE 754 says; a NaN counts as the greatest number."""
+    """Logits over temperature, with IEEE 754 rounding; a NaN counts as the largest number."""
     scaled = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
     return tl.where(scaled <= float("inf"), scaled, float("inf"))
 
@@ -77,7 +77,7 @@ def _scaled(logits, temperature):  # type: ignore[no-untyped-def]
 def tile_winner_kernel(  # type: ignore[no-untyped-def]
     logits, temperatures, keys, winners, stride_logits, vocab, margin, tile: tl.constexpr
 ):
-    """The best token of a tile of one row."""
+    """Find the best token of a tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * tile + tl.arange(0, tile)
     numbers = tl.load(logits + row * stride_logits + token, mask=token < vocab, other=float("-inf"))
@@ -112,7 +112,7 @@ def row_winner_kernel(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """The best of one row's tiles' winners."""
+    """Find the best of the winners of one row's tiles."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, width)
     token = at * tile + tl.load(winners + row * tiles + at, mask=at < tiles, other=0)
@@ -135,15 +135,15 @@ def draw(
     *,
     margin: float = MARGIN,
 ) -> torch.Tensor:
-    """One token of each row: int64 [rows].
+    """Draw one token for each row: int64 [rows].
 
-    ``logits`` fp32 [rows, vocab], adjusted already; ``temperatures`` fp32 [rows], 0 for the
-    greatest logit; ``keys`` int64 [rows, 2]: ``engine.sampling.noise.noise_keys``, of no effect
-    where greedy. Of equal scores the lower id wins; NaN counts as infinite.
+    ``logits`` fp32 [rows, vocab] are adjusted already. ``temperatures`` is fp32 [rows], 0 for the
+    largest logit. ``keys`` int64 [rows, 2] are ``engine.sampling.noise.noise_keys``, unused for
+    greedy draws. On equal scores the lower id wins; NaN counts as infinite.
 
-    Equal to ``draw_reference``, but for scores so near that two libraries' float64 logarithms
-    order them differently (a few 1e-16). ``margin`` is for tests. Raises ValueError where shapes or
-    types do not fit.
+    The result equals ``draw_reference``, except for scores so close that two libraries' float64
+    logarithms order them differently (a few 1e-16). ``margin`` is for tests. Raises ValueError if
+    shapes or types do not fit.
     """
     drawn = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     for launch in draw_launches(drawn, logits, temperatures, keys, margin):
@@ -162,11 +162,11 @@ def draw_launches(
     rows, vocab = logits.shape
     check_strides(logits, "logits")
     if logits.dtype != torch.float32 or vocab < 1:
-        raise ValueError("logits are fp32 [rows, vocab]")
+        raise ValueError("logits must be fp32 [rows, vocab]")
     if temperatures.dtype != torch.float32 or temperatures.shape != (rows,):
-        raise ValueError(f"temperatures are fp32 [{rows}]")
+        raise ValueError(f"temperatures must be fp32 [{rows}]")
     if keys.dtype != torch.int64 or keys.shape != (rows, 2) or not keys.is_contiguous():
-        raise ValueError(f"keys are int64 [{rows}, 2], contiguous")
+        raise ValueError(f"keys must be int64 [{rows}, 2], contiguous")
     if not temperatures.is_contiguous():
         raise ValueError("temperatures must be contiguous")
     tiles = -(-vocab // _TILE)
@@ -198,8 +198,7 @@ def draw_launches(
 def draw_reference(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """What ``draw`` computes, in plain torch and on the CPU, as ``engine.sampling.sampling``
-    does."""
+    """The reference for ``draw``, in plain torch on the CPU, like ``engine.sampling.sampling``."""
     drawn = []
     for row, temperature, pair in zip(
         logits.cpu(), temperatures.tolist(), keys.tolist(), strict=True
@@ -219,7 +218,7 @@ _MASK_TILE = 4096
 def forbid_kernel(  # type: ignore[no-untyped-def]
     logits, rows, masks, stride_logits, stride_masks, vocab, tile: tl.constexpr
 ):
-    """A tile of one row that has a mask."""
+    """Mask a tile of one row."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place).to(tl.int64)
     token = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -231,10 +230,10 @@ def forbid_kernel(  # type: ignore[no-untyped-def]
 
 
 def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[Mask]) -> None:
-    """Write -inf into ``logits``, fp32 [rows, vocab], where a row of ``rows`` may not draw.
+    """Write -inf into ``logits``, fp32 [rows, vocab], for tokens that ``rows`` may not draw.
 
-    ``masks`` has one for each of them. Nobody waits for the GPU. Raises ValueError where shapes or
-    types do not fit.
+    ``masks`` has one mask for each of these rows. It does not wait for the GPU. Raises ValueError
+    if shapes or types do not fit.
     """
     if not rows:
         return
@@ -252,11 +251,11 @@ def forbid_launch(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor)
     check_strides(logits, "logits")
     check_strides(masks, "masks")
     if logits.dtype != torch.float32:
-        raise ValueError("logits are fp32 [rows, vocab]")
+        raise ValueError("logits must be fp32 [rows, vocab]")
     if rows.dtype != torch.int32 or masks.dtype != torch.int32:
-        raise ValueError("rows and masks are int32")
+        raise ValueError("rows and masks must be int32")
     if masks.shape != (len(rows), -(-vocab // 32)):
-        raise ValueError(f"masks are [{len(rows)}, {-(-vocab // 32)}]")
+        raise ValueError(f"masks must be [{len(rows)}, {-(-vocab // 32)}]")
     return Launch(
         forbid_kernel,
         (len(rows), -(-vocab // _MASK_TILE)),
@@ -273,7 +272,7 @@ def forbid_launch(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor)
 
 
 def forbid_reference(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[Mask]) -> None:
-    """What ``forbid`` does, in plain torch on the CPU."""
+    """The reference for ``forbid``, in plain torch on the CPU."""
     for row, mask in zip(rows, masks, strict=True):
         allowed = torch.from_numpy(unpack(mask, logits.shape[1]))
         logits[row].masked_fill_(~allowed, -torch.inf)

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 checkpoint's ``config.json`` says, checked against the target's.
+"""Reads an EAGLE-3 checkpoint's ``config.json``, and checks it against the target's.
 
 The format is that of the checkpoints on model hubs (``LlamaForCausalLMEagle3``): Li et al.,
 EAGLE-3, 2025. A head has one layer of Llama's kind.
@@ -20,14 +20,14 @@ FEATURE_LAYERS = 3
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """The shape of a head and what it takes of its target."""
+    """The shape of a head, and its inputs from the target."""
 
     model: ModelConfig
-    """Of its one layer; ``vocab_size`` is the target's."""
+    """Configuration of its one layer; ``vocab_size`` is the target's."""
     draft_vocab_size: int
-    """How many tokens it can guess."""
+    """Number of tokens that it can draft."""
     feature_layers: tuple[int, ...]
-    """The target's layers whose inputs it takes, as ``StepInput.hidden_layers`` has them."""
+    """The target's layers whose inputs it takes, as in ``StepInput.hidden_layers``."""
     target_hidden_size: int
     norm_before_residual: bool
     """Whether its residual stream begins with the normed feature."""
@@ -36,16 +36,17 @@ class EagleConfig:
 def load_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
     """Read ``config.json`` of a head for a target.
 
-    Raises ConfigError for what is no EAGLE-3 head, and for a head of another target.
+    Raises ConfigError if it is no EAGLE-3 head, or belongs to another target.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{folder} has no config.json: it is no EAGLE-3 checkpoint")
+        raise ConfigError(f"{folder} has no config.json: it is not an EAGLE-3 checkpoint")
     fields = ConfigFields.read(path)
     named = [str(name) for name in fields.list("architectures")]
     if not set(named) & set(ARCHITECTURES):
         raise ConfigError(
-            f"{path}: architectures {named} is no EAGLE-3 head; known: {', '.join(ARCHITECTURES)}"
+            f"{path}: architectures {named} are not an EAGLE-3 head;"
+            f" known: {', '.join(ARCHITECTURES)}"
         )
     if (layers := fields.size("num_hidden_layers", 1)) != 1:
         raise ConfigError(f"{path}: num_hidden_layers is {layers}, and a head has one layer")
@@ -82,7 +83,7 @@ def _model(fields: ConfigFields, target: ModelConfig) -> ModelConfig:
     if fields.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{fields.path}: hidden_act of an EAGLE-3 head must be silu")
     head_dim = fields.size("head_dim", hidden // heads)
-    # Its rotary table reaches as far as the target's sequences do.
+    # Its rotary table is as long as the target's context.
     rope, _ = read_rope_specs(fields, head_dim, target.context_length)
     return ModelConfig(
         architecture="LlamaForCausalLM",
@@ -113,15 +114,16 @@ def _model(fields: ConfigFields, target: ModelConfig) -> ModelConfig:
 
 
 def _feature_layers(fields: ConfigFields, target: ModelConfig) -> tuple[int, ...]:
-    """What goes into layers 2, n / 2 and n - 3 of n, as heads are trained, or into those behind the
+    """The layers whose inputs the head takes.
 
-    layers that the checkpoint names: it names them by their outputs.
+    By default, as heads are trained, these are layers 2, n / 2 and n - 3 of n. A checkpoint may
+    name others by their outputs; the result is then the layers after those.
     """
     eagle = fields.object("eagle_config")
     if not eagle.flag("use_aux_hidden_state", True):
         raise ConfigError(
-            f"{fields.path}: a head that takes the last layer alone (use_aux_hidden_state false) is"
-            " not served"
+            f"{fields.path}: a head that takes only the last layer (use_aux_hidden_state false) is"
+            " not supported"
         )
     count = target.layers
     name = "eagle_aux_hidden_state_layer_ids"

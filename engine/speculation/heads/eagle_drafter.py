@@ -1,11 +1,11 @@
-"""An EAGLE-3 head guesses what the model will say, token by token: chains, no trees.
+"""Drafts token by token with an EAGLE-3 head: chains, no trees.
 
 A row of the head is a token and the feature of the token before it
-(engine/speculation/heads/eagle_model.py); the keys and values of a token's row lie in the token's
-own slot. So what a full block holds depends on the block's tokens and those before them alone, and
-can be shared like the model's part. Of the first token, and of one whose predecessor's feature is
-not here (it was computed elsewhere, or came from the prefix cache), the row has zeros for the
-feature: one row of many, and one step without a draft after a handoff.
+(engine/speculation/heads/eagle_model.py). The keys and values of a token's row are in the token's
+own slot. So a full block's contents depend only on the block's tokens and those before them, and
+can be shared like the model's part. A row has zeros if there is no feature. That is the case for
+the first token, and for a token whose predecessor was computed elsewhere or came from the prefix
+cache. It is one row of many, and one step without a draft after a handoff.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from engine.speculation.model_drafter import (
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 
 _MAX_WAITING = 16
-"""Tokens of a sequence whose rows may wait until it drafts: so many cost little more than one."""
+"""Maximum tokens of a sequence whose rows wait until it drafts; computing them costs little more
+than one."""
 _MAX_MISSING = 16
-"""Rows of so many tokens may have zeros for their features: with more a head knows too little."""
+"""Maximum rows that may have zeros for their features; with more, the head has too little input."""
 _OUTPUT = (1,)
-"""What the head's one layer puts out, as ``StepInput.hidden_layers`` has it."""
+"""Output of the head's one layer, as an entry of ``StepInput.hidden_layers``."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """What the model's layers made of a sequence's latest tokens."""
+    """Layer states of a sequence's latest tokens, whose rows are not computed yet."""
 
     start: int
-    """The first of them."""
+    """Position of the first token."""
     states: list[torch.Tensor] = field(default_factory=list)
-    """fp32 [tokens, feature_layers, hidden_size] each, one after another."""
+    """Consecutive parts, each fp32 [tokens, feature_layers, hidden_size]."""
 
     @property
     def end(self) -> int:
         return self.start + sum(len(states) for states in self.states)
 
     def between(self, first: int, end: int) -> torch.Tensor:
-        """Those of tokens ``first`` … ``end - 1``."""
+        """The states of tokens ``first`` … ``end - 1``."""
         states = self.states[0] if len(self.states) == 1 else torch.cat(self.states)
         return states[first - self.start : end - self.start]
 
@@ -78,7 +79,7 @@ class EagleDrafter(CachedDrafter):
         filled: FilledSlots,
         sampler: Sampler,
     ) -> None:
-        """``steps`` computes the head over the cache's group ``drafter``; ``filled`` is of that."""
+        """``steps`` computes the head over the cache's group ``drafter``; ``filled`` tracks it."""
         super().__init__(steps, filled)
         self._model = model
         self._draws = DraftDraws(model.token_ids, model.config.vocab_size, sampler)
@@ -107,7 +108,7 @@ class EagleDrafter(CachedDrafter):
         self._take_in([_part(row, query.known.token_ids, start, end)])
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """See ``ModelDrafter``. Each step is one of all sequences that still draft."""
+        """See ``ModelDrafter``. Each step covers all sequences that still draft."""
         parts = []
         for query in queries:
             row, tokens = query.row, query.known.token_ids
@@ -142,7 +143,7 @@ class EagleDrafter(CachedDrafter):
         return drafts
 
     def _drawn(self, step: StepInput, draws: list[SampleRow]) -> tuple[list[int], torch.Tensor]:
-        """The token behind each part, and the feature that stands for the part's last token."""
+        """The token after each part, and the feature for the part's last token."""
         found = self._steps.run(step)
         assert found.hidden is not None
         behind = found.hidden[:, 0]
@@ -150,30 +151,30 @@ class EagleDrafter(CachedDrafter):
             behind = behind[step.outputs]
         if found.best is not None:
             return self._draws.named(found.best), behind
-        assert found.logits is not None, "a step gives the one or the other"
+        assert found.logits is not None, "a step returns tokens or logits"
         return self._draws.draw(found.logits, draws), behind
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """See ``ModelDrafter``. What was computed of prompts is taken in at once, always: later it
+        """See ``ModelDrafter``.
 
-        cannot be, since the features are too large to be kept, and it costs a fiftieth of what the
-        model takes. Tokens of answers are when a block of them is full, since then it may be sent,
-        or when many wait.
+        Computed prompt tokens are always processed at once. Their features are too large to be
+        kept, and processing takes a fiftieth of the model's time. Answer tokens are processed when
+        they fill a block, since it may then be sent, or when many wait.
         """
-        assert hidden is not None, "the model was asked for them"
+        assert hidden is not None, "the model must return hidden states"
         parts = []
         for found in rows:
             row = found.row
             if found.drafted:
-                # The draft began with the row of the last token, features and all.
+                # The draft computed the last token's row, including its feature.
                 self._fill(row, row.start, row.start + 1)
             end = row.start + found.right
             self._keep(row, hidden[found.first : found.first + found.right])
             start = self._filled.count(row, end)
             if self._missing(row, start) > _MAX_MISSING:
-                # The last one is what a row behind it needs.
+                # The next row needs the state of the last token.
                 self._forget_before(row.sequence_id, end - 1)
             elif start < end and self._is_due(found, end - start):
                 parts.append(_part(row, found.known.token_ids, start, end))
@@ -182,24 +183,24 @@ class EagleDrafter(CachedDrafter):
         return sum(part.row.count for part in parts if part.row.count > _MAX_WAITING)
 
     def _is_due(self, found: ComputedRow, waiting: int) -> bool:
-        """Whether so many rows that wait are to be computed behind this step."""
+        """Whether ``waiting`` rows have to be computed after this step."""
         start, size = found.row.start, self._filled.block_size
         full = (start + found.right) // size > start // size
         return _is_chunk(found) or full or waiting > _MAX_WAITING
 
     def _missing(self, row: PlanRow, filled: int) -> int:
-        """Of so many tokens behind those that are filled there is no feature for their rows."""
+        """Number of tokens after the filled ones whose rows have no feature."""
         return self._waiting[row.sequence_id].start - filled
 
     def _keep(self, row: PlanRow, states: torch.Tensor) -> None:
         waiting = self._waiting.get(row.sequence_id)
         if waiting is None or waiting.end != row.start:
             waiting = self._waiting[row.sequence_id] = _Waiting(row.start)
-        # A copy: of a step of many tokens one is kept.
+        # A copy, because only a part of a large step's tokens is kept.
         waiting.states.append(states.clone())
 
     def _take_in(self, parts: Sequence[_Part]) -> None:
-        """Compute rows for their keys and values alone."""
+        """Compute rows only for their keys and values."""
         self._steps.run(_step(parts, [], greedy=True, states=self._states(parts)))
         for part in parts:
             end = part.row.start + part.row.count
@@ -207,10 +208,10 @@ class EagleDrafter(CachedDrafter):
             self._forget_before(part.row.sequence_id, end - 1)
 
     def _states(self, parts: Iterable[_Part]) -> torch.Tensor:
-        """fp32 [tokens, feature_layers, hidden_size] of all parts' rows: of the token before each.
+        """States for all parts' rows: fp32 [tokens, feature_layers, hidden_size].
 
-        The head's C++ makes features of them: torch's threads would wait busily behind that, on the
-        cores that the model needs next.
+        Each row gets the states of the token before it. The head's C++ code makes the features.
+        Torch's threads would busy-wait afterwards on the cores that the model needs next.
         """
         found = []
         for part in parts:
@@ -224,7 +225,7 @@ class EagleDrafter(CachedDrafter):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _forget_before(self, sequence_id: int, position: int) -> None:
-        """Of the tokens before ``position`` the rows behind them are filled."""
+        """Drop the states of tokens before ``position``, since the rows after them are filled."""
         waiting = self._waiting.get(sequence_id)
         if waiting is not None and waiting.start < position:
             kept = waiting.between(position, waiting.end).clone()
@@ -241,7 +242,7 @@ class EagleDrafter(CachedDrafter):
 
 
 def _is_chunk(found: ComputedRow) -> bool:
-    """Of a prompt."""
+    """Whether the row is a chunk of a prompt."""
     return found.row.count > 1 and not found.drafted
 
 
@@ -266,7 +267,7 @@ def _part(row: PlanRow, tokens: Sequence[int], start: int, end: int) -> _Part:
 
 
 def _last_places(parts: Iterable[_Part]) -> list[int]:
-    """Which of the step's tokens is each part's last."""
+    """Index of each part's last token in the step."""
     places, end = [], 0
     for part in parts:
         end += part.row.count

@@ -1,8 +1,8 @@
-"""An EAGLE-3 head (Li et al., 2025): one layer that guesses what comes behind a token.
+"""An EAGLE-3 head (Li et al., 2025): one layer that predicts the token after the next.
 
-A row of it is a token and a feature. The feature is made of what three of the target's layers put
-out for the token *before*; behind drafted tokens the head's own output stands for it. The layer's
-attention takes the normed embedding of the token and, beside it, the normed feature; its residual
+A row of the head is a token and a feature. The feature is made from the outputs of three of the
+target's layers for the *previous* token. After drafted tokens, the head's own output replaces it.
+The layer's attention takes the normed embedding of the token and the normed feature. Its residual
 stream begins with the feature.
 """
 
@@ -23,12 +23,12 @@ from engine.sampling.step import StepInput, StepOutput
 from engine.speculation.heads.eagle_config import FEATURE_LAYERS, EagleConfig
 
 _LAYERS = ("midlayer", "layers.0", "model.layers.0")
-"""What the names of the layer's tensors begin with: as published, and as some convert it."""
+"""Prefixes of the layer's tensor names: as published, and after common conversions."""
 _EMBEDDING = "embed_tokens.weight"
 
 
 class EagleModel(DecoderModel):
-    """The head of a target; the plain-torch definition. Holds no state but its weights."""
+    """The head of a target, in plain torch, as the reference. Holds no state except its weights."""
 
     def __init__(
         self,
@@ -37,10 +37,11 @@ class EagleModel(DecoderModel):
         target: DecoderModel,
         device: torch.device,
     ) -> None:
-        """``weights`` has the published names: ``fc``, ``midlayer.*``, ``norm``, ``lm_head``,
+        """``weights`` uses the published names.
 
-        ``d2t``, and ``embed_tokens`` where the head does not share the target's.
-        Raises ConfigError where one is missing or has another shape than ``config`` says.
+        These are ``fc``, ``midlayer.*``, ``norm``, ``lm_head``, ``d2t``, and ``embed_tokens`` if
+        the head does not share the target's. Raises ConfigError if one is missing or its shape
+        differs from ``config``.
         """
         tensors = NamedTensors(weights)
         model = config.model
@@ -56,12 +57,13 @@ class EagleModel(DecoderModel):
         self.ropes = tuple(rope_table(spec, model.context_length, device) for spec in model.ropes)
         self.embedding, self.embedding_scale = _embedding(config, tensors, target)
         self.token_ids = _token_ids(config, weights)
-        """int64 [draft_vocab_size]: the target's ids of the tokens that the head can guess."""
+        """int64 [draft_vocab_size]: the target's ids of the tokens that the head can draft."""
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 [tokens, hidden_size] of what went into the target's ``feature_layers``: fp32
+        """Make features, fp32 [tokens, hidden_size].
 
-        [tokens, feature_layers, target_hidden_size].
+        ``hidden`` has the inputs of the target's ``feature_layers``: fp32 [tokens, feature_layers,
+        target_hidden_size].
         """
         assert self.combine is not None
         return self.combine.to_float(hidden.flatten(1).to(self.dtype))
@@ -73,9 +75,9 @@ class EagleModel(DecoderModel):
         cache: KvGroup,
         layer_done: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """fp32 [tokens, hidden_size] of tokens and features alike; stores the keys and values.
+        """Compute fp32 [tokens, hidden_size] from tokens and features, and store keys and values.
 
-        What comes out is the feature of a token that is drafted next, and what ``logits`` takes.
+        The result is the feature of a token that is drafted next, and the input of ``logits``.
         """
         (layer,) = self.layers
         assert layer.feature_norm is not None
@@ -123,7 +125,7 @@ def _layer(config: EagleConfig, tensors: NamedTensors) -> Layer:
 def _embedding(
     config: EagleConfig, tensors: NamedTensors, target: DecoderModel
 ) -> tuple[Matrix, float]:
-    """The head's own, or the target's, and its factor."""
+    """The head's own embedding, or the target's, and its scale."""
     model = config.model
     for name in (_EMBEDDING, f"model.{_EMBEDDING}"):
         if name in tensors:
@@ -137,26 +139,26 @@ def _embedding(
 
 
 def _token_ids(config: EagleConfig, weights: Mapping[str, Matrix]) -> torch.Tensor:
-    """Of ``d2t``: what is added to a token's place in the head to make it the target's id."""
+    """The target's ids. ``d2t`` has the offset of each of the head's outputs from its id."""
     count, vocab = config.draft_vocab_size, config.model.vocab_size
     places = torch.arange(count)
     found = weights.get("d2t")
     if found is None:
         if count != vocab:
-            raise ConfigError(f"the EAGLE-3 head guesses {count} tokens of {vocab} and has no d2t")
+            raise ConfigError(f"the EAGLE-3 head drafts {count} tokens of {vocab} and has no d2t")
         return places
     if not isinstance(found, torch.Tensor) or found.shape != (count,) or found.is_floating_point():
-        raise ConfigError(f"the EAGLE-3 head's d2t must have {count} whole numbers")
+        raise ConfigError(f"the EAGLE-3 head's d2t must have {count} integers")
     token_ids = places + found.cpu().long()
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab:
-        raise ConfigError("the EAGLE-3 head's d2t names tokens that the target does not have")
+        raise ConfigError("the EAGLE-3 head's d2t contains tokens that the target does not have")
     return token_ids
 
 
 class EagleTorchStep(TorchStepModel):
     """The reference implementation of ``engine.sampling.step.StepModel`` for a head.
 
-    It takes ``StepInput.features`` or ``states``; its ``hidden`` is what its one layer puts out.
+    It takes ``StepInput.features`` or ``states``; its ``hidden`` is the output of its one layer.
     """
 
     def __init__(self, model: EagleModel, cache: KvGroup, device: torch.device) -> None:

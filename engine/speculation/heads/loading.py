@@ -1,4 +1,4 @@
-"""Drafters that are heads trained for a target: EAGLE-3's and Medusa's, loaded and put together."""
+"""Loads heads that were trained for a target, EAGLE-3's and Medusa's, and makes their drafters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.speculation.heads.medusa import MedusaDrafter, MedusaModel, load_med
 from engine.speculation.model_drafter import FilledSlots, ModelDrafter, Sampler
 
 HEADS = ("eagle", "medusa")
-"""The drafters' names in the configuration."""
+"""Names of these drafters in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class EagleHead:
 
     model: EagleModel
     name: str
-    """Its weights' fingerprint: its KV lies in the blocks."""
+    """Fingerprint of its weights, since its KV is in the blocks."""
 
     @property
     def config(self) -> ModelConfig | None:
-        """Of what has a group of the cache."""
+        """Configuration of the part that has a group of the cache."""
         return self.model.config
 
     def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
-        """Over the cache's group ``drafter``, with the CPU's own decoder where that will do."""
+        """Make the drafter over the cache's group ``drafter``, with the C++ decoder if possible."""
         group = cache.drafter
         assert group is not None, "an EAGLE-3 head has a group of the cache"
         key = f"{self.name}-eagle-{_quantization(target)}"
@@ -58,11 +58,11 @@ class MedusaHeads:
 
     model: MedusaModel
     name: str = ""
-    """They have no KV, and the target's does not depend on them."""
+    """Empty: the heads have no KV, and the target's KV does not depend on them."""
 
     @property
     def config(self) -> ModelConfig | None:
-        """Of what has a group of the cache: nothing."""
+        """None: the heads have no group of the cache."""
         return None
 
     def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
@@ -73,9 +73,9 @@ class MedusaHeads:
 def load_heads(
     drafter: str, folder: Path, target: DecoderModel, device: torch.device, dtype: str
 ) -> EagleHead | MedusaHeads:
-    """The heads of a folder for a target; ``drafter`` is of ``HEADS``.
+    """Load the heads of a folder for a target; ``drafter`` is one of ``HEADS``.
 
-    Raises ConfigError for what is none, and for heads of another target.
+    Raises ConfigError if the folder has no such heads, or heads of another target.
     """
     if drafter == "medusa":
         return MedusaHeads(load_medusa(folder, target, device))
@@ -84,22 +84,23 @@ def load_heads(
 
 
 def load_eagle(folder: Path, target: DecoderModel, device: torch.device) -> EagleModel:
-    """The head of a folder. Raises ConfigError; see ``load_eagle_config``."""
+    """Load the head of a folder. Raises ConfigError; see ``load_eagle_config``."""
     config = load_eagle_config(folder, target.config)
     weights = load_weights(folder, device, target.dtype, _quantization(target))
     return EagleModel(config, weights, target, device)
 
 
 def load_medusa(folder: Path, target: DecoderModel, device: torch.device) -> MedusaModel:
-    """The heads of a folder. Raises ConfigError; see ``load_medusa_config``."""
+    """Load the heads of a folder. Raises ConfigError; see ``load_medusa_config``."""
     config = load_medusa_config(folder, target.config)
     return MedusaModel(config, load_weights(folder, device, target.dtype), target)
 
 
 def _quantization(target: DecoderModel) -> str:
-    """Heads are published plain. Beside quantised weights they are quantised too, in 8 bits: a
+    """The quantization of heads, which are published without one.
 
-    draft is worth what it costs, and no answer depends on its last digits.
+    If the target is quantized, they are quantized to 8 bits: speed matters more than precision,
+    since no answer depends on a draft.
     """
     quantised = any(isinstance(layer.query.weight, QuantizedWeight) for layer in target.layers)
     return "int8" if quantised else "auto"

@@ -1,10 +1,10 @@
-"""Medusa heads guess the tokens behind the last one, all at once: chains, no trees.
+"""Medusa heads draft several tokens at once: chains, no trees.
 
-Each head (Cai et al., Medusa, 2024; the target frozen: Medusa-1) takes the target's last hidden
-state, normed, of the token before the last one: what the last one was drawn from. The first head
-guesses what comes behind the last one, the second what comes behind that, and so on. A head is some
-blocks ``x + silu(W x + b)`` and a matrix to the vocabulary. The drafter keeps nothing else: no KV,
-and after a handoff nothing but one step without a draft.
+Each head (Cai et al., Medusa, 2024; with a frozen target: Medusa-1) takes the target's last hidden
+state, normed, from which the last token was drawn. The first head predicts the token after the last
+one, the second head the token after that, and so on. A head consists of blocks ``x + silu(W x +
+b)`` and a matrix to the vocabulary. The drafter has no KV and no other state. A handoff costs only
+one step without a draft.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from engine.speculation.model_drafter import ComputedRow, DraftDraws, DraftQuery
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """The shape of the heads of a target."""
+    """The shape of a target's heads."""
 
     heads: int
     blocks: int
-    """Of each head."""
+    """Number of blocks in each head."""
     hidden_size: int
     vocab_size: int
     truncated_vocab_size: int
-    """How many tokens the heads can guess."""
+    """Number of tokens that the heads can draft."""
 
 
 def load_medusa_config(folder: Path, target: ModelConfig) -> MedusaConfig:
-    """Read ``config.json`` of heads for a target: with the names of the authors' checkpoints
+    """Read ``config.json`` of heads for a target.
 
-    (``medusa_num_heads``) or with those of vLLM's (``num_heads``, ``model_type`` medusa).
+    It accepts the names of the authors' checkpoints (``medusa_num_heads``) and those of vLLM's
+    (``num_heads``, ``model_type`` medusa).
 
-    Raises ConfigError for what are no Medusa heads, and for heads of another target.
+    Raises ConfigError if these are no Medusa heads, or heads of another target.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -58,7 +59,7 @@ def load_medusa_config(folder: Path, target: ModelConfig) -> MedusaConfig:
         heads, blocks = fields.size("num_heads"), fields.size("num_hidden_layers", 1)
     else:
         raise ConfigError(
-            f"{path}: these are no Medusa heads: there is neither medusa_num_heads nor model_type"
+            f"{path}: these are not Medusa heads: there is neither medusa_num_heads nor model_type"
             " medusa"
         )
     for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
@@ -77,16 +78,16 @@ def load_medusa_config(folder: Path, target: ModelConfig) -> MedusaConfig:
 
 
 class MedusaModel:
-    """The heads of a target, in plain torch. Holds no state but its weights."""
+    """The heads of a target, in plain torch. Holds no state except its weights."""
 
     def __init__(
         self, config: MedusaConfig, weights: Mapping[str, Matrix], target: DecoderModel
     ) -> None:
-        """Raises ConfigError where a tensor is missing or has not the shape that it must have."""
+        """Raises ConfigError if a tensor is missing or has the wrong shape."""
         tensors = NamedTensors(_plain_names(config, weights))
         hidden = config.hidden_size
         self.token_ids = _token_ids(config, weights)
-        """int64 [truncated_vocab_size]: the target's ids of the tokens that the heads can guess."""
+        """int64 [truncated_vocab_size]: the target's ids of the tokens that the heads can draft."""
         self.dtype = target.dtype
         self._norm, self._eps = target.norm, target.config.rms_norm_eps
         self._heads = [
@@ -105,9 +106,9 @@ class MedusaModel:
         return len(self._heads)
 
     def logits(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
-        """fp32 [heads, rows, truncated_vocab_size] of the first ``heads`` of them.
+        """Logits of the first ``heads`` heads: fp32 [heads, rows, truncated_vocab_size].
 
-        ``hidden`` is fp32 [rows, hidden_size]: what the target's last layer put out.
+        ``hidden`` is fp32 [rows, hidden_size], the output of the target's last layer.
         """
         first = F.rms_norm(hidden, (hidden.shape[-1],), self._norm, self._eps).to(self.dtype)
         found = []
@@ -120,7 +121,7 @@ class MedusaModel:
 
 
 def _plain_names(config: MedusaConfig, weights: Mapping[str, Matrix]) -> dict[str, Matrix]:
-    """``<head>.<block>.weight`` and ``<head>.head.weight``, of either way of naming."""
+    """Rename weights of either naming to ``<head>.<block>.weight`` and ``<head>.head.weight``."""
     names: dict[str, str] = {}
     for head in range(config.heads):
         for block in range(config.blocks):
@@ -138,7 +139,7 @@ def _plain_names(config: MedusaConfig, weights: Mapping[str, Matrix]) -> dict[st
 
 
 def _head(config: MedusaConfig, tensors: NamedTensors, head: int) -> Linear:
-    # One for all of them, where the checkpoint has the first one's alone.
+    # All heads share the first one's matrix if the checkpoint has only that one.
     name = f"{head}.head" if f"{head}.head.weight" in tensors else "0.head"
     return tensors.linear(name, config.truncated_vocab_size, config.hidden_size)
 
@@ -149,29 +150,31 @@ def _token_ids(config: MedusaConfig, weights: Mapping[str, Matrix]) -> torch.Ten
     if found is None:
         if count != config.vocab_size:
             raise ConfigError(
-                f"the Medusa heads guess {count} tokens of {config.vocab_size} and have no"
+                f"the Medusa heads draft {count} tokens of {config.vocab_size} and have no"
                 " token_map"
             )
         return torch.arange(count)
     if not isinstance(found, torch.Tensor) or found.shape != (count,) or found.is_floating_point():
-        raise ConfigError(f"the Medusa heads' token_map must have {count} whole numbers")
+        raise ConfigError(f"the Medusa heads' token_map must have {count} integers")
     token_ids = found.cpu().long()
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < config.vocab_size:
-        raise ConfigError("the Medusa heads' token_map names tokens that the target does not have")
+        raise ConfigError(
+            "the Medusa heads' token_map contains tokens that the target does not have"
+        )
     return token_ids
 
 
 _MAX_DECODED = 16
-"""A row of more tokens is a prompt's: a draft is shorter (``MAX_DRAFT_TOKENS``)."""
+"""Maximum tokens of a decode row; a longer row belongs to a prompt (``MAX_DRAFT_TOKENS``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the last layer made of a sequence's token, the one before its last."""
+    """The last layer's output for a sequence's second to last token."""
 
     position: int
     hidden: torch.Tensor
-    """fp32 [hidden_size]."""
+    """The output, fp32 [hidden_size]."""
 
 
 class MedusaDrafter:
@@ -186,7 +189,7 @@ class MedusaDrafter:
         vocab_size: int,
         sampler: Sampler,
     ) -> None:
-        """``layers`` and ``vocab_size`` are the model's that the heads are for."""
+        """``layers`` and ``vocab_size`` are those of the target."""
         self._model = model
         self._layers = (layers,)
         self._draws = DraftDraws(model.token_ids, vocab_size, sampler)
@@ -195,9 +198,10 @@ class MedusaDrafter:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """See ``ModelDrafter``. None of a step with prompts: there the last layer's output, which
+        """See ``ModelDrafter``.
 
-        is wanted of each prompt's last token alone, would be computed of all.
+        Empty for a step with prompts: the last layer's output would be computed for all tokens of
+        the prompts, and only their last tokens need it.
         """
         return () if self._prompts else self._layers
 
@@ -207,12 +211,12 @@ class MedusaDrafter:
         return self._model.heads
 
     def backlog(self, query: DraftQuery) -> int | None:
-        """See ``ModelDrafter``: there is none."""
+        """See ``ModelDrafter``; there is no backlog."""
         seen = self._seen.get(query.row.sequence_id)
         return 0 if seen is not None and seen.position == query.row.start - 1 else None
 
     def catch_up(self, query: DraftQuery, most: int) -> None:
-        """See ``ModelDrafter``: there is no backlog."""
+        """Do nothing: there is no backlog."""
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
         """See ``ModelDrafter``."""
@@ -235,7 +239,7 @@ class MedusaDrafter:
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """See ``ModelDrafter``: nothing is taken in."""
+        """See ``ModelDrafter``; no tokens are processed."""
         for found in rows:
             row = found.row
             if hidden is None or not row.sample:
@@ -251,7 +255,7 @@ class MedusaDrafter:
         self._seen.pop(sequence_id, None)
 
     def use_threads(self, threads: int) -> None:
-        """Torch computes the heads, with the threads that it has."""
+        """Do nothing: torch computes the heads with its own threads."""
 
     def share_cores(self, share: CoreShare) -> None:
-        """Torch computes the heads, and knows of no other engine."""
+        """Do nothing: torch computes the heads, and shares no cores."""

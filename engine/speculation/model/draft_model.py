@@ -1,8 +1,9 @@
-"""A smaller model with the same tokenizer guesses what the model will say.
+"""Drafts with a smaller model that has the same tokenizer.
 
-Speculative decoding (Leviathan et al., 2023; Chen et al., 2023), but a draft is kept for being what
-the model draws: both draw with the same noise of the position, so that the likelier a token is to
-both, the likelier both draw it. Both must have the same tokens: see ``check_vocabulary``.
+This is speculative decoding (Leviathan et al., 2023; Chen et al., 2023) with one difference: a
+drafted token is kept if the model draws the same token. Both models draw with the same noise of the
+position. So the likelier a token is for both, the more often both draw it. Both must have the same
+tokens: see ``check_vocabulary``.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from engine.speculation.model_drafter import (
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 
 _GAP = 2 * MAX_DRAFT_TOKENS
-"""Most tokens before a chunk that are taken in with it."""
+"""Maximum missing tokens before a chunk that are processed together with it."""
 
 
 class DraftModel(CachedDrafter):
     """Implements ``ModelDrafter``. Owned by the engine thread.
 
-    What it makes of prompts it may compute with them; of other tokens it is behind until it drafts.
-    A grammar does not hold it back: what the grammar forbids is not kept.
+    It may process prompts while they are computed. For other tokens it lags behind until it drafts.
+    Grammars are not applied: a token that the grammar forbids is not kept.
     """
 
     name = "draft"
@@ -46,9 +47,9 @@ class DraftModel(CachedDrafter):
     def __init__(
         self, model: StepModel, filled: FilledSlots, context_length: int, sampler: Sampler
     ) -> None:
-        """``model`` computes over the cache's group ``drafter``, of which ``filled`` tells.
+        """``model`` computes over the cache's group ``drafter``; ``filled`` tracks that group.
 
-        It can hold ``context_length`` tokens.
+        The group can hold ``context_length`` tokens.
         """
         super().__init__(model, filled)
         self._context_length = context_length
@@ -69,7 +70,7 @@ class DraftModel(CachedDrafter):
         self._take_in([(part_of(row, start, count), query.known.token_ids)])
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """See ``ModelDrafter``. Each step is one of all sequences that still draft."""
+        """See ``ModelDrafter``. Each step covers all sequences that still draft."""
         drafts: list[list[int]] = [[] for _ in queries]
         for length in range(max(query.most for query in queries)):
             work = StepWork()
@@ -100,7 +101,7 @@ class DraftModel(CachedDrafter):
         found = self._steps.run(StepInput(tuple(rows), work.token_ids, work.outputs, greedy))
         if found.best is not None:
             return found.best
-        assert found.logits is not None, "a step gives the one or the other"
+        assert found.logits is not None, "a step returns tokens or logits"
         return self._sampler(found.logits, work.draws)
 
     def computed(
@@ -120,10 +121,10 @@ class DraftModel(CachedDrafter):
         return sum(row.count for row, _ in chunks)
 
     def _to_take_in(self, row: PlanRow) -> PlanRow | None:
-        """A chunk with what is missing before it; None where that is too much, or it does not fit.
+        """Extend a chunk by the missing tokens before it; None if there are too many, or no room.
 
-        Behind a gap it would be computed of keys that are not there. A few tokens are missing where
-        an answer has ended that is a part of this prompt.
+        After a gap, it would attend to keys that are not there. A few tokens are missing if the
+        prompt contains an earlier answer.
         """
         end = row.start + row.count
         start = self._filled.count(row, row.start)
@@ -132,7 +133,7 @@ class DraftModel(CachedDrafter):
         return part_of(row, start, end - start)
 
     def _take_in(self, parts: Sequence[tuple[PlanRow, list[int]]]) -> None:
-        """Compute rows' tokens; each row's sequence has the tokens beside it."""
+        """Compute rows' tokens; each row comes with the tokens of its sequence."""
         token_ids: list[int] = []
         for row, tokens in parts:
             token_ids += tokens[row.start : row.start + row.count]
@@ -144,16 +145,15 @@ class DraftModel(CachedDrafter):
 def check_vocabulary(
     folder: Path, config: ModelConfig, draft_folder: Path, draft_config: ModelConfig
 ) -> None:
-    """Raises ConfigError, which names both folders, where a token id means another text.
+    """Raise ConfigError, with both folders, if a token id has different texts.
 
-    The ids decide: how texts are cut into tokens, and what templates there are, is the model's
-    affair alone.
+    Only the ids matter: only the model splits texts into tokens and applies templates.
     """
     sizes = config.vocab_size, draft_config.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"{draft_folder} cannot draft for {folder}: it has {sizes[1]} token ids, and the model"
-            f" has {sizes[0]}; take a draft_model with the same tokenizer"
+            f" has {sizes[0]}; use a draft_model with the same tokenizer"
         )
     known, drafted = _tokens(folder), _tokens(draft_folder)
     if known == drafted:
@@ -161,7 +161,7 @@ def check_vocabulary(
     other = next(id_ for id_ in sorted(known | drafted) if known.get(id_) != drafted.get(id_))
     raise ConfigError(
         f"{draft_folder} cannot draft for {folder}: token {other} is {drafted.get(other)!r}, and"
-        f" the model has {known.get(other)!r}; take a draft_model with the same tokenizer"
+        f" the model has {known.get(other)!r}; use a draft_model with the same tokenizer"
     )
 
 

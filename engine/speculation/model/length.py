@@ -1,6 +1,6 @@
-"""How many tokens a drafter with a model of its own is asked for: before it drafts, by what it
+"""How many tokens a drafter with its own model drafts, chosen from its costs before it drafts.
 
-takes. Chances are learned by a token's place in its draft, and by how the sequence has done lately.
+Probabilities are learned by a token's place in its draft, and by the sequence's recent drafts.
 Plain Python: no clock, no I/O. Owned by the engine thread.
 """
 
@@ -12,43 +12,45 @@ from dataclasses import dataclass
 from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal, best_count, towards
 
 EVIDENCE = 4
-"""Of a draft's first token, in the measure of ``DraftLength``: a model guesses better than a single
-token that occurred before."""
+"""Evidence of a draft's first token, in the measure of ``DraftLength``: a model guesses better than
+a single token that occurred before."""
 PIECE = 64
-"""Most tokens of a backlog that a sequence takes in beside a step: others wait for it."""
+"""Maximum tokens of a backlog that are processed with one step, because other sequences wait for
+it."""
 _SPREAD_STEPS = 32
-"""A backlog is paid by so many of the steps that follow."""
+"""Number of later steps over which the cost of a backlog is spread."""
 _RATE = 0.05
-"""What a step counts for in whether drafts pay lately."""
+"""Weight of a step in the average of whether drafts pay."""
 _MIN_PAYING = 0.25
-"""Drafts pay if so much of the latest steps were expected to gain by them."""
+"""Minimum share of the latest steps that were expected to gain, for drafts to count as paying."""
 _TRIALS = 16
-"""So many drafts are made whatever they promise, to see what the drafter takes and is worth."""
+"""Number of initial drafts that are made in any case, to measure the drafter's cost and value."""
 _LONGEST_TRIAL_STEPS = 20.0
-"""No backlog is taken in for one that takes as long as so many steps."""
+"""Maximum duration of a backlog for a trial, in steps."""
 _PROBE_SHARE = 0.02
-"""Of the time, for drafts that do not pay as far as is known: a part of it goes into what the
-drafter has missed meanwhile."""
+"""Share of the time for drafts that are not expected to pay. A part of it is spent on the drafter's
+backlog."""
 _IDLE_STEPS, _LOOK_EVERY = 32, 8
-"""After so many steps in which nothing was drafted, only one of so many is looked at: to look takes
-time as well."""
+"""After the first number of steps without a draft, only one of the second number of steps is
+considered: considering a step takes time as well."""
 _PROMPT_EVERY = 15
-"""Of so many prompts one is taken in where drafts do not pay, to see whether they would. An odd
-number: for a prompt that is computed elsewhere it is asked twice, when blocks are promised, and
-when they have come."""
+"""If drafts do not pay, one of this number of prompts is processed, to see whether they would. The
+number is odd, because a prompt that is computed elsewhere counts twice: when blocks are promised,
+and when they have arrived."""
 
 
 _STEP_SHARE = 0.1
-"""What a step of the drafter is taken to cost until one was seen: this part of the model's."""
+"""Assumed cost of a drafter's step until it is measured, as a share of the model's step."""
 _TOKENS_A_STEP = 8
-"""So many tokens of a backlog are taken to cost what a step does, until some were seen: a step of
+"""Assumed number of backlog tokens that cost the same as a step, until it is measured: a step of
 few tokens is bound by memory."""
 
 
 class DraftingTime:
-    """What a drafter's own model takes to draft, learned from the drafts themselves.
+    """Learned duration of drafting with the drafter's own model.
 
-    A draft of k tokens is k steps of a small model, one after another, of all sequences that draft.
+    A draft of k tokens takes k steps of a small model, one after another, for all sequences that
+    draft.
     """
 
     def __init__(self) -> None:
@@ -56,24 +58,24 @@ class DraftingTime:
         self._token: float | None = None
 
     def observe(self, sequences: int, steps: int, seconds: float) -> None:
-        """``steps`` steps of so many sequences, without a backlog, took so long."""
+        """Record the duration of ``steps`` steps of ``sequences`` sequences, without a backlog."""
         found = seconds / steps
         key = _power_of_two(sequences)
         self._steps[key] = towards(self._steps.get(key), found)
 
     def observe_tokens(self, tokens: int, seconds: float) -> None:
-        """Taking in so many tokens, of a prompt or a backlog, took so long."""
+        """Record the duration of processing ``tokens`` tokens of a prompt or a backlog."""
         self._token = towards(self._token, seconds / tokens)
 
     def step(self, sequences: int, model_step: float) -> float:
-        """Seconds of one step of so many; ``model_step`` are those of one of the model."""
+        """Seconds of one step of ``sequences`` sequences; ``model_step`` is a step of the model."""
         if not self._steps:
             return _STEP_SHARE * model_step
         key = min(self._steps, key=lambda known: abs(known - _power_of_two(sequences)))
         return self._steps[key]
 
     def backlog(self, tokens: int, model_step: float) -> float:
-        """Seconds of taking in so many tokens."""
+        """Seconds to process ``tokens`` tokens."""
         token = self._token
         if token is None:
             token = self.step(1, model_step) / _TOKENS_A_STEP
@@ -81,13 +83,13 @@ class DraftingTime:
 
 
 def _power_of_two(count: int) -> int:
-    """To a power of two, upwards."""
+    """Round up to a power of two."""
     return 1 << (count - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that may draft, and what it must take in before."""
+    """A sequence that may draft, and its backlog in tokens."""
 
     sequence_id: int
     most: int
@@ -95,7 +97,7 @@ class Candidate:
 
 
 class ModelDraftLength(DraftLength):
-    """See the module's text."""
+    """Chooses how many tokens each sequence drafts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,26 +105,26 @@ class ModelDraftLength(DraftLength):
         self._paying = 1.0
         self._trials = 0
         self._probing: int | None = None
-        """The sequence that is tried, from the purse, until it has drafted."""
+        """The sequence that is tried with saved-up time, until it has drafted."""
         self._prompts = 0
         self._rows = 0
         self._idle = 0
-        """Steps of so many rows in a row in which nothing was drafted."""
+        """Number of consecutive steps with ``_rows`` rows in which nothing was drafted."""
         self._unpaid = 0
-        """Steps of which the purse has not got its share."""
+        """Number of steps whose share was not yet added to the saved-up time."""
 
     @property
     def pays(self) -> bool:
-        """Whether drafts have paid lately."""
+        """Whether recent drafts have paid."""
         return self._paying >= _MIN_PAYING
 
     def takes_prompt(self) -> bool:
-        """Whether the drafter is to take in a new sequence's prompt as it is computed."""
+        """Whether the drafter should process a new sequence's prompt while it is computed."""
         self._prompts += 1
         return self.pays or self._prompts % _PROMPT_EVERY == 0
 
     def looks(self, rows: int) -> bool:
-        """Whether to ask ``wanted`` before a step of so many rows. Called for every step."""
+        """Whether to call ``wanted`` before a step of ``rows`` rows. Call it for every step."""
         if rows != self._rows:
             self._rows, self._idle = rows, 0
         self._idle += 1
@@ -173,13 +175,13 @@ class ModelDraftLength(DraftLength):
             self._probing = None
 
     def _try(self, lengths: list[int], candidates: Sequence[Candidate], plain: float) -> None:
-        """Two tokens of every candidate that is not far behind."""
+        """Draft two tokens for every candidate without a long backlog."""
         for index, candidate in enumerate(candidates):
             if self.time.backlog(candidate.backlog, plain) < _LONGEST_TRIAL_STEPS * plain:
                 lengths[index] = min(2, candidate.most)
 
     def _with_drafting(self, checking: list[float], drafting: list[Candidate]) -> list[float]:
-        """What steps take with drafts: ``drafting`` says whose token each one is."""
+        """Durations of steps with drafts; ``drafting`` has the candidate of each drafted token."""
         costs = checking[:1]
         lengths: dict[int, int] = {}
         deepest, late = 0, 0.0
@@ -193,9 +195,9 @@ class ModelDraftLength(DraftLength):
         return costs
 
     def _probed(self, checking: list[float], candidates: Sequence[Candidate]) -> int | None:
-        """The candidate with the least backlog, where there is time to try it.
+        """The candidate with the least backlog, if there is time to try it.
 
-        Once begun it goes on: its backlog may take several steps.
+        A trial that has begun continues, because its backlog may take several steps.
         """
         index = min(
             range(len(candidates)),

@@ -1,7 +1,7 @@
-"""Drafts by a drafter with a model of its own: asked for after it is known how many pay.
+"""Speculation with a drafter that has its own model: how much to draft is chosen before.
 
-Steps in which prompts are computed draft nothing: they are bound by arithmetic, and so is drafting
-beside them. Owned by the engine thread.
+Steps with prompts draft nothing: such steps are bound by arithmetic, and so is drafting during
+them. Owned by the engine thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from engine.cpu.library import CoreShare
-from engine.scheduling.plan import KnownSequence, PlanRow
+from engine.scheduling.plan import PlanRow, RunnerSequence
 from engine.speculation.model.length import EVIDENCE, PIECE, Candidate, ModelDraftLength
 from engine.speculation.model_drafter import ComputedRow, DraftQuery, ModelDrafter
 from engine.speculation.speculation import with_draft
@@ -25,11 +25,11 @@ class ModelSpeculation:
     watches = True
 
     def __init__(self, model: ModelDrafter, length: ModelDraftLength | None = None) -> None:
-        """``length`` says how much each sequence drafts; without it what is measured does."""
+        """``length`` chooses how much each sequence drafts; None: by measured costs."""
         self.model = model
         self.length = length or ModelDraftLength()
         self._drafting_s = 0.0
-        """Of the step that runs: what the drafter has taken before and after the model."""
+        """Seconds that the drafter has used in the current step, before and after the model."""
 
     @property
     def drafter(self) -> str:
@@ -39,7 +39,7 @@ class ModelSpeculation:
     def hidden_layers(self) -> tuple[int, ...]:
         return self.model.hidden_layers
 
-    def extend(self, rows: Sequence[PlanRow], known: Mapping[int, KnownSequence]) -> list[PlanRow]:
+    def extend(self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]) -> list[PlanRow]:
         """See ``StepSpeculation``."""
         began = time.perf_counter()
         found = list(rows)
@@ -53,9 +53,9 @@ class ModelSpeculation:
         return found
 
     def _drafts(
-        self, rows: Sequence[PlanRow], known: Mapping[int, KnownSequence]
+        self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]
     ) -> dict[int, list[int]]:
-        """The drafts that pay, by their sequences."""
+        """The drafts that pay, by their sequences' ids."""
         if any(row.count > 1 or not row.sample for row in rows):
             return {}
         queries, candidates = [], []
@@ -80,9 +80,9 @@ class ModelSpeculation:
         return self._proposed(asked)
 
     def _proposed(self, asked: Sequence[tuple[DraftQuery, int]]) -> dict[int, list[int]]:
-        """What is drafted for queries that have the backlog said with them.
+        """Draft for queries, each with its backlog.
 
-        In a step no more than a piece of backlogs is taken in: what is left drafts later.
+        A step processes at most one piece of the backlogs; sequences with more left draft later.
         """
         ready, tokens, room = [], 0, PIECE
         for query, backlog in asked:
@@ -101,7 +101,7 @@ class ModelSpeculation:
         drafts = self.model.propose(ready)
         seconds = time.perf_counter() - began
         if tokens <= len(ready):
-            # As after a draft that was wholly right.
+            # One missing token each, as after a draft that was all right, counts as no backlog.
             self.length.time.observe(len(ready), max(query.most for query in ready), seconds)
         return {query.row.sequence_id: draft for query, draft in zip(ready, drafts, strict=True)}
 
@@ -126,7 +126,7 @@ class ModelSpeculation:
             self.length.time.observe_tokens(tokens, seconds)
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """See ``StepSpeculation``: of the step what the drafter took is counted apart."""
+        """See ``StepSpeculation``. The drafter's time is not counted as part of the step."""
         self.length.observe(batch, drafted, seconds - self._drafting_s)
 
     def forget(self, sequence_id: int) -> None:

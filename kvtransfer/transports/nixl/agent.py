@@ -1,15 +1,15 @@
-"""nixl, as far as its transport uses it: one agent over UCX.
+"""A wrapper of nixl for its transport: one agent over UCX.
 
-Its own Python class makes the agent's progress thread spin on a core for ever. So the bindings
-under it are used, which let that thread sleep until there is traffic.
+nixl's own Python class makes the agent's progress thread spin on a core forever. So this uses the
+bindings below it, which let that thread sleep until there is traffic.
 
-UCX is told by its environment what it may use, before the agent exists. An operator's default is to
-say nothing: UCX then takes InfiniBand or RoCE, CUDA and shared memory where it finds them.
-``UCX_NET_DEVICES`` names the network cards (``mlx5_0:1``; ``lo`` for one host), ``UCX_TLS`` the
-ways (``rc,cuda,sm,self``). For TCP it listens on the address of each of those devices and on
-loopback, on ports that the system chooses; not on the wildcard address. Without
-``UCX_NET_DEVICES`` that means every interface that is up, and nothing there is authenticated or
-encrypted: the network between the workers must be a trusted one.
+UCX reads its settings from environment variables before the agent exists. By default none are set:
+UCX then uses InfiniBand or RoCE, CUDA and shared memory if it finds them. ``UCX_NET_DEVICES``
+selects network cards (``mlx5_0:1``; ``lo`` for one host), ``UCX_TLS`` the transports
+(``rc,cuda,sm,self``). For TCP it listens on the address of each of those devices and on loopback,
+on ports that the system chooses, and not on the wildcard address. Without ``UCX_NET_DEVICES`` this
+means every interface that is up. Nothing there is authenticated or encrypted: the network between
+the workers must be trusted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from baton.errors import ConfigError, HandoffError, WorkerFailed
 log = logging.getLogger(__name__)
 
 _PROGRESS_MICROSECONDS = 10_000
-"""How long UCX's thread sleeps at most; events wake it earlier."""
+"""Maximum sleep of UCX's thread in microseconds; events wake it earlier."""
 
 
 class NixlAgent:
-    """Safe among threads."""
+    """One nixl agent. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """``name`` is the only one of its kind, ever. Raises ConfigError without nixl or UCX."""
+        """``name`` must be unique forever. Raises ConfigError without nixl or UCX."""
         self._nixl = _load_nixl()
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -55,18 +55,19 @@ class NixlAgent:
             raise ConfigError(f"transport nixl cannot use memory on {device}: {error!r}") from error
 
     def metadata(self) -> bytes:
-        """How to reach this agent and what it has registered. Whoever has it can read that."""
+        """How to reach this agent, and what it has registered. With this, any process can read
+        that."""
         return bytes(self._agent.getLocalMD())
 
     def load(self, metadata: bytes) -> str:
-        """Make a peer known. Returns its name. Raises HandoffError."""
+        """Add a peer. Returns its name. Raises HandoffError."""
         try:
             return bytes(self._agent.loadRemoteMD(metadata)).decode()
         except Exception as error:
             raise HandoffError(f"a peer's nixl metadata cannot be used: {error!r}") from error
 
     def forget(self, name: str) -> None:
-        """Disconnect from a peer none of whose reads is under way."""
+        """Disconnect from a peer. None of its reads may be in flight."""
         self._agent.invalidateRemoteMD(name)
 
     def begin_read(
@@ -77,11 +78,10 @@ class NixlAgent:
         local: npt.NDArray[np.uint64],
         length: int,
     ) -> int:
-        """Read pieces of ``length`` bytes from a peer's ``device`` into the host's memory.
+        """Read pieces of ``length`` bytes from a peer's ``device`` into host memory.
 
-        ``remote`` and ``local`` are addresses uint64 [pieces], within what was registered. Returns
-        a handle. Raises WorkerFailed when the peer is gone, HandoffError when it has no such
-        memory.
+        ``remote`` and ``local`` are addresses, uint64 [pieces], within registered memory. Returns a
+        handle. Raises WorkerFailed if the peer is gone, HandoffError if it has no such memory.
         """
         kind, number = self._place(device)
         here = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, _descriptors(local, length, 0))
@@ -98,7 +98,7 @@ class NixlAgent:
         return handle
 
     def ended(self, name: str, handle: int) -> bool:
-        """Whether a read has ended well. Raises WorkerFailed when it has ended otherwise."""
+        """Whether a read has succeeded. Raises WorkerFailed if it has failed."""
         try:
             status = self._agent.getXferStatus(handle)
         except Exception as error:
@@ -106,15 +106,16 @@ class NixlAgent:
         return bool(status == self._nixl.NIXL_SUCCESS)
 
     def release(self, handle: int) -> None:
-        """Give back the handle of a read that has ended. Before that, it would go on unseen."""
+        """Release the handle of a read that has ended. An earlier release would let it continue
+        unseen."""
         try:
             self._agent.releaseXferReq(handle)
         except Exception as error:
-            log.warning("nixl keeps a read's handle: %r", error)
+            log.warning("nixl cannot release the handle of a read: %r", error)
 
     def close(self) -> None:
-        """End everything; the agent is of no more use. What was registered may be freed then."""
-        # Its destructor is the only way.
+        """End the agent, which is unusable afterwards. Registered memory may then be freed."""
+        # Its destructor is the only way to do this.
         del self._agent
 
     def _place(self, device: str) -> tuple[Any, int]:
@@ -129,7 +130,8 @@ def _load_nixl() -> Any:
         return importlib.import_module("nixl")
     except ImportError as error:
         raise ConfigError(
-            f"transport nixl needs a package that is not here ({error}): pip install baton[nixl]"
+            f"transport nixl needs a package that is not installed ({error}):"
+            " pip install baton[nixl]"
         ) from error
 
 

@@ -1,10 +1,10 @@
 """The thread of the nixl transport: it reads from writers, for all links.
 
-Bytes are read into staging, a fixed number of slots that are registered once, and copied from there
-into their blocks. A read cannot be called off: after a release, even after a disconnect, UCX still
-puts the bytes into place when a stopped writer wakes. So a slot is used again only when its read
-has ended by itself, and one whose writer is stopped waits until that wakes or dies. Each writer
-gets two slots at most, so that stopped ones leave the others theirs.
+Bytes are read into staging memory, which has a fixed number of slots that are registered once, and
+are copied from there into their blocks. A read cannot be cancelled: after a release, even after a
+disconnect, UCX still writes the bytes when a stopped writer wakes. So a slot is reused only when
+its read has ended by itself. The slot of a stopped writer waits until that writer wakes or dies.
+Each writer gets at most two slots, so that stopped ones leave slots for the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, place
 
 SLOT_BYTES = 8 << 20
-"""Of one read. UCX emulates reads over TCP, and not more of them at once would be faster."""
+"""Bytes of one read. UCX emulates reads over TCP; larger ones would not be faster."""
 _SLOTS_OF_A_WRITER = 2
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0001, 0.002
 _SLEEP_WITHOUT_HASTE_S = 0.02
@@ -50,9 +50,9 @@ class _Incoming:
     batch: AnnouncedBatch
     transfer: Transfer
     deadline: float
-    """On the monotonic clock."""
+    """Deadline on the monotonic clock."""
     posted: int = 0
-    """Parts whose read has begun."""
+    """Number of parts whose read has begun."""
     placed: int = 0
     over: bool = False
 
@@ -63,12 +63,15 @@ class _Read:
     slot: int
     incoming: _Incoming
     first: int
-    """Of its parts; ``count`` of them follow one another."""
+    """First of its parts; ``count`` of them are consecutive."""
     count: int
 
 
 class Source:
-    """A writer, as one link knows it. Its fields belong to the reader's thread, but for these."""
+    """A writer as one link knows it. Most fields belong to the reader's thread.
+
+    The exceptions are the three fields that ``__init__`` sets first, and the arrived batches.
+    """
 
     def __init__(self, memory: WriterMemory) -> None:
         self.memory = memory
@@ -78,7 +81,7 @@ class Source:
         self.incoming: list[_Incoming] = []
 
     def add(self, batch: AnnouncedBatch, transfer: Transfer, deadline_s: float) -> None:
-        """A batch to read; from any thread."""
+        """Add a batch to read; any thread may call this."""
         incoming = _Incoming(batch, transfer, time.monotonic() + deadline_s)
 
         def end(_: Transfer) -> None:
@@ -88,7 +91,7 @@ class Source:
         self._arrived.append(incoming)
 
     def sort(self, now: float) -> None:
-        """Take in what has arrived, drop what is over, fail what is late."""
+        """Accept new batches, drop those that are over, and fail late ones."""
         while self._arrived:
             self.incoming.append(self._arrived.popleft())
         for incoming in self.incoming:
@@ -98,7 +101,7 @@ class Source:
         self.incoming = [incoming for incoming in self.incoming if not incoming.over]
 
     def next_unread(self) -> _Incoming | None:
-        """The first batch with parts that no read has begun for."""
+        """The first batch with parts whose read has not begun."""
         for incoming in self.incoming:
             if not incoming.over and incoming.posted < len(incoming.batch.source.blocks):
                 return incoming
@@ -116,10 +119,10 @@ class _Writer:
 
 
 class NixlReader:
-    """Starts its thread; ``close`` ends it."""
+    """Reads from all writers. Starts a thread; ``close`` ends it."""
 
     def __init__(self, agent: NixlAgent, memory: BlockMemory, staging_bytes: int) -> None:
-        """Registers ``staging_bytes`` (two slots at least) with the agent. Raises ConfigError."""
+        """Register ``staging_bytes`` (at least two slots) with the agent. Raises ConfigError."""
         slots = max(_SLOTS_OF_A_WRITER, staging_bytes // SLOT_BYTES)
         self._agent = agent
         self._memory = memory
@@ -134,7 +137,7 @@ class NixlReader:
         self._thread = threading.Thread(target=self._run, name="nixl-reader", daemon=True)
         self._thread.start()
 
-    # From any thread
+    # For any thread
 
     def open(self, source: Source) -> None:
         """Read for a link from now on."""
@@ -144,23 +147,23 @@ class NixlReader:
             source.transfers.end(_STOPPING)
 
     def wake(self) -> None:
-        """A source has changed."""
+        """Wake the thread, because a source has changed."""
         self._wake.set()
 
     def close(self) -> bool:
-        """End the thread. Whether it has ended, so that the agent can be closed."""
+        """End the thread. Returns whether it has ended, so that the agent can be closed."""
         self._stopping = True
         self._wake.set()
         self._thread.join(_END_S)
         return not self._thread.is_alive()
 
-    # The thread
+    # On the thread
 
     def _run(self) -> None:
         try:
             self._serve()
         finally:
-            # An error of the program too ends all that wait for this thread.
+            # A programming error, too, must end everything that waits for this thread.
             self._stopping = True
             for source in [*self._sources(), *self._new]:
                 source.transfers.end(_STOPPING)
@@ -183,7 +186,7 @@ class NixlReader:
         return [*self._waiting, *attached]
 
     def _turn(self, now: float) -> bool:
-        """Do all that can be done now. Whether anything has ended."""
+        """Do everything that can be done now. Returns whether anything has ended."""
         self._attach_new()
         for source in self._sources():
             source.sort(now)
@@ -209,13 +212,16 @@ class NixlReader:
                 source.transfers.end(error)
 
     def _attach(self, source: Source) -> None:
-        """Raises HandoffError. A lost writer of the same name has to be gone first."""
+        """Attach a source to its writer. A lost writer of the same name must be gone first.
+
+        Raises HandoffError.
+        """
         theirs = source.memory
         writer = self._writers.get(theirs.agent)
         if writer is None:
             if (name := self._agent.load(theirs.metadata)) != theirs.agent:
                 self._agent.forget(name)
-                raise HandoffError(f"the metadata of {theirs.agent} is of another agent")
+                raise HandoffError(f"the metadata of {theirs.agent} belongs to another agent")
             writer = self._writers[theirs.agent] = _Writer(theirs)
         if writer.lost:
             self._waiting.append(source)
@@ -278,7 +284,7 @@ class NixlReader:
                     self._lose(writer, error)
 
     def _begin(self, theirs: WriterMemory, incoming: _Incoming) -> _Read:
-        """Raises HandoffError, WorkerFailed."""
+        """Begin a read. Raises HandoffError, WorkerFailed."""
         source = incoming.batch.source
         first, most = incoming.posted, SLOT_BYTES // source.length
         blocks = np.array(source.blocks[first : first + most], dtype=np.uint64)
@@ -302,6 +308,6 @@ class NixlReader:
                 del self._writers[writer.memory.agent]
 
     def _let_others_first(self) -> None:
-        """Whoever was served first this time comes last the next."""
+        """Move the writer that was served first to the end."""
         for name in list(self._writers)[:1]:
             self._writers[name] = self._writers.pop(name)

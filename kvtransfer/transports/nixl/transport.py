@@ -1,15 +1,15 @@
-"""The nixl transport: for clusters whose network cards read remote memory by themselves (RDMA).
+"""The nixl transport: for clusters whose network cards read remote memory directly (RDMA).
 
-The receiver reads: out of the writer's registered blocks into staging of its own in the host's
-memory, and from there into its blocks, checking as it copies. A writer has no path to a receiver's
-blocks: one that was stopped and wakes later finds nothing to spoil but staging that nobody uses
+The receiver reads from the writer's registered blocks into staging in its own host memory. From
+there it copies into its blocks, and checks the bytes. A writer has no path to a receiver's blocks.
+One that was stopped and wakes later can only damage unused staging memory
 (``kvtransfer.transports.nixl.reader``).
 
 Without such hardware UCX carries reads over TCP, with the help of the writer's processor. The tests
-do that, but it is not what to choose: gRPC is about as fast and can be authenticated, and an error
-in UCX may take a writer down whose receiver is killed amid reads of some 100 MB (seen with nixl
-1.5.1; not with reads of the size used here, and never within one host).
-``kvtransfer.transports.nixl.agent`` tells which settings there are.
+do that, but it is not recommended: gRPC is about as fast and can be authenticated. If a receiver is
+killed amid reads of some 100 MB, an error in UCX may end the writer (seen with nixl 1.5.1; not with
+reads of the size used here, and never within one host). ``kvtransfer.transports.nixl.agent``
+describes the settings.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class NixlTransport:
     reads_in_place = False
 
     def __init__(self, incarnation: str, staging_bytes: int = 128 << 20) -> None:
-        """``incarnation`` is this worker's; ``staging_bytes`` of host memory hold what arrives."""
-        # Random too, because two agents of one name would be taken for each other.
+        """``incarnation`` is this worker's; ``staging_bytes`` of host memory hold arriving
+        bytes."""
+        # Also random, because two agents with one name would be confused.
         self._agent_name = f"{incarnation}-{secrets.token_hex(8)}"
         self._staging_bytes = staging_bytes
         self._send_links: WeakSet[ReadSendLink] = WeakSet()
@@ -57,14 +58,14 @@ class NixlTransport:
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``: it is registered once."""
+        """See ``Transport``; it is registered once."""
         return self._staging_bytes if self._reader is not None else 0
 
     def register(self, memory: BlockMemory) -> None:
-        """See ``Transport``. Over RDMA this pins the whole of the memory."""
+        """See ``Transport``. Over RDMA this pins all of the memory."""
         agent = NixlAgent(self._agent_name)
         agent.register(memory.address, memory.blocks * memory.block_bytes, memory.device)
-        # Before the staging is registered: nobody else is to read that.
+        # Before the staging memory is registered, because no peer may read that.
         self._offer = _encode(
             WriterMemory(
                 agent=self._agent_name,
@@ -79,11 +80,11 @@ class NixlTransport:
         self._agent, self._memory = agent, memory
 
     def offer(self) -> bytes:
-        """See ``Transport``. Whoever has it can read the blocks: it is for peers alone."""
+        """See ``Transport``. It lets any process read the blocks, so it must go only to peers."""
         return self._offer
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[NixlReceiveLink, bytes]:
-        """See ``Transport``. Whether the network carries it, the first batch shows."""
+        """See ``Transport``. Only the first batch shows whether the network works."""
         assert self._memory is not None, "not registered"
         assert self._reader is not None
         source = Source(_decode(offer))
@@ -91,10 +92,12 @@ class NixlTransport:
         return NixlReceiveLink(source, self._memory, self._reader), b""
 
     def connect(self, peer: Peer, answer: bytes) -> ReadSendLink:
-        """See ``Transport``. The receiver connects by itself, when it reads."""
+        """See ``Transport``. The receiver connects itself when it reads."""
         assert self._memory is not None, "not registered"
         if answer:
-            raise HandoffError(f"{peer.incarnation} answers as no receiver of transport nixl does")
+            raise HandoffError(
+                f"{peer.incarnation} sent an answer that transport nixl does not expect"
+            )
         link = ReadSendLink(self._memory)
         self._send_links.add(link)
         return link
@@ -110,7 +113,7 @@ class NixlTransport:
         if reader.close():
             agent.close()
         else:
-            log.warning("the thread of transport nixl is stuck; its memory is not given back")
+            log.warning("the thread of transport nixl is stuck; its memory is not freed")
 
 
 class NixlReceiveLink:
@@ -140,7 +143,7 @@ class NixlReceiveLink:
         return transfer
 
     def _check(self, batch: AnnouncedBatch) -> None:
-        """Raises HandoffError: peers name parts, and may be wrong."""
+        """Check a batch: peers name parts, and may be wrong. Raises HandoffError."""
         theirs, source, target = self._source.memory, batch.source, batch.target
         end = source.offset + source.length
         if not 0 <= source.offset < end <= min(theirs.block_bytes, source.offset + SLOT_BYTES):
@@ -149,7 +152,7 @@ class NixlReceiveLink:
             raise HandoffError(f"batch {batch.number} names blocks that its writer does not have")
         counts = {len(source.blocks), len(target.blocks), len(batch.checksums)}
         if len(counts) > 1 or (source.offset, source.length) != (target.offset, target.length):
-            raise HandoffError(f"batch {batch.number} has a target that is not like its source")
+            raise HandoffError(f"batch {batch.number} has a target that does not match its source")
 
     def close(self) -> None:
         """See ``ReceiveLink``."""
@@ -164,7 +167,7 @@ def _encode(memory: WriterMemory) -> bytes:
 
 
 def _decode(offer: bytes) -> WriterMemory:
-    """Raises HandoffError."""
+    """Parse an offer. Raises HandoffError."""
     try:
         fields = json.loads(offer)
         memory = WriterMemory(
@@ -179,5 +182,5 @@ def _decode(offer: bytes) -> WriterMemory:
         raise HandoffError("the offer of transport nixl cannot be read") from error
     end = memory.address + memory.blocks * memory.block_bytes
     if not _DEVICE.fullmatch(memory.device) or not 0 < memory.address < end < 1 << 64:
-        raise HandoffError("the offer of transport nixl makes no sense")
+        raise HandoffError("the offer of transport nixl has invalid values")
     return memory

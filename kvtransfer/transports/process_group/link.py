@@ -2,13 +2,13 @@
 
     new ─first batch→ connecting ─→ forming ─→ moving;  any of them ─death, deadline, close→ broken
 
-A link has two threads, from its first batch on. The *watcher* waits for sockets and deadlines; it
+A link has two threads, from its first batch on. The *watcher* waits for sockets and deadlines. It
 connects, and breaks the link when the other process is gone or a batch is late. The *mover* forms
-the process group and moves the batches in their order. A broken link stays so: the pair takes a new
+the process group and moves the batches in order. A broken link stays broken: the pair uses a new
 one, with another process group.
 
 A batch is one message, unless it is larger than a staging buffer: then it is several, of whole
-parts. Two messages are under way at a time, so that one is on the wire while another is copied.
+parts. Two messages are in flight at a time, so that one is on the wire while another is copied.
 """
 
 from __future__ import annotations
@@ -42,30 +42,31 @@ from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts
 log = logging.getLogger(__name__)
 
 BUFFERS = 4
-"""Staging buffers of a link: two for the mover, and at a writer two for batches that are packed."""
+"""Staging buffers of a link: two for the mover, and for a writer two for packed batches."""
 _MOVING = 2
 _GRACE_S = 5.0
-"""The watcher notices a late batch; a wait of the mover ends by itself this much later."""
+"""Seconds after a batch's deadline until the mover's wait ends by itself; the watcher acts
+first."""
 _JOIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """What both ends of a link have agreed on, and how this end forms it."""
+    """The agreement of both ends of a link, and how this end forms it."""
 
     name: str
-    """The transport's."""
+    """Name of the transport."""
     peer: str
-    """The other worker's address, for messages."""
+    """Address of the other worker, for messages."""
     opener: Opener
     form: Callable[[PairStore], ProcessPair]
     new_buffer: Callable[[], StagingBuffer]
     message_bytes: int
-    """Of the largest message: a staging buffer's."""
+    """Maximum bytes of a message: the size of a staging buffer."""
 
 
 class _Link:
-    """What both ends have in common."""
+    """The common part of both ends."""
 
     def __init__(self, plan: LinkPlan, memory: BlockMemory) -> None:
         self._plan = plan
@@ -85,7 +86,7 @@ class _Link:
 
     @property
     def staging_bytes(self) -> int:
-        """Of all its buffers."""
+        """Bytes of all its buffers."""
         return 0 if self.is_over else self._made * self._plan.message_bytes
 
     def _new_buffer(self) -> StagingBuffer:
@@ -99,11 +100,11 @@ class _Link:
 
     @property
     def is_over(self) -> bool:
-        """Broken, and nothing of it is left."""
+        """Whether it is broken, and all its threads have ended."""
         return self.is_broken and not any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """See ``SendLink`` and ``ReceiveLink``: threads and sockets may take a moment more.
+        """See ``SendLink`` and ``ReceiveLink``: threads and sockets may take a moment longer.
 
         It does not wait for them, because an event loop may call it; ``join`` does.
         """
@@ -112,13 +113,13 @@ class _Link:
             self._close_sockets()
 
     def join(self) -> None:
-        """After ``close``: until the threads have ended, 2 seconds at most."""
+        """Wait until the threads have ended, 2 seconds at most; call it after ``close``."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 
     def _submit(self, job: Job) -> Transfer:
-        """Have it moved after all others."""
+        """Queue a job behind all others."""
         if not job.parts.bytes:
             job.transfer.finish()
             return job.transfer
@@ -147,7 +148,7 @@ class _Link:
             for thread in self._threads:
                 thread.start()
 
-    # The watcher
+    # The watcher's thread
 
     def _watch(self) -> None:
         try:
@@ -191,15 +192,15 @@ class _Link:
                 return False
 
     def _next_deadline(self) -> float | None:
-        """The earliest of all batches. Raises what the link was ended with."""
+        """The earliest deadline of all batches. Raises the error that ended the link."""
         with self._changed:
             if self._error is not None:
                 raise _copy(self._error)
             return min((job.deadline for job in self._jobs), default=None)
 
     def _wake(self) -> None:
-        # Full: it will wake anyway. Closed: it has ended. Not while it is being closed, since its
-        # number may be another's then.
+        # If the socket is full, the watcher wakes anyway. If it is closed, the watcher has ended.
+        # The lock prevents a close meanwhile: its number could then belong to another file.
         with self._changed, suppress(OSError):
             self._waker.send(b"\0")
 
@@ -209,7 +210,7 @@ class _Link:
             self._woken.close()
             self._waker.close()
 
-    # The mover
+    # The mover's thread
 
     def _move(self) -> None:
         posted: deque[Posted] = deque()
@@ -218,7 +219,7 @@ class _Link:
             while self._wait_for_message(has_posted=bool(posted)):
                 while len(posted) < _MOVING and (message := self._next_message()) is not None:
                     posted.append(self._post(pair, message))
-                # None where the link broke meanwhile: its messages are gone.
+                # Empty if the link broke meanwhile, which drops its messages.
                 if posted:
                     self._settle(pair, posted.popleft())
         except (BatonError, RuntimeError, OSError) as error:  # torch raises RuntimeErrors
@@ -247,7 +248,7 @@ class _Link:
         return pair
 
     def _wait_for_message(self, *, has_posted: bool) -> bool:
-        """Until there is something to do. False: the link is broken."""
+        """Wait until there is something to do. Returns False if the link is broken."""
         with self._changed:
             self._changed.wait_for(lambda: has_posted or self._messages or self.is_broken)
             return not self.is_broken
@@ -257,11 +258,11 @@ class _Link:
             return self._messages.popleft() if self._messages else None
 
     def _post(self, pair: ProcessPair, message: Message) -> Posted:
-        """Give a message to the process group."""
+        """Pass a message to the process group."""
         raise NotImplementedError
 
     def _settle(self, pair: ProcessPair, posted: Posted) -> None:
-        """Wait for a message, and do what is left to do with it."""
+        """Wait for a message, and finish its processing."""
         job = posted.message.job
         pair.wait(posted.work, max(0.0, job.deadline - time.monotonic()) + _GRACE_S)
         self._has_moved(posted)
@@ -273,11 +274,11 @@ class _Link:
             self._end(job)
 
     def _has_moved(self, posted: Posted) -> None:
-        """Its message is through, and its buffer is ours again."""
+        """Process a message that is through; its buffer may be reused."""
         raise NotImplementedError
 
     def _end(self, job: Job) -> None:
-        """The last of a batch has been moved."""
+        """End a batch whose last message was moved."""
         with self._changed:
             if self._error is not None:
                 return
@@ -287,11 +288,11 @@ class _Link:
     # Breaking
 
     def _break(self, error: BatonError) -> None:
-        """End everything that is under way; the first call says why."""
+        """End everything in flight; the first call sets the error."""
         with self._changed:
             if self._error is not None:
                 return
-            # A copy: what was caught holds on to the frames that it went through.
+            # A copy, because the caught exception refers to its frames.
             self._error = _copy(error)
             failed = [job for job in self._jobs if not job.writing]
             self._jobs.clear()
@@ -307,18 +308,20 @@ class _Link:
             pair.abort()
 
     def _failure(self, job: Job) -> BatonError:
-        """What a batch of a broken link fails with."""
+        """The error of a batch on a broken link."""
         error = self._error
         assert error is not None
         if time.monotonic() >= job.deadline:
-            return DeadlineExceeded(f"a batch for {self._plan.peer} was not moved in time")
+            return DeadlineExceeded(
+                f"a batch for {self._plan.peer} was not sent or received in time"
+            )
         return WorkerFailed(error.message)
 
     def _told(self, error: Exception) -> BatonError:
         if isinstance(error, BatonError):
             return error
         reason = str(error).partition("\n")[0]
-        return WorkerFailed(f"{self._plan.peer} is gone, or its connection broke: {reason}")
+        return WorkerFailed(f"{self._plan.peer} is gone, or its connection failed: {reason}")
 
 
 class GroupSendLink(_Link):
@@ -340,7 +343,7 @@ class GroupSendLink(_Link):
         return Packed(parts, sums, staged)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
-        """See ``SendLink``. What was cancelled is sent all the same: the peer waits for it."""
+        """See ``SendLink``. Cancelled batches are sent too, because the peer waits for them."""
         deadline = time.monotonic() + deadline_s
         if isinstance(packed.payload, Staged):
             return self._submit(Job(number, packed.parts, deadline, staged=packed.payload))
@@ -361,7 +364,7 @@ class GroupSendLink(_Link):
         job = message.job
         if job.staged is None:
             buffer = self._buffers.pop()
-            assert job.memory is not None, "neither staged nor to be read"
+            assert job.memory is not None, "a batch must be staged or have memory"
             read_parts(job.memory, job.parts, message.first, message.count, buffer)
         else:
             buffer = job.staged.buffer
@@ -369,7 +372,7 @@ class GroupSendLink(_Link):
         return Posted(message, buffer, work)
 
     def _has_moved(self, posted: Posted) -> None:
-        """Nothing is left to do: that the bytes have landed, the receiver says."""
+        """Do nothing: the receiver reports that the bytes have arrived."""
 
 
 class GroupReceiveLink(_Link):
@@ -378,11 +381,11 @@ class GroupReceiveLink(_Link):
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """See ``ReceiveLink``.
 
-        A batch of several messages runs from its first one on: a cancel then has to wait for the
-        last, or for the deadline.
+        A batch of several messages counts as running from the first one on. A cancel then waits for
+        the last, or for the deadline.
         """
         deadline = time.monotonic() + deadline_s
-        # What is not wanted has no target, and passes all the same.
+        # An unwanted batch has no target, and its messages are received nevertheless.
         parts = batch.target if wanted else batch.source
         job = Job(batch.number, parts, deadline, checksums=batch.checksums)
         if not wanted:
@@ -413,7 +416,7 @@ class GroupReceiveLink(_Link):
                 job.transfer.fail(error)
 
     def _may_write(self, message: Message) -> bool:
-        """Whether a message's parts go to their blocks; if not, they are let pass."""
+        """Whether a message's parts may be written to their blocks; otherwise they are dropped."""
         job = message.job
         with self._changed:
             if self._error is not None or job.dropped:
@@ -423,7 +426,10 @@ class GroupReceiveLink(_Link):
             return job.writing
 
     def _write(self, message: Message, view: memoryview) -> BatonError | None:
-        """Returns what is wrong with the parts. Ends early when the link is broken."""
+        """Write a message's parts. Returns the error if one is damaged.
+
+        Stops early when the link is broken.
+        """
         parts = message.job.parts
         for position in range(message.count):
             if self.is_broken:
@@ -441,7 +447,7 @@ class GroupReceiveLink(_Link):
 
 
 def _seconds_to(*times: float | None) -> float | None:
-    """Until the first of some points of ``time.monotonic``; None: there is none."""
+    """Seconds until the earliest of some points of ``time.monotonic``; None without any."""
     known = [point for point in times if point is not None]
     return max(0.0, min(known) - time.monotonic()) if known else None
 

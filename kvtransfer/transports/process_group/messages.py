@@ -1,4 +1,4 @@
-"""Batches on their way through a link, cut into messages, and the buffers that hold these."""
+"""Batches in a link, cut into messages, and the buffers that hold them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtransfer.transports.transport import Parts
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A batch on its way through the mover."""
+    """A batch that the mover has to move."""
 
     number: int
     parts: Parts
@@ -23,17 +23,17 @@ class Job:
     transfer: Transfer = field(default_factory=Transfer)
     checksums: tuple[int, ...] = ()
     memory: BlockMemory | None = None
-    """Where the parts are read when they are not staged."""
+    """Memory from which the parts are read, unless they are staged."""
     staged: Staged | None = None
     writing: bool = False
-    """The receiver may write: nobody else fails it meanwhile."""
+    """Whether the receiver may be writing; nothing else fails the job meanwhile."""
     dropped: bool = False
-    """The receiver lets the rest of it pass."""
+    """Whether the receiver drops the rest of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one message carries: ``count`` parts of a batch, from ``first`` on."""
+    """The content of one message: ``count`` parts of a batch, from ``first`` on."""
 
     job: Job
     first: int
@@ -49,27 +49,27 @@ class Message:
 
 
 class Staged:
-    """A buffer that holds a packed batch until that is sent, or forgotten."""
+    """A buffer that holds a packed batch until that is sent or dropped."""
 
     def __init__(self, buffer: StagingBuffer, home: queue.SimpleQueue[StagingBuffer]) -> None:
-        """It goes back to ``home``."""
+        """The buffer returns to ``home``."""
         self.buffer = buffer
         self._home: queue.SimpleQueue[StagingBuffer] | None = home
 
     def release(self) -> None:
-        """Give the buffer back; idempotent."""
+        """Return the buffer; idempotent."""
         home, self._home = self._home, None
         if home is not None:
             home.put(self.buffer)
 
     def __del__(self) -> None:
-        # A batch that was packed and never sent. A SimpleQueue may be used here, whatever ran.
+        # For a batch that was packed and never sent. A SimpleQueue is safe in a destructor.
         self.release()
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A message that was given to the process group."""
+    """A message that was passed to the process group."""
 
     message: Message
     buffer: StagingBuffer
@@ -88,6 +88,6 @@ def read_parts(
 
 
 def messages_of(job: Job, message_bytes: int) -> list[Message]:
-    """The same at both ends, which agree on ``message_bytes``."""
+    """Cut a job into messages; both ends get the same, since they agree on ``message_bytes``."""
     total, most = len(job.parts.blocks), message_bytes // job.parts.length
     return [Message(job, first, min(most, total - first)) for first in range(0, total, most)]

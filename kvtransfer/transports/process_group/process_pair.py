@@ -1,8 +1,8 @@
 """Process groups of torch.distributed with two ranks: the writer is rank 0, the receiver rank 1.
 
-They are built without ``init_process_group``: nothing of them is global to the process. An
-operation that has failed, or an abort, leaves a pair of no more use; another is formed. A message
-waits in a staging buffer between the blocks and the wire.
+They are built without ``init_process_group``, so they share no global state. After a failed
+operation or an abort, a pair is unusable and another one is formed. A message waits in a staging
+buffer between the blocks and the wire.
 """
 
 from __future__ import annotations
@@ -28,43 +28,45 @@ _ABORT = timedelta(milliseconds=1)
 _ONE_DAY = timedelta(days=1)
 _POLL_S = 0.0002
 _NCCL_SETTINGS = {
-    # 2, clean up only: what fails is aborted and reported. The default would end the whole process,
-    # which serves other pairs.
+    # 2, clean up only: a failed operation is aborted and reported. The default would end the whole
+    # process, which serves other pairs.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # Its monitor ends a process whose communicator does not answer; our own deadlines do that.
+    # NCCL's monitor ends a process whose communicator does not answer; the link's own deadlines
+    # handle that.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 
 
 class ProcessPair(Protocol):
-    """A process group of two. Used by one thread, but for ``abort``."""
+    """A process group of two. Only one thread uses it; ``abort`` is for any thread."""
 
     def send(self, data: torch.Tensor, tag: int) -> Work:
-        """Begin to send a contiguous uint8 tensor. ``tag`` is at most MAX_TAG."""
+        """Start to send a contiguous uint8 tensor. ``tag`` is at most MAX_TAG."""
 
     def receive(self, data: torch.Tensor, tag: int) -> Work:
-        """Begin to receive a message of exactly this tensor's bytes."""
+        """Start to receive a message of exactly this tensor's bytes."""
 
     def wait(self, work: Work, timeout_s: float) -> None:
-        """Until it has ended. Raises RuntimeError: it failed, was late, or ``abort`` was called."""
+        """Wait for its end. Raises RuntimeError if it failed, was late, or ``abort`` was called."""
 
     def abort(self) -> None:
-        """End what is under way, here and at the other end. From any thread; idempotent."""
+        """End everything in flight, here and at the other end. Any thread may call it;
+        idempotent."""
 
 
 class GlooPair:
-    """Over TCP, between tensors in the host's memory."""
+    """A pair over TCP, between tensors in host memory."""
 
     def __init__(self, store: PairStore, rank: int, host: str, timeout_s: float) -> None:
-        """Blocks until both have formed it. ``host`` is where this end listens.
+        """Wait until both ends have formed it. ``host`` is the address on which this end listens.
 
-        Raises RuntimeError after ``timeout_s`` seconds, and what the store raises.
+        Raises RuntimeError after ``timeout_s`` seconds, and the errors of the store.
         """
         from torch.distributed.distributed_c10d import ProcessGroupGloo  # noqa: PLC0415
 
         self._other = 1 - rank
-        gloo: Any = ProcessGroupGloo  # torch's stubs say less than there is
+        gloo: Any = ProcessGroupGloo  # torch's stubs lack parts of it
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1  # only collective operations use them
@@ -83,24 +85,24 @@ class GlooPair:
 
     def wait(self, work: Work, timeout_s: float) -> None:
         """See ``ProcessPair``."""
-        # No shorter: zero means for ever.
+        # At least this long, because zero means forever.
         work.wait(max(timedelta(seconds=timeout_s), _ABORT))
 
     def abort(self) -> None:
         """See ``ProcessPair``.
 
-        Gloo has no abort, but an operation that is late ends all others and the connection, so
-        this begins one for which no message will come.
+        Gloo has no abort, but a late operation ends all others and the connection. So this starts
+        one for which no message will arrive.
         """
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.empty(1)], self._other, _ABORT_TAG).wait(_ABORT)
 
 
 class NcclPair:
-    """Over NVLink, PCIe or the network, between tensors of two GPUs."""
+    """A pair over NVLink, PCIe or the network, between tensors of two GPUs."""
 
     def __init__(self, store: PairStore, rank: int, device: torch.device) -> None:
-        """The communicator is made by the first operation, which blocks until both are there."""
+        """The first operation makes the communicator, and blocks until both ends are there."""
         from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415
 
         self._other = 1 - rank
@@ -108,11 +110,11 @@ class NcclPair:
         self._aborted = threading.Event()
         nccl: Any = ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = _ONE_DAY  # the link has deadlines of its own
+        options._timeout = _ONE_DAY  # the link has its own deadlines
         self._group = nccl(store, rank, 2, options)
 
     def send(self, data: torch.Tensor, tag: int) -> Work:
-        """See ``ProcessPair``. NCCL has no tags: the order counts alone."""
+        """See ``ProcessPair``. NCCL has no tags: only the order counts."""
         with torch.cuda.stream(self._stream):
             work: Work = self._group.send([data], self._other, tag)
         return work
@@ -124,7 +126,7 @@ class NcclPair:
         return work
 
     def wait(self, work: Work, timeout_s: float) -> None:
-        """See ``ProcessPair``. An operation that was aborted looks like one that is done."""
+        """See ``ProcessPair``. An operation that was aborted looks like one that has finished."""
         until = time.monotonic() + timeout_s
         while not (work.is_completed() or self._aborted.is_set()):
             if time.monotonic() >= until:
@@ -134,14 +136,14 @@ class NcclPair:
             raise RuntimeError("NCCL was aborted")
 
     def abort(self) -> None:
-        """See ``ProcessPair``. The flag ends what waits here, whatever NCCL takes to end."""
+        """See ``ProcessPair``. The flag ends waits here, however long NCCL takes to end."""
         if not self._aborted.is_set():
             self._aborted.set()
             threading.Thread(target=self._group.abort, name="kv-nccl-abort", daemon=True).start()
 
 
 def check_nccl(device: str) -> None:
-    """Make NCCL ready for blocks on ``device``. Raises ConfigError where it cannot be used."""
+    """Prepare NCCL for blocks on ``device``. Raises ConfigError if it cannot be used."""
     if not torch.distributed.is_nccl_available():
         raise ConfigError("this torch has no NCCL: transport nccl needs a build of torch for CUDA")
     if not torch.cuda.is_available():
@@ -153,7 +155,7 @@ def check_nccl(device: str) -> None:
 
 
 def check_gloo() -> None:
-    """Raises ConfigError where gloo cannot be used."""
+    """Raise ConfigError if gloo cannot be used."""
     if not torch.distributed.is_gloo_available():
         raise ConfigError("this torch has no gloo")
 
@@ -163,23 +165,23 @@ class StagingBuffer(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """Of the host's bytes."""
+        """View of the bytes on the host."""
 
     def tensor(self, length: int) -> torch.Tensor:
-        """The first ``length`` bytes as the process group takes them, uint8 [length]."""
+        """The first ``length`` bytes in the form for the process group, uint8 [length]."""
 
     def upload(self, length: int) -> None:
-        """Bring what the host has written to where ``tensor`` is."""
+        """Copy what the host has written to the memory of ``tensor``."""
 
     def download(self, length: int) -> None:
-        """Bring what was received to where the host reads it."""
+        """Copy what was received to the host's view."""
 
 
 class HostBuffer:
-    """In the host's memory. The kernel gives pages only to what was used."""
+    """A buffer in host memory. The kernel provides only pages that were used."""
 
     def __init__(self, capacity: int) -> None:
-        """``capacity`` in bytes."""
+        """``capacity`` is in bytes."""
         self._bytes = torch.empty(capacity, dtype=torch.uint8)
         self.view = self._bytes.numpy().data
 
@@ -188,20 +190,20 @@ class HostBuffer:
         return self._bytes[:length]
 
     def upload(self, length: int) -> None:
-        """See ``StagingBuffer``: it is there."""
+        """Do nothing: both are the same memory."""
 
     def download(self, length: int) -> None:
-        """See ``StagingBuffer``: it is there."""
+        """Do nothing: both are the same memory."""
 
 
 class DeviceBuffer:
-    """On a GPU, with a pinned twin in the host's memory."""
+    """A buffer on a GPU, with a pinned counterpart in host memory."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """``capacity`` in bytes, of each of the two."""
+        """``capacity`` is the size of each of the two, in bytes."""
         self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
         self._device = torch.empty(capacity, dtype=torch.uint8, device=device)
-        # Of its own: the default stream would wait for the engine's kernels.
+        # A stream of its own: the default stream would wait for the engine's kernels.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.view = self._host.numpy().data
 

@@ -1,14 +1,14 @@
 """How the two processes of a pair find each other, and form a process group.
 
 The receiver listens, the writer connects. A listener serves one link: its port and a secret token
-travel in the answer to the writer, over the pair's own gRPC stream. A process that connects without
-the token is turned away.
+are in the answer to the writer, on the pair's own gRPC stream. A process that connects without the
+token is rejected.
 
-What both say while they form the group goes over that connection, by a ``torch.distributed.Store``
-of our own. torch's ``TCPStore`` would do the same, but its client has no deadline: it hangs for as
-long as the process that hosts it is stopped, and nothing in this process can end that. The
-connection stays open while the pair lives: its end says that the other process is gone, which NCCL
-over NVLink would not notice.
+While they form the group, both communicate over that connection, through a
+``torch.distributed.Store`` implemented here. torch's ``TCPStore`` would do the same, but its client
+has no deadline: it hangs while the process that hosts it is stopped, and nothing in this process
+can end that. The connection stays open while the pair lives. Its end shows that the other process
+is gone, which NCCL over NVLink would not notice.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ class Readiness(Protocol):
     def __call__(
         self, waited: socket.socket, *, to_write: bool = False, until: float | None = None
     ) -> bool:
-        """Until it can be read or written. False once ``until`` (``time.monotonic``) has come.
+        """Wait until the socket is readable or writable.
 
-        Raises what the link was ended with.
+        Returns False once ``until`` (``time.monotonic``) has passed. Raises the error that ended
+        the link.
         """
 
 
 class Opener(Protocol):
-    """One way to the other process."""
+    """One way to connect to the other process."""
 
     def open(self, ready: Readiness) -> socket.socket:
-        """The connection. Waits by ``ready`` alone. Raises WorkerFailed or HandoffError."""
+        """Open the connection; waits only through ``ready``. Raises WorkerFailed or
+        HandoffError."""
 
     def close(self) -> None:
-        """Idempotent; the opened connection stays."""
+        """Stop connecting; idempotent. An opened connection stays open."""
 
 
 class Acceptor:
     """The receiver's side."""
 
     def __init__(self, host: str) -> None:
-        """Listens on a free port of ``host``. Raises HandoffError where it cannot."""
+        """Listen on a free port of ``host``. Raises HandoffError if that fails."""
         try:
             self._listener = socket.create_server((host, 0), family=_family(host), backlog=4)
         except OSError as error:
@@ -75,10 +77,10 @@ class Acceptor:
             ready(self._listener)
             try:
                 connection, _ = self._listener.accept()
-            except BlockingIOError:  # who knocked has left again
+            except BlockingIOError:  # the other process has disconnected again
                 continue
             if self._is_welcome(connection, ready):
-                with contextlib.suppress(OSError):  # who has left again is noticed by its link
+                with contextlib.suppress(OSError):  # the link notices a disconnect
                     connection.sendall(_WELCOME)
                 return connection
             connection.close()
@@ -123,12 +125,12 @@ class Connector:
                 failure = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if failure:
                 raise WorkerFailed(f"cannot connect for KV blocks: {os.strerror(failure)}")
-            # A fresh connection has room for these few bytes.
+            # A new connection has room for these few bytes.
             connection.sendall(self._token.encode())
-            # The kernel takes connections for a receiver that is not there yet.
+            # The kernel accepts connections before the receiver does.
             ready(connection)
             if connection.recv(len(_WELCOME)) != _WELCOME:
-                raise WorkerFailed("the receiver of KV blocks turned this writer away")
+                raise WorkerFailed("the receiver of KV blocks rejected this writer")
         except BaseException:
             connection.close()
             raise
@@ -143,14 +145,14 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 FORM_S = 5.0
-"""Longest wait for one value of the other process, in seconds: both ends are forming by then."""
+"""Maximum wait for one value of the other process, in seconds: both ends are forming by then."""
 _HEADER = struct.Struct("!HI")
 _MAX_VALUE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 
 
 class PairStore(Store):
-    """Values by key; each end sees its own and the other's. Safe among threads."""
+    """Values by key; each end sees its own and the other's. Thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         """``connection`` reaches the other end's store; the caller closes it."""
@@ -164,7 +166,7 @@ class PairStore(Store):
         self._arrived = bytearray()
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Raises OSError when the other end is gone."""
+        """Set a value and send it. Raises OSError when the other end is gone."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._put(key, data)
         name = key.encode()
@@ -172,19 +174,20 @@ class PairStore(Store):
             self._connection.sendall(_HEADER.pack(len(name), len(data)) + name + data)
 
     def get(self, key: str) -> bytes:
-        """The value, once it is there. Raises as ``wait``."""
+        """Wait for a value and return it. Raises the same errors as ``wait``."""
         self.wait([key])
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them are there."""
+        """Whether all values are there."""
         with self._changed:
             return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all of them are there.
+        """Wait until all values are there.
 
-        Raises DeadlineExceeded after FORM_S seconds whatever torch allows, and what ``fail`` told.
+        Raises DeadlineExceeded after FORM_S seconds, whatever torch allows, and the error given to
+        ``fail``.
         """
         seconds = FORM_S if timeout is None else min(FORM_S, timeout.total_seconds())
         with self._changed:
@@ -195,15 +198,16 @@ class PairStore(Store):
                 raise DeadlineExceeded(f"the other process did not form the pair in {seconds} s")
 
     def fail(self, error: BatonError) -> None:
-        """End what waits, with this error."""
+        """End all waits with this error."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def receive(self) -> bool:
-        """Take what has arrived; False: the other end has closed. Called when there is something.
+        """Process received bytes; call it when there are some. Returns False if the other end has
+        closed.
 
-        Raises HandoffError for what no store has sent, and OSError.
+        Raises HandoffError for data that no store sends, and OSError.
         """
         data = self._connection.recv(_READ_BYTES)
         self._arrived += data
@@ -216,7 +220,9 @@ class PairStore(Store):
             return False
         name, length = _HEADER.unpack_from(self._arrived)
         if length > _MAX_VALUE_BYTES:
-            raise HandoffError(f"a value of {length} bytes came while a pair was formed")
+            raise HandoffError(
+                f"got a value of {length} bytes, which is too long, while a pair was formed"
+            )
         end = _HEADER.size + name + length
         if len(self._arrived) < end:
             return False

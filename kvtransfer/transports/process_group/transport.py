@@ -2,10 +2,10 @@
 
     new ─register→ ready ─close→ closed
 
-Each pair and direction has a process group of two, formed by its first batch and never again: a
-new life of either worker, or a failure, takes a new link. ``gloo`` goes through the host's memory
-and TCP, ``nccl`` from GPU to GPU; they differ in where staging buffers lie and in the group's own
-options and abort (``kvtransfer.transports.process_group.process_pair``).
+Each pair and direction has a process group of two, which its first batch forms. It is never formed
+again: after a failure or with a new incarnation of either worker, there is a new link. ``gloo``
+uses host memory and TCP, ``nccl`` copies from GPU to GPU. They differ in the place of staging
+buffers and in the group's options and abort (``kvtransfer.transports.process_group.process_pair``).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ Message = TypeVar("Message", "_Offer", "_Answer")
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a writer says of itself."""
+    """How a writer describes itself."""
 
     host: str
     machine: str
     device: str
-    """The GPU's UUID; empty with gloo."""
+    """UUID of the GPU; empty with gloo."""
     message_bytes: int
 
 
@@ -79,7 +79,7 @@ class _Answer:
 
 
 class GroupTransport:
-    """See ``Transport``."""
+    """Implements ``kvtransfer.transports.transport.Transport`` with process groups."""
 
     copies_out = True
     reads_in_place = False
@@ -87,9 +87,10 @@ class GroupTransport:
     def __init__(
         self, backend: Backend, host: str = "127.0.0.1", staging_bytes: int = STAGING_BYTES
     ) -> None:
-        """``host``: the address at which others reach this process; it listens there alone.
+        """``host`` is the address at which others reach this process; it listens only there.
 
-        ``staging_bytes``: most memory of a link for messages, on a GPU as much again on the host.
+        ``staging_bytes`` is the maximum memory of a link for messages; a GPU link uses the same
+        amount on the host.
         """
         self._backend: Backend = backend
         self._host = host
@@ -110,12 +111,12 @@ class GroupTransport:
 
     @property
     def batch_bytes(self) -> int:
-        """See ``Transport``: one message."""
+        """See ``Transport``: a batch is one message."""
         return self._message_bytes
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``; on a GPU as much again on the host."""
+        """See ``Transport``; a GPU link uses the same amount on the host."""
         with self._lock:
             return sum(link.staging_bytes for link in self._links)
 
@@ -195,12 +196,12 @@ class GroupTransport:
         if loopback and offered.machine != _machine():
             raise HandoffError(
                 f"transport {self.name}: {peer.address} is another host than this one, "
-                f"and {loopback[0]} does not leave its host"
+                f"and {loopback[0]} is reachable only on its own host"
             )
         if offered.device and offered.device == self._device():
             raise HandoffError(
                 f"transport {self.name}: {peer.address} and this worker share one GPU, "
-                "which NCCL refuses"
+                "which NCCL does not support"
             )
         if offered.message_bytes <= 0:
             raise HandoffError(f"transport {self.name}: {peer.address} offers no staging")
@@ -219,7 +220,7 @@ class GroupTransport:
 
 
 def _machine() -> str:
-    """Names this host until it starts again."""
+    """Identifies this host until it restarts."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -231,13 +232,13 @@ def _encode(message: _Offer | _Answer) -> bytes:
 
 
 def _decode(kind: type[Message], data: bytes, peer: Peer) -> Message:
-    """Raises HandoffError for what is no such message."""
+    """Parse a message. Raises HandoffError if it is invalid."""
     try:
         found = json.loads(data)
         message = kind(**found)
     except (ValueError, TypeError, RecursionError) as error:
-        raise HandoffError(f"{peer.address} speaks another protocol: {error}") from error
+        raise HandoffError(f"{peer.address} uses another protocol: {error}") from error
     wanted = {name: {"str": str, "int": int}[kind.__annotations__[name]] for name in found}
     if any(type(value) is not wanted[name] for name, value in found.items()):
-        raise HandoffError(f"{peer.address} speaks another protocol: fields of other types")
+        raise HandoffError(f"{peer.address} uses another protocol: fields have other types")
     return message

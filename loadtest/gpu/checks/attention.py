@@ -10,7 +10,7 @@ import torch
 from engine.gpu.kernels.attention.chunk import chunk_attention
 from engine.gpu.kernels.attention.decode import decode_attention
 from engine.gpu.kernels.attention.paged import Scoring, attend_reference, slot_mapping
-from engine.gpu.kernels.kv_blocks import KvBlocks, quantise
+from engine.gpu.kernels.kv_blocks import KvBlocks, quantize
 from loadtest.gpu.common.place import Place, padded, permutation
 from loadtest.gpu.common.results import Check, Item
 
@@ -133,7 +133,7 @@ def _filled(
     shape = (count, 2, 2, heads.kv_heads, _BLOCK, heads.dim)
     values = torch.randn(shape, device=place.device).to(place.dtype)
     free = iter(permutation(count))
-    return KvBlocks(*quantise(values, kv)), [[next(free) for _ in range(w)] for w in widths]
+    return KvBlocks(*quantize(values, kv)), [[next(free) for _ in range(w)] for w in widths]
 
 
 def _decode(

@@ -13,7 +13,7 @@ from engine.gpu.draws import GREEDY, Draw, keep_allowed
 from engine.gpu.kernels.activation import gated, gated_reference
 from engine.gpu.kernels.block_pack import pack_blocks, pack_blocks_reference, unpack_blocks
 from engine.gpu.kernels.embedding import embed, known_tokens
-from engine.gpu.kernels.kv_blocks import KvBlocks, dequantise, quantise
+from engine.gpu.kernels.kv_blocks import KvBlocks, dequantize, quantize
 from engine.gpu.kernels.linear.fixed import fixed_linear
 from engine.gpu.kernels.linear.grouped import grouped_linear, grouped_linear_reference, route
 from engine.gpu.kernels.linear.quantized import (
@@ -72,7 +72,7 @@ def _name(dtype: torch.dtype) -> str:
 def _kv(place: Place, kv: torch.dtype, heads: int, dim: int) -> KvBlocks:
     torch.manual_seed(0)
     values = torch.randn((_BLOCKS, 2, 2, heads, _BLOCK, dim), device=place.device)
-    return KvBlocks(*quantise(values.to(place.dtype), kv))
+    return KvBlocks(*quantize(values.to(place.dtype), kv))
 
 
 def _rope(
@@ -96,7 +96,7 @@ def _rope(
     )
     yield place.check("queries", found, expected)
     block, slot = slots // _BLOCK, slots % _BLOCK
-    written = [dequantise(x)[block, 1, :, :, slot] for x in (one, other)]
+    written = [dequantize(x)[block, 1, :, :, slot] for x in (one, other)]
     yield place.check("cache", written[0], written[1])
 
 
@@ -188,8 +188,8 @@ def _packed(place: Place) -> Iterator[Check]:
     half = heads // 2
     for dtype in (place.dtype, torch.float8_e4m3fn):
         packed = pack_blocks(cache, ids, first_head=half, heads=half, dtype=dtype)
-        expected = dequantise(pack_blocks_reference(cache, ids, half, half, dtype))
-        yield place.check(f"as {_name(dtype)}", dequantise(packed), expected)
+        expected = dequantize(pack_blocks_reference(cache, ids, half, half, dtype))
+        yield place.check(f"as {_name(dtype)}", dequantize(packed), expected)
         target = KvBlocks(torch.zeros_like(cache.data))
         unpack_blocks(packed, target, ids, first_head=half)
         found = target.data[ids.long()][:, :, :, half:]

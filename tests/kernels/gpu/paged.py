@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.gpu.kernels.kv_blocks import KvBlocks, quantise
+from engine.gpu.kernels.kv_blocks import KvBlocks, quantize
 from tests.kernels.gpu.device import DEVICE
 
 LAYERS = 2
@@ -34,7 +34,7 @@ def paged(
     counts = [-(-length // block_size) for length in lengths]
     blocks = sum(counts) + 2
     shape = (blocks, LAYERS, 2, kv_heads, block_size, dim)
-    codes, scales = quantise(torch.randn(shape), dtype)
+    codes, scales = quantize(torch.randn(shape), dtype)
     free = iter(torch.randperm(blocks).tolist())
     tables = torch.full((len(lengths), max(1, *counts)), -1, dtype=torch.int32)
     mappings = []

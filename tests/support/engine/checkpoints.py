@@ -1,4 +1,4 @@
-"""Writes small quantised checkpoints by their formats' descriptions, one integer at a time.
+"""Writes small quantized checkpoints by their formats' descriptions, one integer at a time.
 
 Each maker returns the tensors of one module and the matrix [out, in] that they stand for.
 """

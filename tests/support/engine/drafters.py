@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from baton.sampling_params import SamplingParams
-from engine.scheduling.plan import KnownSequence
+from engine.scheduling.plan import RunnerSequence
 from engine.speculation.length import DraftLength, Proposal
 from engine.speculation.model.length import Candidate, ModelDraftLength
 from engine.speculation.speculation import MAX_DRAFT_TOKENS, Draft
@@ -73,6 +73,6 @@ class Oracle:
         self.forgotten.append(sequence_id)
 
 
-def known_as(token_ids: list[int]) -> KnownSequence:
+def known_as(token_ids: list[int]) -> RunnerSequence:
     """A sequence that a drafter is asked about, with the tokens alone that it looks at."""
-    return KnownSequence(token_ids, len(token_ids), SamplingParams(), (), 0)
+    return RunnerSequence(token_ids, len(token_ids), SamplingParams(), (), 0)

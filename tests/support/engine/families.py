@@ -147,7 +147,7 @@ CASES = {
     "qwen3_moe": Case(
         "qwen3_moe", EXPERTS | {"head_dim": 24, "norm_topk_prob": True, "decoder_sparse_step": 2}
     ),
-    "qwen3_moe, not normalised": Case(
+    "qwen3_moe, not normalized": Case(
         "qwen3_moe",
         EXPERTS
         | {

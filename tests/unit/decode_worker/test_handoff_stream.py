@@ -288,7 +288,7 @@ async def test_a_worker_that_is_drained_answers_waiting_reserves(world: World) -
     await stream.told()
     world.role.context.intake.close()
     await world.role.heartbeat()
-    assert "being drained" in (await stream.told()).error.message
+    assert "is draining" in (await stream.told()).error.message
     await given_up(world, stream)
 
 

@@ -381,7 +381,7 @@ def test_the_fingerprint_is_compared_before_anything_else() -> None:
         receiver.reserve(wrong, 10.0)
     with pytest.raises(GeometryMismatch, match=r"layers=9.*layers=1"):
         receiver.reserve(replace(wrong, fingerprint="model"), 10.0)
-    with pytest.raises(HandoffError, match="decode-0:0 is gone; here is decode-0:1"):
+    with pytest.raises(HandoffError, match="decode-0:0 is gone; this worker is decode-0:1"):
         receiver.reserve(replace(offer, incarnation="decode-0:0"), 10.0)
     with pytest.raises(ContextLengthExceeded, match="50 tokens leave no room"):
         receiver.reserve(offer, 10.0)
@@ -403,11 +403,11 @@ def test_a_sequence_that_could_generate_nothing_here_is_refused(
 def test_no_room_says_when_to_come_back() -> None:
     receiver = make_receiver(blocks=4, sequences=2)
     receiver.reserve(make_offer([1] * 5, attempt=0), 10.0)
-    with pytest.raises(NoRoom, match="2 blocks wanted, 1 available") as caught:
+    with pytest.raises(NoRoom, match="2 blocks needed, 1 available") as caught:
         receiver.reserve(make_offer([2] * 3, attempt=1), 10.0)
     assert caught.value.retry_after
     receiver.reserve(make_offer([2], attempt=2), 10.0)
-    with pytest.raises(NoRoom, match="every sequence's place"):
+    with pytest.raises(NoRoom, match="all places of the batch"):
         receiver.reserve(make_offer([3], attempt=3), 10.0)
 
 
@@ -431,7 +431,7 @@ def test_reserving_again_is_the_same_ticket_with_a_new_lease() -> None:
     assert receiver.reserve(make_offer([1, 2, 3]), 12.0) is ticket
     receiver.blocks.sweep(14.9)
     assert ticket.is_open
-    with pytest.raises(TicketEnded, match="has a ticket"):
+    with pytest.raises(TicketEnded, match="already has a ticket"):
         receiver.reserve(make_offer([1, 2, 3], writer="another"), 12.0)
     assert pool_of(receiver).counts().used == 2
 

@@ -79,7 +79,7 @@ async def test_a_full_queue_takes_no_more() -> None:
     worker = Worker()
     for name in ("a", "b", "c", "d"):
         worker.ask(name)
-    with pytest.raises(NoRoom, match="4 others wait") as caught:
+    with pytest.raises(NoRoom, match="4 other handoffs wait") as caught:
         worker.ask("e")
     assert caught.value.retry_after
 

@@ -226,7 +226,7 @@ async def test_a_commit_that_waits_learns_what_has_ended_its_ticket(world: World
     world.blocks.sweep(world.now)
     with pytest.raises(ChecksumMismatch, match="arrived damaged"):
         await commits[0]
-    with pytest.raises(HandoffError, match="nothing was heard of writer"):
+    with pytest.raises(HandoffError, match="writer was silent"):
         await commits[1]
     with pytest.raises(TicketEnded):
         await commits[2]

@@ -27,12 +27,12 @@ def room(blocks: int = 10, places: int = 4) -> tuple[Room, BlockPool]:
 def test_blocks_and_places_are_counted() -> None:
     rule, pool = room()
     rule.check(10, [], spec(), promised=3, now=0.0)
-    with pytest.raises(NoRoom, match="place"):
+    with pytest.raises(NoRoom, match="places"):
         rule.check(1, [], spec(), promised=4, now=0.0)
     pool.allocate(8)
-    with pytest.raises(NoRoom, match="3 blocks wanted, 2 available"):
+    with pytest.raises(NoRoom, match="3 blocks needed, 2 available"):
         rule.check(3, [], spec(), promised=0, now=0.0)
-    with pytest.raises(HandoffError, match="this worker has 10"):
+    with pytest.raises(HandoffError, match="this worker has only 10"):
         rule.check(11, [], spec(), promised=0, now=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Loading weights quantised, or quantising them while they are loaded."""
+"""Loading weights quantized, or quantising them while they are loaded."""
 
 from __future__ import annotations
 

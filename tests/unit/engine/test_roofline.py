@@ -76,7 +76,7 @@ def test_a_window_bounds_keys_and_pairs(config: ModelConfig) -> None:
 
 
 def test_a_token_meets_its_experts_and_many_tokens_meet_all(config: ModelConfig) -> None:
-    experts = ExpertsConfig(8, 2, 32, normalised=True, layers=frozenset({0, 1}))
+    experts = ExpertsConfig(8, 2, 32, normalized=True, layers=frozenset({0, 1}))
     mixed = replace(config, experts=experts)
     expert = 3 * HIDDEN * 32
     shared = (ATTENTION + HIDDEN * 8) * LAYERS + VOCAB * HIDDEN

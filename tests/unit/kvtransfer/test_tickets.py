@@ -99,7 +99,7 @@ def test_what_came_in_part_is_neither_copied_nor_taken_for_a_duplicate() -> None
     for targets, offset, length in (([0], 0, 128), ([0], 64, 128), ([0], 0, BLOCK_BYTES)):
         with pytest.raises(HandoffError, match="parts of a block overlap"):
             ticket.begin_copy(targets, offset, length, 11.0)
-    with pytest.raises(HandoffError, match="some of a batch's bytes came twice"):
+    with pytest.raises(HandoffError, match="some of a batch's bytes arrived twice"):
         ticket.begin_copy([0, 1], 64, 64, 11.0)
     assert (ticket.copies, ticket.awaited_bytes) == (1, 2 * BLOCK_BYTES - 64)
 

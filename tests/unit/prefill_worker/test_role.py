@@ -216,7 +216,7 @@ async def test_an_attempt_is_computed_once_at_a_time(monkeypatch: pytest.MonkeyP
     first = await world.call(spec_of(max_tokens=1))
     second = await world.call(spec_of(max_tokens=1))
     await world.drain()
-    with pytest.raises(TicketEnded, match="is placed"):
+    with pytest.raises(TicketEnded, match="is already placed"):
         await second
     assert len(await first) == 1
     again = await world.call(spec_of(max_tokens=1))

@@ -256,6 +256,8 @@ async def test_a_role_changes_once_the_engine_has_ended_the_steps_of_the_last_on
         assert next(looks) == 4, "it has waited for them"
         assert not reasons
         return
-    with pytest.raises(WorkerFailed, match="has not ended the steps"):
+    with pytest.raises(WorkerFailed, match="has not finished the steps"):
         await process._steps_ended(context)
-    assert reasons == ["worker decode-0 ends: its engine has not ended the steps of its last role"]
+    assert reasons == [
+        "worker decode-0 ends: its engine has not finished the steps of its previous role"
+    ]

@@ -1,7 +1,7 @@
 """Attention of prompts' chunks over the paged cache: FlashAttention-2 (Dao, 2023), causal.
 
-The chunks of many sequences go in one launch. Their keys are in the cache already, the chunk's own
-included. The query heads of a group share a tile of rows, so that keys are read once for all.
+One launch computes the chunks of many sequences. Their keys are in the cache already, including the
+chunk's own. The query heads of a group share a tile of rows, so that keys are read once for all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.gpu.kernels.launch import (
 )
 
 MAX_TILE_ROWS = 128
-"""Of the largest tile: tokens, times the query heads of a KV head."""
+"""Rows of the largest tile: tokens times the query heads of a KV head."""
 
 _LEAST = 16
 _ASYNCHRONOUS_PRODUCTS = 90
@@ -57,7 +57,7 @@ def _attend_range(  # type: ignore[no-untyped-def]
     windowed: tl.constexpr,
     capped: tl.constexpr,
 ):
-    """Online softmax over the keys ``low … high`` for a tile of rows."""
+    """Compute online softmax over the keys ``low … high`` for a tile of rows."""
     for start in range(low, high, tile):
         tokens, place = place_of(table, start, end, tile, block_size)
         scores = key_scores(query, pages, place, strides, scoring, shape, capped)
@@ -106,10 +106,10 @@ def chunk_kernel(  # type: ignore[no-untyped-def]
     capped: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """A tile of rows, each a token and a head, of one sequence and one KV head."""
+    """Compute a tile of rows, each a token and a head, of one sequence and one KV head."""
     sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
-    # The last rows, which see the most keys, first.
+    # The last rows come first, because they see the most keys.
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     begin = tl.load(query_starts + sequence)
     count = tl.load(query_starts + sequence + 1) - begin
@@ -145,7 +145,7 @@ def chunk_kernel(  # type: ignore[no-untyped-def]
         if windowed:
             middle = tl.maximum(context + first + 1 - window, 0) // tile * tile
         else:
-            # Up to here every row sees every key.
+            # Up to here, every row sees every key.
             middle = (context + first + 1) // tile * tile
             most, total, found = _attend_range(
                 most,
@@ -187,7 +187,7 @@ def chunk_kernel(  # type: ignore[no-untyped-def]
             windowed,
             capped,
         )
-        # Rows past the chunk's end may have seen nothing.
+        # Rows past the chunk's end may have seen no key.
         found = found / tl.where(total > 0, total, 1.0)[:, None]
         target = out + ((place * tl.num_programs(1) * group + heads) * dim)[:, None] + dims[None, :]
         tl.store(target, found.to(out.dtype.element_ty), mask=used)
@@ -204,18 +204,18 @@ def chunk_attention(
     *,
     longest: int,
 ) -> torch.Tensor:
-    """Each token of each sequence's chunk attends to the tokens before it and to itself.
+    """Let each token of each sequence's chunk attend to the tokens before it and to itself.
 
-    ``queries`` [tokens, heads, dim], fp32, bf16 or fp16, chunk after chunk; ``tables`` int32
-    [sequences, blocks]; ``query_starts`` int32 [sequences + 1]: where each chunk begins among the
-    queries, and their end; ``contexts`` int32 [sequences]: tokens before each chunk. ``longest``
-    bounds the chunks' tokens. Returns like queries, contiguous.
+    ``queries`` is [tokens, heads, dim], fp32, bf16 or fp16, chunk after chunk. ``tables`` is int32
+    [sequences, blocks]. ``query_starts`` int32 [sequences + 1] is where each chunk begins among the
+    queries, and their end. ``contexts`` int32 [sequences] is the number of tokens before each
+    chunk. ``longest`` bounds the chunks' tokens. The result is contiguous, with the shape and type
+    of the queries.
 
     A row's sums have the order of its keys, in tiles that begin at multiples of their size. The
-    tiles' size follows ``longest``, up to ``MAX_TILE_ROWS`` rows (tokens times the heads of a
-    group): with a ``longest`` that fills them, a row's bits do not depend on how a prompt is cut
-    and what else there is. Raises ValueError where shapes or types do not
-    fit.
+    tiles' size depends on ``longest``, up to ``MAX_TILE_ROWS`` rows (tokens times the heads of a
+    group). If ``longest`` fills a tile, a row's bits do not depend on how a prompt is cut, or on
+    other rows. Raises ValueError if shapes or types do not fit.
     """
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     chunk_launch(
@@ -242,7 +242,8 @@ class _Tiles:
 
 
 def _tiles(tile_dim: int, itemsize: int, rows: int, capability: int) -> _Tiles:
-    """What fits the registers without spilling; keys and values are in shared memory twice."""
+    """Tiles that fit the registers without spilling; shared memory holds two tiles of keys and
+    values."""
     if itemsize == 4:
         return _Tiles(min(rows, 64), 32 if tile_dim <= 128 else 16, 4, 2)
     if capability < _ASYNCHRONOUS_PRODUCTS:
@@ -304,7 +305,7 @@ def chunk_launch(
         },
         warps=tiles.warps,
         stages=tiles.stages,
-        # The masked tiles and the others are two loops: a key counts the same in both.
+        # Masked and unmasked tiles are two loops: a key must count the same in both.
         fusion=False,
     )
 
@@ -319,7 +320,9 @@ def _check(
     check_queries(queries, blocks, tables)
     sequences = len(contexts)
     if len(query_starts) != sequences + 1 or tables.shape[0] != sequences:
-        raise ValueError(f"{sequences} contexts need as many tables, and one start more")
+        raise ValueError(
+            f"{sequences} contexts need {sequences} tables and {sequences + 1} query starts"
+        )
     named = (("tables", tables), ("query_starts", query_starts), ("contexts", contexts))
     for name, tensor in named:
         if tensor.dtype != torch.int32:

@@ -1,8 +1,8 @@
 """Paged attention of single queries: split KV (Flash-Decoding, Dao et al., 2023) in two kernels.
 
-Splits are of a fixed size and begin at multiples of it, and the second kernel adds them in groups
-of a fixed size: a row's sums have the same order whatever else is in the batch. The query heads of
-a group are the rows of the matrix products, so that keys and values are read once.
+Splits have a fixed size and begin at multiples of it. The second kernel adds them in groups of a
+fixed size. So a row's sums have the same order whatever else is in the batch. The query heads of a
+group are the rows of the matrix products, so that keys and values are read once.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from engine.gpu.kernels.launch import (
 )
 
 SPLIT = 256
-"""Keys of a split. A program reads 128 KiB of a bf16 cache with 128 dimensions, and what it writes
-for the second kernel is 3 % of that; smaller ones keep a lone sequence's GPU busier."""
+"""Keys of a split. A program reads 128 KiB of a bf16 cache with 128 dimensions, and writes 3 % of
+that for the second kernel. Smaller splits keep a GPU busier with a single sequence."""
 
 SCRATCH_BYTES = 1 << 28
-"""What the splits of a launch may take. Rows by the dozen with contexts of 128k and more take their
-turns: they share this, where each would need 8 MiB and more."""
+"""Maximum bytes for the splits of a launch. Dozens of rows with contexts of 128k and more take
+turns and share this memory; each of them would need 8 MiB and more."""
 _ROW_STEP = 4
 
 _TILE_NUMBERS = 8192
 _COMBINED = 16
 _LEAST = 16
-"""Of each side of a matrix product on tensor cores."""
+"""Minimum size of each side of a matrix product on tensor cores."""
 
 
 @triton.jit(do_not_specialize=["stride_table", "window", "splits"])  # type: ignore[untyped-decorator]
@@ -80,7 +80,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     capped: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """One split of one row and one KV head: normalised sums, and the log2 of their weights."""
+    """Compute one split of one row and KV head: normalized sums, and the log2 of their weights."""
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(lengths + row)
@@ -117,7 +117,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         for start in range(low, high, tile):
             tokens, place = place_of(tables + table * stride_table, start, high, tile, block_size)
             scores = key_scores(query, pages, place, strides, scoring, shape, capped)
-            # Every tile has a key that counts.
+            # Every tile has at least one visible key.
             scores = tl.where((place[2] & (tokens >= begin))[None, :], scores, float("-inf"))
             most, total, found = add_values(
                 most, total, found, scores, pages, place, strides, shape, query.dtype, False
@@ -142,7 +142,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     tile: tl.constexpr,
     windowed: tl.constexpr,
 ):
-    """Adds the splits of one row and one query head, in their order."""
+    """Add the splits of one row and one query head, in order."""
     row = tl.program_id(0).to(tl.int64)
     place = row * tl.num_programs(1) + tl.program_id(1)
     length = tl.load(lengths + row)
@@ -172,7 +172,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         )
         total += tl.sum(weights, axis=0)
         result += tl.sum(values * weights[:, None], axis=0)
-    # A row of length 0 is padding: zeros.
+    # A row of length 0 is padding, and gets zeros.
     result = result / tl.where(total > 0, total, 1.0)
     tl.store(out + place * dim + dims, result.to(out.dtype.element_ty), mask=dims < dim)
 
@@ -189,17 +189,17 @@ def decode_attention(
     table_rows: torch.Tensor | None = None,
     split: int = SPLIT,
 ) -> torch.Tensor:
-    """Each query attends to the first ``lengths`` tokens of its sequence.
+    """Let each query attend to the first ``lengths`` tokens of its sequence.
 
-    ``queries`` [rows, heads, dim], fp32, bf16 or fp16; ``tables`` int32 [tables, blocks];
-    ``lengths`` int32 [rows], 0 for a row of padding. ``table_rows`` int32
-    [rows] says which table is whose (None: each row has its own). ``longest`` bounds the lengths
-    (None: what the tables hold); it is a number of the host's, so that a captured step keeps its
-    grid. Returns like queries, contiguous; rows of padding are zeros.
+    ``queries`` is [rows, heads, dim], fp32, bf16 or fp16. ``tables`` is int32 [tables, blocks].
+    ``lengths`` is int32 [rows], 0 for a padding row. ``table_rows`` int32 [rows] maps rows to
+    tables (None: each row has its own). ``longest`` bounds the lengths (None: what the tables
+    hold). It is a number on the host, so that a captured step keeps its grid. The result is
+    contiguous, with the shape and type of the queries; padding rows are zeros.
 
-    A row's result depends on its own query, tokens and length alone, bit for bit, and so does that
-    of a token of a prompt that is computed as a row of its own. Raises ValueError where shapes or
-    types do not fit.
+    A row's result depends only on its own query, tokens and length, bit for bit. The same holds for
+    a prompt token that is computed as a row of its own. Raises ValueError if shapes or types do not
+    fit.
     """
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     for launch in decode_launches(
@@ -232,9 +232,10 @@ def decode_launches(
     split: int,
     capability: int,
 ) -> tuple[Launch, ...]:
-    """The launches of ``decode_attention``, on a GPU of ``capability``: two for each run of rows
+    """The launches of ``decode_attention``, on a GPU of ``capability``.
 
-    whose splits fit the scratch, which all runs share.
+    There are two launches for each run of rows whose splits fit the scratch memory, which all runs
+    share.
     """
     _check(queries, blocks, tables, lengths, table_rows, split)
     rows, heads, dim = queries.shape
@@ -268,17 +269,17 @@ def decode_launches(
 
 
 def scratch_rows(rows: int, heads: int, dim: int, splits: int) -> int:
-    """How many of the rows share a launch: those whose splits fit ``SCRATCH_BYTES``, and a few at
+    """Maximum rows that share a launch.
 
-    least.
+    Their splits fit ``SCRATCH_BYTES``, but a few rows always share one.
     """
     fitting = SCRATCH_BYTES // scratch_bytes(1, heads, dim, splits)
-    # Whole steps keep each run's lengths aligned: others would be compiled anew.
+    # Whole steps keep each run's lengths aligned; other alignments would compile another kernel.
     return max(1, min(rows, max(1, fitting // _ROW_STEP) * _ROW_STEP))
 
 
 def scratch_bytes(rows: int, heads: int, dim: int, splits: int) -> int:
-    """Of the rows of a launch: their splits' sums, and the weights of these."""
+    """Bytes for the rows of a launch: their splits' sums, and the weights of these."""
     return 4 * rows * heads * splits * (dim + 1)
 
 
@@ -295,7 +296,7 @@ def _launches(
     split: int,
     capability: int,
 ) -> tuple[Launch, Launch]:
-    """Of rows that the scratch holds."""
+    """The two launches for rows that fit the scratch memory."""
     rows, heads, dim = queries.shape
     group = heads // blocks.heads
     partial, sums = scratch
@@ -336,7 +337,8 @@ def _launches(
             "widen": interpreted(decode_kernel),
         },
         warps=4,
-        # One for block ids, one for keys and values that wait on them, twice: two tiles in flight.
+        # One stage for block ids, one for the keys and values that wait for them, twice: two tiles
+        # are in flight.
         stages=5,
     )
     second = Launch(
@@ -364,7 +366,7 @@ def _launches(
 
 
 def tile_keys(tile_dim: int, itemsize: int, split: int) -> int:
-    """Keys of a tile: 16 KiB of keys and as much of values in 16 bits, twice in shared memory."""
+    """Keys of a tile: 16 KiB of keys and 16 KiB of values in 16 bits, twice in shared memory."""
     numbers = _TILE_NUMBERS // 2 if itemsize == 4 else _TILE_NUMBERS
     return min(max(_LEAST, numbers // tile_dim), 128, split)
 

@@ -1,8 +1,8 @@
-"""Paged attention: its definition in plain torch, and what both kernels do with a tile of keys.
+"""Paged attention: the reference in plain torch, and functions for a tile of keys.
 
-Several numbers go together from one function of the kernels to the next:
+The kernels' functions pass several numbers as tuples:
 
-    place    (blocks, slots, inside) of the tile's tokens: where each lies, and whether it counts
+    place    (blocks, slots, inside) of the tile's tokens: where each is, and whether it counts
     pages    (keys, values, key scales, value scales) of one KV head: where they begin
     strides  (of a block, of a slot, of a block's scales, of a slot's scale)
     scoring  (window, scale, soft cap)
@@ -18,16 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.kernels.kv_blocks import PLAIN, KvBlocks, as_number, dequantise
+from engine.gpu.kernels.kv_blocks import PLAIN, KvBlocks, as_number, dequantize
 from engine.gpu.kernels.launch import check_strides
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores are made of products.
+    """How scores are computed from products.
 
-    ``scale`` multiplies them. ``window`` is the number of keys that a query sees at most, its own
-    token's included (0: all). ``soft_cap`` c > 0 turns a score s into c * tanh(s / c) (Gemma 2,
+    ``scale`` multiplies them. ``window`` is the maximum number of keys that a query sees, including
+    its own token's (0: all). ``soft_cap`` c > 0 turns a score s into c * tanh(s / c) (Gemma 2,
     2024).
     """
 
@@ -43,13 +43,13 @@ class Scoring:
 def attend_reference(
     queries: torch.Tensor, blocks: KvBlocks, layer: int, table: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """The last ``count`` tokens of one sequence attend to it: fp32 [count, heads, dim].
+    """Let the last ``count`` tokens of one sequence attend to it: fp32 [count, heads, dim].
 
-    ``queries`` [count, heads, dim]; ``table`` [tokens] is the sequence's slot mapping, int64
+    ``queries`` is [count, heads, dim]; ``table`` [tokens] is the sequence's slot mapping, int64
     (block * block_size + slot of each of its tokens).
     """
     count, heads, _ = queries.shape
-    values = dequantise(blocks)[:, layer].transpose(2, 3)[table // blocks.block_size]
+    values = dequantize(blocks)[:, layer].transpose(2, 3)[table // blocks.block_size]
     picked = values.gather(
         2, (table % blocks.block_size).view(-1, 1, 1, 1, 1).expand(-1, 2, 1, *values.shape[3:])
     )[:, :, 0]
@@ -70,7 +70,7 @@ def attend_reference(
 
 
 def slot_mapping(table: list[int], tokens: int, block_size: int) -> torch.Tensor:
-    """Where the first ``tokens`` tokens of a block table are: int64 [tokens]."""
+    """The slots of the first ``tokens`` tokens of a block table: int64 [tokens]."""
     position = torch.arange(tokens)
     return torch.tensor(table)[position // block_size] * block_size + position % block_size
 
@@ -79,7 +79,7 @@ def slot_mapping(table: list[int], tokens: int, block_size: int) -> torch.Tensor
 def pages_of(  # type: ignore[no-untyped-def]
     data, scales, head, stride_value, stride_head, scale_value, scale_head, kind: tl.constexpr
 ):
-    """The pages of one KV head; those of the scales stand for nothing where there are none."""
+    """The pages of one KV head; if there are no scales, their entries are not used."""
     keys = data + head.to(tl.int64) * stride_head
     values = keys + stride_value
     key_scales = keys
@@ -101,7 +101,7 @@ def place_of(  # type: ignore[no-untyped-def]
     tokens = start + tl.arange(0, tile)
     inside = tokens < end
     if block_size % tile == 0:
-        # One block: one scalar read, and neighbouring rows of one piece of memory.
+        # All in one block: one scalar read, and adjacent rows of memory.
         block = tl.load(table + start // block_size).to(tl.int64)
         blocks = tl.full((tile,), 0, tl.int64) + block
         slots = start % block_size + tl.arange(0, tile)
@@ -113,7 +113,7 @@ def place_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_tile(base, place, strides, shape, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of keys or values [tile, dimensions] as ``dtype``; zeros outside."""
+    """Load a tile of keys or values [tile, dimensions] as ``dtype``; zeros outside."""
     blocks, slots, inside = place
     dims = tl.arange(0, shape[0])
     pointers = base + (blocks * strides[0] + slots * strides[1])[:, None] + dims[None, :]
@@ -133,7 +133,7 @@ def _load_scales(base, place, strides):  # type: ignore[no-untyped-def]
 def key_scores(  # type: ignore[no-untyped-def]
     query, pages, place, strides, scoring, shape, capped: tl.constexpr
 ):
-    """Scores [rows, tile] of a tile of keys, in powers of two: times log2(e)."""
+    """Compute scores [rows, tile] of a tile of keys, in powers of two: times log2(e)."""
     key = load_tile(pages[0], place, strides, shape, query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if shape[2] != 0:
@@ -159,9 +159,9 @@ def add_values(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr,
     unseen: tl.constexpr,
 ):
-    """A step of the online softmax (Milakov and Gimelshein, 2018): maxima, weights, sums.
+    """Do a step of the online softmax (Milakov and Gimelshein, 2018): maxima, weights, sums.
 
-    ``unseen`` says that a row may have seen no key yet, and so have no maximum.
+    ``unseen`` means that a row may have seen no key yet, so that it has no maximum.
     """
     higher = tl.maximum(most, tl.max(scores, axis=1))
     around = higher
@@ -174,7 +174,7 @@ def add_values(  # type: ignore[no-untyped-def]
     if shape[2] != 0:
         factors = _load_scales(pages[3], place, strides)
         if dtype == tl.float16:
-            # Weights times scales would leave fp16's range.
+            # Weights times scales would exceed fp16's range.
             value = (value.to(tl.float32) * factors[:, None]).to(dtype)
         else:
             weights = weights * factors[None, :]
@@ -183,7 +183,7 @@ def add_values(  # type: ignore[no-untyped-def]
 
 
 def check_queries(queries: torch.Tensor, blocks: KvBlocks, tables: torch.Tensor) -> None:
-    """Raises ValueError where queries do not fit the blocks, or have strides no kernel reads."""
+    """Raise ValueError if queries do not fit the blocks, or have unsupported strides."""
     _, heads, dim = queries.shape
     check_strides(queries, "queries")
     check_strides(tables, "block tables")

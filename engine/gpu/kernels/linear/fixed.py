@@ -1,9 +1,9 @@
-"""Linear layers whose sums have one order: the bits of a row depend on the row alone.
+"""Linear layers whose sums have a fixed order: the bits of a row depend only on the row.
 
 cuBLAS chooses its kernel by the number of rows, and with it the order of the sums. Here the tile
-follows the weight's shape alone, the inputs are never split among programs, and a row's part of a
-matrix instruction knows nothing of the others (He et al., "Defeating Nondeterminism in LLM
-Inference", Thinking Machines, 2025).
+depends only on the weight's shape, and programs never split the inputs. A row's part of a matrix
+instruction does not depend on other rows (He et al., "Defeating Nondeterminism in LLM Inference",
+Thinking Machines, 2025).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import triton.language as tl
 from engine.gpu.kernels.launch import Launch, check_strides, interpreted
 
 _WIDE_OUTPUTS = 8192
-"""From here on twice as wide tiles still give every multiprocessor of an H200 work."""
+"""From this number of outputs on, tiles of twice the width still occupy every multiprocessor of an
+H200."""
 _BAND = 8
-"""Tiles of rows that go through the weights together, so that they meet them in the L2 cache."""
+"""Tiles of rows that go through the weights together, so that they find them in the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,10 @@ class FixedTile:
 
 
 def fixed_tile(outputs: int, itemsize: int) -> FixedTile:
-    """The tile for a weight of so many outputs and bytes an element, whatever the rows are."""
+    """The tile for a weight with ``outputs`` outputs and ``itemsize`` bytes per element.
+
+    It does not depend on the number of rows.
+    """
     wide = 128 if outputs >= _WIDE_OUTPUTS else 64
     return FixedTile(64, wide, 32 if itemsize == 4 else 64)
 
@@ -55,7 +59,7 @@ def fixed_linear_kernel(  # type: ignore[no-untyped-def]
     biased: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """One tile of outputs, over all inputs in their order."""
+    """Compute one tile of outputs, over all inputs in order."""
     row_tiles = (rows + tile_rows - 1) // tile_rows
     output_tiles = (outputs + tile_outputs - 1) // tile_outputs
     number = tl.program_id(0)
@@ -96,10 +100,10 @@ def fixed_linear(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``: [rows, outputs], as ``dtype`` (None: like x), summed in fp32.
+    """``x @ weight.T + bias``: [rows, outputs], as ``dtype`` (None: the type of x), summed in fp32.
 
-    ``x`` [rows, inputs] and ``weight`` [outputs, inputs] of one float type, ``bias`` of any
-    [outputs]. Raises ValueError where shapes or types do not fit.
+    ``x`` [rows, inputs] and ``weight`` [outputs, inputs] have the same float type; ``bias``
+    [outputs] has any. Raises ValueError if shapes or types do not fit.
     """
     out = torch.empty((len(x), len(weight)), dtype=dtype or x.dtype, device=x.device)
     fixed_linear_launch(out, x, weight, bias).run()
@@ -109,13 +113,13 @@ def fixed_linear(
 def fixed_linear_launch(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Launch:
-    """The launch of ``fixed_linear``."""
+    """The launch that computes ``fixed_linear`` into ``out``."""
     rows, inputs = x.shape
     outputs = len(weight)
     if weight.shape != (outputs, inputs) or weight.dtype != x.dtype:
-        raise ValueError(f"the weight is {x.dtype} [outputs, {inputs}]")
+        raise ValueError(f"the weight must be {x.dtype} [outputs, {inputs}]")
     if bias is not None and (bias.shape != (outputs,) or not bias.is_contiguous()):
-        raise ValueError(f"the bias is contiguous, [{outputs}]")
+        raise ValueError(f"the bias must be contiguous, [{outputs}]")
     check_strides(x, "x")
     check_strides(weight, "the weight")
     tile = fixed_tile(outputs, x.element_size())

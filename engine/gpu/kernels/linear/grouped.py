@@ -1,8 +1,8 @@
 """Linear layers of a mixture of experts: each token's rows meet their own experts' weights.
 
-Rows are sorted by expert, and each expert's rows cut into tiles; which expert a tile belongs to is
-found on the device, so that nothing waits for the routing and a captured step keeps its grid
-(MegaBlocks, Gale et al., 2022, tells of the dropless scheme).
+Rows are sorted by expert, and each expert's rows are cut into tiles. The device finds out which
+expert a tile belongs to. So nothing waits for the routing, and a captured step keeps its grid (the
+dropless scheme of MegaBlocks, Gale et al., 2022).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _LEAST = 16
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Pairs of a token and one of its experts, sorted by expert, in order of tokens within one."""
+    """Pairs of a token and one of its experts, sorted by expert, and by token for each expert."""
 
     order: torch.Tensor
-    """int32 [pairs]: the pair token * experts_per_token + choice that is at each sorted place."""
+    """int32 [pairs]: the pair token * experts_per_token + choice at each sorted place."""
     offsets: torch.Tensor
     """int32 [experts + 1]: where each expert's pairs begin among the sorted ones."""
     choices: int
-    """Experts of a token."""
+    """Number of experts per token."""
 
     @property
     def experts(self) -> int:
@@ -36,9 +36,9 @@ class Routing:
 
 
 def route(expert_ids: torch.Tensor, experts: int) -> Routing:
-    """The routing of ``expert_ids``, any integers [tokens, experts_per_token]; no wait for a GPU.
+    """Route ``expert_ids``, integers [tokens, experts_per_token], without waiting for the GPU.
 
-    Stable, so that an expert's rows have the same order every time.
+    The sort is stable, so that an expert's rows have the same order every time.
     """
     flat = expert_ids.flatten()
     counts = torch.zeros(experts + 1, dtype=torch.int32, device=flat.device)
@@ -48,9 +48,9 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
 
 
 def route_held(expert_ids: torch.Tensor, held: range) -> Routing:
-    """The routing among the experts ``held``; pairs of others come last, and belong to none.
+    """Route among the experts ``held``; pairs of other experts come last, and belong to none.
 
-    Rows of the latter are left as they are by ``grouped_linear``: ``add_choices`` drops them.
+    ``grouped_linear`` does not write the rows of these pairs, and ``add_choices`` drops them.
     """
     others = len(held)
     own = expert_ids - held.start
@@ -80,7 +80,7 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     tile_inputs: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """A tile of one expert's rows and outputs."""
+    """Compute a tile of one expert's rows and outputs."""
     number = tl.program_id(1)
     expert = tl.arange(0, width)
     real = expert < experts
@@ -128,12 +128,12 @@ def grouped_linear(
     gathers: bool,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Rows times their experts' weights: [pairs, outputs], sorted by expert, as ``dtype``.
+    """Multiply rows by their experts' weights: [pairs, outputs], sorted by expert, as ``dtype``.
 
-    ``weights`` [experts, outputs, inputs]. With ``gathers``, ``x`` is [tokens, inputs] and each
-    sorted pair takes its token's row; without, [pairs, inputs], sorted already (the second layer).
-    One float type, sums in fp32, their order the inputs'. Raises ValueError where shapes or types
-    do not fit.
+    ``weights`` is [experts, outputs, inputs]. With ``gathers``, ``x`` is [tokens, inputs], and each
+    sorted pair uses its token's row. Without, ``x`` is [pairs, inputs], sorted already (the second
+    layer). All have one float type. Sums are fp32, in the order of the inputs. Raises ValueError if
+    shapes or types do not fit.
     """
     out = torch.empty(
         (len(routing.order), weights.shape[1]), dtype=dtype or x.dtype, device=x.device
@@ -145,15 +145,17 @@ def grouped_linear(
 def grouped_linear_launch(
     out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, routing: Routing, *, gathers: bool
 ) -> Launch:
-    """The launch of ``grouped_linear``."""
+    """The launch that computes ``grouped_linear`` into ``out``."""
     experts, outputs, inputs = weights.shape
     pairs = len(routing.order)
     rows = pairs // routing.choices if gathers else pairs
     if experts != routing.experts or x.shape != (rows, inputs) or x.dtype != weights.dtype:
-        raise ValueError(f"x is [{rows}, {inputs}], like the {routing.experts} experts' weights")
+        raise ValueError(
+            f"x must be [{rows}, {inputs}], of the type of {routing.experts} experts' weights"
+        )
     check_strides(x, "x")
     check_strides(weights, "weights")
-    # As many as an expert has on average.
+    # Size of a tile: the average number of rows per expert.
     tile_rows = min(128, max(_LEAST, power_of_two(-(-pairs // experts))))
     wide = tile_rows >= 64 and x.element_size() < 4
     tile = 128 if wide else 64
@@ -190,10 +192,10 @@ def grouped_linear_launch(
 
 
 def add_choices(rows: torch.Tensor, routing: Routing, factors: torch.Tensor) -> torch.Tensor:
-    """Each token's sum of its experts' ``rows`` [pairs, hidden], sorted, times ``factors``.
+    """Sum each token's experts' ``rows`` [pairs, hidden], which are sorted, times ``factors``.
 
-    ``factors`` fp32 [tokens, experts_per_token]. Returns fp32 [tokens, hidden]; the choices are
-    added in their order, without atomics. Pairs that belong to no expert here count as zeros.
+    ``factors`` is fp32 [tokens, experts_per_token]. Returns fp32 [tokens, hidden]; the choices are
+    added in order, without atomics. Pairs that belong to no expert here count as zeros.
     """
     where = torch.empty_like(routing.order)
     numbers = torch.arange(len(routing.order), dtype=where.dtype, device=where.device)
@@ -206,7 +208,7 @@ def add_choices(rows: torch.Tensor, routing: Routing, factors: torch.Tensor) -> 
 def grouped_linear_reference(
     x: torch.Tensor, weights: torch.Tensor, routing: Routing, *, gathers: bool
 ) -> torch.Tensor:
-    """What ``grouped_linear`` computes, in plain torch: fp32 [pairs, outputs]."""
+    """The reference for ``grouped_linear``, in plain torch: fp32 [pairs, outputs]."""
     if gathers:
         x = x[routing.order.long() // routing.choices]
     bounds = routing.offsets.tolist()

@@ -1,8 +1,8 @@
 """Linear layers with int8, int4 or fp8 weights for small batches: weights are read once, as codes.
 
-A weight is ``code * scale + min`` by group of inputs. Codes become the activations' type as they
-are, which is exact, and each group's products are scaled in fp32 after they were summed. The inputs
-are cut into splits by the weight's shape alone, and a second kernel adds the splits in order.
+A weight is ``code * scale + min`` per group of inputs. Codes are converted to the activations'
+type, which is exact. Each group's products are summed and then scaled in fp32. The inputs are cut
+into splits that depend only on the weight's shape, and a second kernel adds the splits in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.gpu.kernels.launch import (
 Kind = Literal["int8", "int4", "fp8"]
 
 MAX_ROWS = 64
-"""With more, a matrix product is bound by arithmetic: dequantise, and use the ordinary one."""
+"""Maximum rows. A larger product is bound by arithmetic: dequantize, and use the ordinary one."""
 
 _FP8 = 2
 _INT4 = 4
@@ -35,23 +35,25 @@ _HARDWARE_FP8 = 89
 
 _LEAST = 16
 _MAX_UNITS = 4
-"""Of a step, each with products of its own. Larger batches take fewer: their sums fill more
-registers."""
+"""Maximum units per step, each with its own products. Larger batches use fewer, because their sums
+take more registers."""
 _PROGRAMS = 264
-"""Two for each multiprocessor of an H200; a constant, so that splits are the same everywhere."""
+"""Target number of programs: two for each multiprocessor of an H200. It is constant, so that splits
+are the same on every GPU."""
 _MAX_SPLITS = 8
 _NARROW = 64
-"""Outputs of a program: as many as one matrix instruction takes; twice that for larger batches,
-whose activations are then read half as often."""
+"""Outputs of a program: those of one matrix instruction. Larger batches use twice as many, so that
+activations are read half as often."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuWeight:
-    """A quantised weight as the kernel reads it.
+    """A quantized weight in the layout of the kernel.
 
-    ``codes`` uint8 [units, outputs, bytes]: a unit is a run of ``unit`` inputs under one scale, and
-    what is read together lies together. In int4 the low halves of a unit's bytes are its first
-    inputs, the high ones the rest. ``scales`` fp32 [groups, outputs], ``mins`` like it or None.
+    ``codes`` is uint8 [units, outputs, bytes]: a unit is a run of ``unit`` inputs under one scale,
+    and codes that are read together are adjacent. In int4 the low halves of a unit's bytes are its
+    first inputs, and the high halves are the rest. ``scales`` is fp32 [groups, outputs]; ``mins``
+    has the same form, or is None.
     """
 
     kind: Kind
@@ -70,11 +72,12 @@ class GpuWeight:
 def gpu_weight(
     kind: Kind, codes: torch.Tensor, scales: torch.Tensor, mins: torch.Tensor | None
 ) -> GpuWeight:
-    """A weight from its canonical form.
+    """Make a weight from its canonical form.
 
-    ``codes`` uint8 [outputs, inputs] (int8: signed; fp8: e4m3fn), or [outputs, inputs / 2] for
-    int4, 0 … 15, the low half being the even input. ``scales`` [outputs, groups], ``mins`` like it
-    or None; a group is 16, a multiple of 32, or a whole row. Raises ValueError for others.
+    ``codes`` is uint8 [outputs, inputs] (int8: signed; fp8: e4m3fn), or [outputs, inputs / 2] for
+    int4, 0 … 15, with the even input in the low half. ``scales`` is [outputs, groups]; ``mins`` has
+    the same form, or is None. A group is 16, a multiple of 32, or a whole row. Raises ValueError
+    for others.
     """
     outputs, groups = scales.shape
     if kind == "int4":
@@ -82,12 +85,12 @@ def gpu_weight(
     inputs = codes.shape[1]
     whole = groups > 0 and inputs % groups == 0
     if codes.dtype != torch.uint8 or codes.shape[0] != outputs or not whole:
-        raise ValueError("codes are uint8, one row for each of scales', whole groups each")
+        raise ValueError("codes must be uint8 with a row for each row of scales, in whole groups")
     group = inputs // groups
     if groups > 1 and group != 16 and group % 32:
         raise ValueError(f"groups of {group} inputs are not supported: 16, or a multiple of 32")
     if kind == "int4" and group == 16:
-        # Half a group is too short for a matrix product: a byte for each.
+        # Half a group is too short for a matrix product, so each code becomes a byte.
         kind = "int8"
     unit = 128 if groups == 1 else next(size for size in (128, 64, 32, 16) if group % size == 0)
     padding = -inputs % unit
@@ -116,7 +119,7 @@ def _load_x(  # type: ignore[no-untyped-def]
     inputs,
     widen: tl.constexpr,
 ):
-    """Activations, transposed: [count, tile_rows]; zeros outside."""
+    """Load activations, transposed: [count, tile_rows]; zeros outside."""
     at = first + tl.arange(0, count)
     row = tl.arange(0, tile_rows)
     inside = (at < inputs)[:, None] & (row < rows)[None, :]
@@ -148,7 +151,7 @@ def quantized_linear_kernel(  # type: ignore[no-untyped-def]
     has_mins: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """A tile of outputs over one split of the inputs: fp32 sums [split, row, output]."""
+    """Compute a tile of outputs over one split of the inputs: fp32 sums [split, row, output]."""
     output = tl.program_id(0) * tile + tl.arange(0, tile)
     real = output < outputs
     bytes_of: tl.constexpr = unit // 2 if kind == 4 else unit
@@ -202,7 +205,7 @@ def add_splits_kernel(  # type: ignore[no-untyped-def]
     tile: tl.constexpr,
     biased: tl.constexpr,
 ):
-    """The splits of a tile of one row's outputs, added in order, then the bias."""
+    """Add the splits of a tile of one row's outputs, in order, and then the bias."""
     row = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * tile + tl.arange(0, tile)
     real = output < outputs
@@ -222,12 +225,12 @@ def quantized_linear(
     *,
     tile_rows: int | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``: [rows, outputs], as ``dtype`` (None: like x), summed in fp32.
+    """``x @ weight.T + bias``: [rows, outputs], as ``dtype`` (None: the type of x), summed in fp32.
 
-    ``x`` bf16, fp16 or fp32 [rows, inputs], at most 64 rows; ``bias`` any float type [outputs]. The
-    order of a row's sums depends on the weight's shape alone. With ``tile_rows`` fixed (16, 32 or
-    64, at least the rows), the same instructions run for every batch too, and a row's bits are the
-    same in all. Raises ValueError where shapes or types do not fit.
+    ``x`` is bf16, fp16 or fp32 [rows, inputs], at most 64 rows; ``bias`` [outputs] has any float
+    type. The order of a row's sums depends only on the weight's shape. With a fixed ``tile_rows``
+    (16, 32 or 64, at least the rows), the same instructions run for every batch, too, and a row's
+    bits are always the same. Raises ValueError if shapes or types do not fit.
     """
     shape = (x.shape[0], weight.outputs)
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
@@ -248,9 +251,9 @@ def quantized_linear_launches(
     rows, inputs = x.shape
     tile_rows = tile_rows or max(_LEAST, power_of_two(rows))
     if rows > min(MAX_ROWS, tile_rows) or inputs != weight.inputs:
-        raise ValueError(f"x is at most [{min(MAX_ROWS, tile_rows)}, {weight.inputs}]")
+        raise ValueError(f"x must be at most [{min(MAX_ROWS, tile_rows)}, {weight.inputs}]")
     if bias is not None and (bias.shape != (weight.outputs,) or not bias.is_contiguous()):
-        raise ValueError(f"the bias is contiguous, [{weight.outputs}]")
+        raise ValueError(f"the bias must be contiguous, [{weight.outputs}]")
     check_strides(x, "x")
     kind = _KINDS[weight.kind]
     codes = weight.codes
@@ -300,7 +303,7 @@ def quantized_linear_launches(
 
 
 def splitting(weight: GpuWeight) -> tuple[int, int]:
-    """Units of a split, and splits, by the weight's shape alone."""
+    """Units of a split, and number of splits; they depend only on the weight's shape."""
     units = weight.codes.shape[0]
     steps = -(-units // _MAX_UNITS)
     wanted = -(-_PROGRAMS // -(-weight.outputs // _NARROW))
@@ -326,6 +329,6 @@ def dequantized(weight: GpuWeight) -> torch.Tensor:
 def quantized_linear_reference(
     x: torch.Tensor, weight: GpuWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What ``quantized_linear`` computes, in plain torch: fp32 [rows, outputs]."""
+    """The reference for ``quantized_linear``, in plain torch: fp32 [rows, outputs]."""
     found = x.float() @ dequantized(weight).t()
     return found if bias is None else found + bias.float()

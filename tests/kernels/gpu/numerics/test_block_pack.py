@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from engine.gpu.kernels.block_pack import pack_blocks, pack_blocks_reference, unpack_blocks
-from engine.gpu.kernels.kv_blocks import KvBlocks, dequantise, empty_kv_blocks, quantise
+from engine.gpu.kernels.kv_blocks import KvBlocks, dequantize, empty_kv_blocks, quantize
 from tests.kernels.gpu.device import BFLOAT16, DEVICE
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
 
 
 def cache(dtype: torch.dtype, heads: int, size: int, dim: int, layers: int = 2) -> KvBlocks:
-    return KvBlocks(*quantise(torch.randn(6, layers, 2, heads, size, dim), dtype))
+    return KvBlocks(*quantize(torch.randn(6, layers, 2, heads, size, dim), dtype))
 
 
 def moved(blocks: KvBlocks, device: torch.device) -> KvBlocks:
@@ -31,12 +31,12 @@ def test_types_and_heads_change_on_the_way(source: torch.dtype, target: torch.dt
     expected = pack_blocks_reference(held, ids.cpu(), 1, 2, target)
     found = moved(packed, torch.device("cpu"))
     near = BFLOAT16 if target == torch.bfloat16 and source != target else 0
-    torch.testing.assert_close(dequantise(found), dequantise(expected), atol=0, rtol=near)
+    torch.testing.assert_close(dequantize(found), dequantize(expected), atol=0, rtol=near)
     back = empty_kv_blocks((7, 1, 2, 3, 16, 80), target, DEVICE)
     places = torch.tensor([6, 2, 1], dtype=torch.int32, device=DEVICE)
     unpack_blocks(packed, back, places, first_head=1)
-    there = dequantise(moved(back, torch.device("cpu")))[[6, 2, 1]][:, :, :, 1:]
-    assert torch.equal(there, dequantise(found))
+    there = dequantize(moved(back, torch.device("cpu")))[[6, 2, 1]][:, :, :, 1:]
+    assert torch.equal(there, dequantize(found))
 
 
 @pytest.mark.parametrize(("size", "dim"), [(16, 64), (24, 96), (32, 256)])

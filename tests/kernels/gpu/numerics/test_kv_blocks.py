@@ -44,7 +44,7 @@ def test_bits_are_those_of_torch() -> None:
 def test_blocks_that_do_not_fit_are_refused() -> None:
     data = torch.zeros(2, 1, 2, 3, 4, 8)
     scales = torch.ones(2, 1, 2, 3, 4)
-    assert KvBlocks(data.to(torch.int8), scales).quantised
+    assert KvBlocks(data.to(torch.int8), scales).quantized
     for wrong in (
         (data, scales),
         (data.to(torch.int8), None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.gpu.kernels.kv_blocks import KvBlocks, dequantise, empty_kv_blocks
+from engine.gpu.kernels.kv_blocks import KvBlocks, dequantize, empty_kv_blocks
 from engine.gpu.kernels.rope_cache import rope_cache, rope_cache_reference
 from engine.model.rope import apply_rope
 from tests.kernels.gpu.device import BFLOAT16, DEVICE
@@ -100,7 +100,7 @@ def test_equals_plain_torch(
     # A code may be another where a sum's rounding puts a number on the other side of the middle.
     tolerance = tolerance if kv is None else 2**-3
     torch.testing.assert_close(
-        dequantise(cached), dequantise(expected), atol=tolerance, rtol=tolerance
+        dequantize(cached), dequantize(expected), atol=tolerance, rtol=tolerance
     )
     if cached.scales is not None and expected.scales is not None:
         torch.testing.assert_close(cached.scales, expected.scales, atol=0, rtol=1e-5)

@@ -85,7 +85,7 @@ def test_steps_with_quantised_weights(
 
 @pytest.mark.long
 def test_more_rows_than_the_kernel_for_quantised_weights_takes(tmp_path: Path) -> None:
-    """They are dequantised for a prompt of 80 tokens."""
+    """They are dequantized for a prompt of 80 tokens."""
     folder = save(tmp_path, "llama", intermediate_size=96, num_hidden_layers=1)
     model = quantized(load(folder), "int8", 32)
     tokens = list(range(80))

@@ -161,7 +161,7 @@ def test_what_a_config_lacks_is_what_transformers_makes_of_it(tmp_path: Path, na
         assert found.experts.intermediate_size == getattr(
             expected, "moe_intermediate_size", expected.intermediate_size
         )
-        assert found.experts.normalised == getattr(expected, "norm_topk_prob", True)
+        assert found.experts.normalized == getattr(expected, "norm_topk_prob", True)
         assert found.experts.layers == frozenset(range(8))
 
 
@@ -193,19 +193,19 @@ def test_quantised_weights_compute_what_their_values_do(tmp_path: Path, name: st
     """Fused ones are split, a tied embedding is looked up and multiplied by."""
     make_reference(CASES[name]).save_pretrained(tmp_path)
     plain = load_weights(tmp_path, CPU, torch.float32)
-    quantised: dict[str, Any] = {
+    quantized: dict[str, Any] = {
         name: quantize(weight, "int8") if weight.dim() == 2 and "mlp.gate." not in name else weight
         for name, weight in plain.items()
         if isinstance(weight, torch.Tensor)
     }
     values = {
         name: dequantize(weight) if isinstance(weight, QuantizedWeight) else weight
-        for name, weight in quantised.items()
+        for name, weight in quantized.items()
     }
     config, tokens = load_model_config(tmp_path), some_tokens(TOKENS)
     row = PlanRow(0, 0, TOKENS, tuple(range(10)), True)
     results = []
-    for weights in (quantised, values):
+    for weights in (quantized, values):
         pair = Pair(None, DecoderModel(config, weights, CPU))
         results.append(compute(pair, new_cache(pair, BLOCK), [(tokens, row)]))
     close(*results)

@@ -242,7 +242,7 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
         "num_experts": 8,
     }
     found = load(tmp_path, **moe, decoder_sparse_step=2, mlp_only_layers=[3]).experts
-    assert found == ExpertsConfig(8, 8, 768, normalised=False, layers=frozenset({1, 5}))
+    assert found == ExpertsConfig(8, 8, 768, normalized=False, layers=frozenset({1, 5}))
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,10 @@ def make_experts(count: int) -> Experts:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 20), st.integers(1, 9), st.integers(1, 9), st.booleans())
 def test_each_token_gets_the_weighted_sum_of_its_experts(
-    tokens: int, count: int, per_token: int, normalised: bool
+    tokens: int, count: int, per_token: int, normalized: bool
 ) -> None:
     per_token = min(per_token, count)
-    config = ExpertsConfig(count, per_token, INNER, normalised, frozenset({0}))
+    config = ExpertsConfig(count, per_token, INNER, normalized, frozenset({0}))
     experts = make_experts(count)
     x = torch.randn(tokens, HIDDEN)
     found = mix_experts(experts, x, config, "silu")
@@ -48,7 +48,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
         row = x[token : token + 1]
         shares = experts.router.to_float(row)[0].softmax(dim=-1)
         best = shares.argsort(descending=True)[:per_token].tolist()
-        total = float(shares[best].sum()) if normalised else 1.0
+        total = float(shares[best].sum()) if normalized else 1.0
         expected = sum(
             shares[n] / total * gated_mlp(experts.experts[n], row, "silu")[0] for n in best
         )

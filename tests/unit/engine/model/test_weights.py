@@ -55,7 +55,7 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> list[Path]:
 
 
 def load_plain(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All weights of a folder that has no quantised ones."""
+    """All weights of a folder that has no quantized ones."""
     found = load_weights(folder, CPU, dtype)
     plain = {name: w for name, w in found.items() if isinstance(w, torch.Tensor)}
     assert plain.keys() == found.keys()
@@ -317,7 +317,7 @@ def test_a_damaged_cache_costs_a_hash(
 def test_a_start_that_fails_ends_the_hashing(tmp_path: Path) -> None:
     hashed = Fingerprint([large(tmp_path / WEIGHTS)], "bfloat16", "auto", tmp_path / "cache")
     hashed.__exit__()
-    with pytest.raises(ConfigError, match="the start has ended"), hashed:
+    with pytest.raises(ConfigError, match="the start ended"), hashed:
         hashed.result()
 
 

@@ -174,7 +174,7 @@ def test_ranks_share_the_memory_of_the_pool(built: dict[str, EngineSettings]) ->
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"deterministic": True}, "deterministic is not promised with cp .* take cp 1"),
+        ({"deterministic": True}, "deterministic needs cp 1: .* set cp to 1"),
         ({"drafter": "draft"}, "drafter draft .* with cp above 1"),
     ],
 )

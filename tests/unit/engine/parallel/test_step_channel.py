@@ -61,7 +61,7 @@ def test_a_rank_learns_of_the_end_of_rank_0() -> None:
     broken: SimpleQueue[str] = SimpleQueue()
     rank.live(broken.put)
     leader.close()
-    assert "rank 0 has gone" in broken.get(timeout=WAIT_S)
+    assert "rank 0 is gone" in broken.get(timeout=WAIT_S)
     assert rank.frame() is None
     rank.close()
 
@@ -74,7 +74,7 @@ def test_a_rank_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
     alive.live(lambda _: None)
     silent.ready("none")
     leader.watch()
-    assert "rank 1 has said nothing" in leader.lost.result(WAIT_S)
+    assert "rank 1 was silent" in leader.lost.result(WAIT_S)
     for end in (leader, silent, alive):
         end.close()
 
@@ -87,7 +87,7 @@ def test_a_rank_that_loads_may_say_nothing_for_longer(monkeypatch: pytest.Monkey
     (silent,) = joined(leader)
     leader.watch()
     reason = leader.lost.result(WAIT_S)
-    assert float(reason.rpartition("nothing for ")[2].removesuffix(" s")) >= 2
+    assert float(reason.rpartition("silent for ")[2].removesuffix(" s")) >= 2
     for end in (leader, silent):
         end.close()
 
@@ -98,7 +98,7 @@ def test_strangers_are_not_let_in() -> None:
     out_of_range = FollowerChannel(leader.address, 5, WAIT_S)
     with socket.create_connection((HOST, leader.address.port)) as nobody:
         nobody.shutdown(socket.SHUT_WR)
-        with pytest.raises(WorkerFailed, match=r"ranks \[1\] of 2 did not come"):
+        with pytest.raises(WorkerFailed, match=r"ranks \[1\] of 2 did not connect"):
             leader.accept(1.0)
     for stranger in (wrong, out_of_range):
         assert stranger.frame() is None

@@ -1,4 +1,4 @@
-"""A rank reads its part of each tensor: plain, fused, of experts, quantised."""
+"""A rank reads its part of each tensor: plain, fused, of experts, quantized."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_batons_own_quantised_weights_are_cut(tmp_path: Path) -> None:
         assert all(isinstance(one, QuantizedWeight) for one in held)
         together = torch.cat([plain(one) for one in held], dim=dim)
         assert torch.equal(together, plain(whole[name]))
-    with pytest.raises(ConfigError, match=r"cannot be cut for tp 4.*take another tp"):
+    with pytest.raises(ConfigError, match=r"cannot be divided for tp 4.*use another tp"):
         part(tmp_path, 0, 4)
 
 
@@ -146,5 +146,5 @@ def test_columns_in_an_order_of_their_own_cannot_be_cut_by_inputs() -> None:
     ordered = QuantizedWeight(
         weight.codes, "int8", weight.scales, None, weight.group, torch.randperm(64)
     )
-    with pytest.raises(ValueError, match="another order"):
+    with pytest.raises(ValueError, match="not in the order"):
         ordered.inputs(range(32))

@@ -21,7 +21,7 @@ NORM = ("model.norm", {"weight": torch.ones(8)})
 
 
 def load(folder: Path, config: dict[str, Any] | None, parts: Parts) -> QuantizedWeight:
-    """The one quantised weight of a checkpoint that has a plain one too."""
+    """The one quantized weight of a checkpoint that has a plain one too."""
     weights = load_weights(write(folder, config, (NAME, parts), NORM), CPU, torch.bfloat16)
     assert weights.keys() == {f"{NAME}.weight", "model.norm.weight"}
     norm, weight = weights["model.norm.weight"], weights[f"{NAME}.weight"]

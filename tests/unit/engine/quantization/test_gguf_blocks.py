@@ -83,7 +83,7 @@ def test_rows_are_unpacked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_are_no_blocks() -> None:
-    with pytest.raises(ValueError, match="no blocks of 34"):
+    with pytest.raises(ValueError, match="not whole blocks of 34"):
         read_blocks(torch.zeros(2, 35, dtype=torch.uint8), "Q8_0")
     with pytest.raises(KeyError):
         read_blocks(torch.zeros(2, 36, dtype=torch.uint8), "Q9_0")

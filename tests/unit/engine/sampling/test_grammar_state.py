@@ -204,7 +204,7 @@ class BrokenMatcher:
 def test_a_matcher_that_breaks_is_one_clear_error() -> None:
     state = GrammarState(BrokenMatcher(2), vocab_size())
     masks_of(state)
-    with pytest.raises(GrammarFailed, match=r"any further: lexer error: too many states$"):
+    with pytest.raises(GrammarFailed, match=r"matcher failed: lexer error: too many states$"):
         masks_of(state)
     with pytest.raises(GrammarFailed):
         state.advance([A])

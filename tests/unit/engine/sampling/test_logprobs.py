@@ -78,7 +78,7 @@ def test_forbidden_and_certain_tokens(kind: str) -> None:
 @native
 def test_what_is_not_there_is_refused() -> None:
     for bad in (Scored(1, 0, 0), Scored(0, 8, 0), Scored(-1, 0, 0), Scored(0, -1, 0)):
-        with pytest.raises(ValueError, match="not there"):
+        with pytest.raises(ValueError, match="unknown token"):
             scorer("native")(torch.zeros(1, 8), [bad])
     assert scorer("native")(torch.zeros(1, 8), []) == []
 

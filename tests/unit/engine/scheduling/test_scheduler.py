@@ -123,7 +123,9 @@ def test_blocks_of_several_hash_blocks() -> None:
 
 
 def test_a_block_that_holds_no_whole_hash_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="6 tokens holds no whole hash blocks of 4"):
+    with pytest.raises(
+        ValueError, match="block_size 6 must be a multiple of the hash block size, 4"
+    ):
         SchedulerLimits(6, 64, 8, 64, hash_block_size=4)
 
 
@@ -281,7 +283,7 @@ def test_what_can_never_end_is_refused(prompt: list[int], known: int, max_tokens
     spec = SequenceSpec(
         "r", 0, "", tuple(tokens), len(prompt), SamplingParams(max_tokens=max_tokens)
     )
-    with pytest.raises(InvalidRequest, match="leave nothing to generate"):
+    with pytest.raises(InvalidRequest, match="leave no room to generate"):
         world.scheduler.add(world.sequence(spec, ()))
     assert world.scheduler.is_idle()
 

@@ -276,5 +276,5 @@ def test_a_gpu_drafts_if_configured() -> None:
         for name in ("auto", "none", "ngram")
     }
     assert found == {"auto": "none", "none": "none", "ngram": "ngram"}
-    with pytest.raises(ConfigError, match="draft runs on CPUs alone"):
+    with pytest.raises(ConfigError, match="draft runs only on CPUs"):
         drafter_of(EngineSettings(Path(), drafter="draft"), gpu)

@@ -251,7 +251,11 @@ async def until(condition: Callable[[], object]) -> None:
     ("changes", "code", "words"),
     [
         ({"fingerprint": "other"}, "handoff_fingerprint_mismatch", "serves other"),
-        ({"receiver": "decode-0:0"}, "handoff_failed", "decode-0:0 is gone; here is decode-0:1"),
+        (
+            {"receiver": "decode-0:0"},
+            "handoff_failed",
+            "decode-0:0 is gone; this worker is decode-0:1",
+        ),
     ],
 )
 async def test_strangers_are_refused(
@@ -341,7 +345,7 @@ async def test_a_fallback_of_blocks_that_are_converted_is_a_warning(
     with caplog.at_level(logging.WARNING, inbound_module.__name__):
         await world.open(message)
     [(_, text)] = fallbacks(caplog)
-    assert "by grpc instead of shm: it sends blocks as they lie" in text
+    assert "by grpc instead of shm: it sends blocks unconverted" in text
 
 
 @pytest.mark.parametrize(
@@ -367,7 +371,7 @@ async def test_none_that_works_names_each_and_why(make_world: MakeWorld) -> None
     error = await world.refusal(Request(open=hello("shm", "grpc")))
     assert "shm: shm cannot; grpc: grpc cannot" in error.message
     error = await world.refusal(Request(open=hello("gloo")))
-    assert "the peer has gloo; here is grpc, shm" in error.message
+    assert "the peer has gloo; this worker has grpc, shm" in error.message
 
 
 async def test_a_pair_is_opened_first_and_once(world: World) -> None:
@@ -375,7 +379,7 @@ async def test_a_pair_is_opened_first_and_once(world: World) -> None:
     assert "first message must open it" in error.message
     call = await world.open()
     await call.write(Request(open=hello()))
-    assert "opened once" in (await ending(call)).message
+    assert "opened only once" in (await ending(call)).message
     await until(lambda: world.link.is_closed)
 
 
@@ -653,7 +657,7 @@ async def test_bytes_that_never_come_are_given_up_though_their_writer_lives(
         assert world.link.is_closed is gives_up
     error = await ending(call)
     assert error.code == "deadline_exceeded"
-    assert "batch 0 of prefill-0:1 has not come" in error.message
+    assert "batch 0 of prefill-0:1 did not arrive" in error.message
 
 
 async def test_a_writer_that_reopens_its_pair_ends_the_old_one(world: World) -> None:
@@ -662,7 +666,7 @@ async def test_a_writer_that_reopens_its_pair_ends_the_old_one(world: World) -> 
     new = await world.open()
     error = await ending(old)
     assert isinstance(error, WorkerFailed)
-    assert "opened its pair anew" in error.message
+    assert "opened its pair again" in error.message
     assert old_link.is_closed
     assert not world.link.is_closed
     await new.write(announcement(0, 0))
@@ -835,4 +839,4 @@ async def test_a_released_ticket_ends_with_its_seal(in_place: World) -> None:
 async def test_checksums_are_needed_where_a_transport_compares_them(world: World) -> None:
     call = await world.open()
     await call.write(unsealed(0, 0))
-    assert "unequal numbers" in (await ending(call)).message
+    assert "different numbers" in (await ending(call)).message

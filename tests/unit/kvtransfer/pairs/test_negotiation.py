@@ -35,14 +35,14 @@ def test_all_that_both_have_are_ranked() -> None:
 def test_a_forced_one_is_the_only_one_that_its_side_lists() -> None:
     """And nothing replaces it where the other side lacks it."""
     assert rank_transports(["shm", "grpc"], ["grpc"]) == ("grpc",)
-    with pytest.raises(HandoffError, match=r"peer has shm; here is grpc"):
+    with pytest.raises(HandoffError, match=r"peer has shm; this worker has grpc"):
         rank_transports(["shm"], ["grpc"])
 
 
 def test_none_in_common_names_both_lists() -> None:
-    with pytest.raises(HandoffError, match=r"peer has grpc, shm; here is gloo, nixl"):
+    with pytest.raises(HandoffError, match=r"peer has grpc, shm; this worker has gloo, nixl"):
         rank_transports(["shm", "grpc"], ["nixl", "gloo"])
-    with pytest.raises(HandoffError, match=r"peer has none; here is grpc"):
+    with pytest.raises(HandoffError, match=r"peer has none; this worker has grpc"):
         rank_transports([], ["grpc"])
 
 

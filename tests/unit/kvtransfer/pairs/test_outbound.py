@@ -526,7 +526,7 @@ async def test_blocks_that_cannot_be_read_break_the_pair(world: World) -> None:
     world.link.pack = pack  # type: ignore[method-assign,assignment]
     push = world.pair.push("t")
     put(push, 0)
-    with pytest.raises(HandoffError, match="a pair broke: OSError"):
+    with pytest.raises(HandoffError, match="a pair failed: OSError"):
         await result(push)
 
 

@@ -73,7 +73,7 @@ def test_the_fingerprint_comes_first_and_the_life_last() -> None:
         check_peer(OWN, other, "decode-0:0")
     with pytest.raises(GeometryMismatch):
         check_peer(OWN, peer_with(layers=3), "decode-0:0")
-    with pytest.raises(HandoffError, match="decode-0:0 is gone; here is decode-0:1"):
+    with pytest.raises(HandoffError, match="decode-0:0 is gone; this worker is decode-0:1"):
         check_peer(OWN, PEER, "decode-0:0")
 
 

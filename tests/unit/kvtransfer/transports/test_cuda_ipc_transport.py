@@ -187,14 +187,14 @@ def test_an_offer_says_where_the_blocks_are(transport: CudaIpcTransport) -> None
     [
         ({"boot_id": "elsewhere"}, "another host"),
         ({"pid_namespace": "pid:[1]"}, "another container"),
-        ({"pid": os.getpid()}, "this very process"),
+        ({"pid": os.getpid()}, "this process itself"),
         ({"handle": base64.b64encode(bytes(64)).decode()}, "cannot open"),
         ({"handle": "????"}, "cannot be read"),
-        ({"handle": "AAAA"}, "no sense"),
+        ({"handle": "AAAA"}, "invalid value"),
         ({"handle": 7}, "cannot be read"),
-        ({"offset": -1}, "no sense"),
-        ({"blocks": 0}, "no sense"),
-        ({"blocks": 1 << 60}, "no sense"),
+        ({"offset": -1}, "invalid value"),
+        ({"blocks": 0}, "invalid value"),
+        ({"blocks": 1 << 60}, "invalid value"),
         ({"blocks": BLOCKS + 1}, "cannot read the writer's blocks"),
         ({"block_bytes": None}, "cannot be read"),
         ({"more": 1}, "cannot be read"),
@@ -242,7 +242,7 @@ def test_a_context_that_cuda_refuses_is_an_ordinary_refusal(
 ) -> None:
     offer = machine.offer(READER_GPU)
     machine.cuda.errors["cuDevicePrimaryCtxRetain"] = 201
-    with pytest.raises(HandoffError, match="no context of device 0"):
+    with pytest.raises(HandoffError, match="no context for device 0"):
         transport.accept(WRITER, offer)
 
 

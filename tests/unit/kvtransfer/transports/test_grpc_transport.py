@@ -223,7 +223,7 @@ def send_until_refused(world: World) -> None:
         try:
             sender.send(0, packed, DEADLINE_S).wait(DEADLINE_S)
         except WorkerFailed as error:
-            refused = "receiver takes no more blocks" in error.message
+            refused = "receiver accepts no more blocks" in error.message
     sender.close()
 
 
@@ -259,7 +259,7 @@ def test_what_cannot_be_ends_the_pair(
     world.announce(0, [1, 3], [4, 0])
     second = world.announce(1, [2], [5])
     assert world.raw(*messages(world)) is grpc.StatusCode.ABORTED
-    with pytest.raises(HandoffError, match="what writer sent cannot be used"):
+    with pytest.raises(HandoffError, match="writer sent an invalid message"):
         second.wait(DEADLINE_S)
     with pytest.raises(HandoffError):
         world.announce(2, [2], [5]).poll()
@@ -316,7 +316,7 @@ def test_a_writer_that_ends_its_stream_early(world: World) -> None:
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"3", b'{"pair": "x"}', b"\xff"])
 def test_an_answer_that_cannot_be_read_is_refused(world: World, answer: bytes) -> None:
-    with pytest.raises(HandoffError, match="receiver has not said where blocks go"):
+    with pytest.raises(HandoffError, match="receiver has sent no valid address"):
         world.writer.connect(RECEIVER, answer)
 
 

@@ -90,9 +90,9 @@ def test_quantised_weights_count_with_their_scales() -> None:
         "model.layers.0.input_layernorm.weight": torch.zeros(64),
         "model.embed_tokens.weight": torch.zeros(10, 64, dtype=torch.bfloat16),
     }
-    quantised = weights["model.layers.0.mlp.up_proj.weight"].nbytes / 64**2
-    assert 1.0 < quantised < 1.2
-    assert bytes_per_weight(weights.items()) == ((quantised + 2.0) / 2, 2.0)
+    quantized = weights["model.layers.0.mlp.up_proj.weight"].nbytes / 64**2
+    assert 1.0 < quantized < 1.2
+    assert bytes_per_weight(weights.items()) == ((quantized + 2.0) / 2, 2.0)
     own_head = weights | {"lm_head.weight": torch.zeros(10, 64)}
     assert bytes_per_weight(own_head.items())[1] == 4.0
 

@@ -69,7 +69,7 @@ def test_others_do_not(error: Exception) -> None:
 
 
 def test_an_error_that_was_raised_for_another_one() -> None:
-    error = WorkerFailed("the others cannot be reached")
+    error = WorkerFailed("the other ranks cannot be reached")
     assert not is_device_fault(error)
     error.__cause__ = RuntimeError(TEXTS[7])
     assert is_device_fault(error)

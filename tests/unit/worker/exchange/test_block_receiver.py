@@ -278,7 +278,7 @@ def test_blocks_are_quarantined_until_the_last_copy_has_ended() -> None:
     receiver.sweep(13.0)
     assert receiver.pool.counts().quarantined == 2
     assert counted(receiver, "expired") == 1
-    assert "w for 3.0 s" in listener.released_errors[ticket.ticket_id].message
+    assert "w was silent for 3.0 s" in listener.released_errors[ticket.ticket_id].message
     with pytest.raises(TicketEnded):
         begin(receiver, ticket, 1, now=13.0)
     with pytest.raises(TicketEnded):

@@ -168,7 +168,7 @@ async def test_the_best_that_both_have_is_used(make_worker: MakeWorker) -> None:
 async def test_nothing_in_common_is_an_error_that_names_both(make_worker: MakeWorker) -> None:
     writer = await make_worker("prefill-0", "shm")
     receiver = await make_worker("decode-0", "grpc")
-    with pytest.raises(HandoffError, match="the peer has shm; here is grpc"):
+    with pytest.raises(HandoffError, match="the peer has shm; this worker has grpc"):
         await writer.exchange.outbound(receiver.peer)
     assert writer.exchange.pairs() == {}
 
@@ -215,7 +215,7 @@ async def test_a_restarted_receiver_gets_nothing_that_was_meant_for_its_former_l
 ) -> None:
     writer, receiver = await make_worker("prefill-0"), await make_worker("decode-0")
     former = Peer("decode-0:0", receiver.peer.address)
-    with pytest.raises(HandoffError, match="decode-0:0 is gone; here is decode-0:1"):
+    with pytest.raises(HandoffError, match="decode-0:0 is gone; this worker is decode-0:1"):
         await writer.exchange.outbound(former)
 
 

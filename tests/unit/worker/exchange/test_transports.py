@@ -71,7 +71,7 @@ def test_what_does_not_work_is_left_out_with_the_reason(
         assert names("auto", private) == ["grpc"]
     [record] = caplog.records
     assert record.getMessage() == (
-        "transport auto takes grpc instead of shm: transport shm needs the KV blocks in memory "
+        "transport auto uses grpc instead of shm: transport shm needs the KV blocks in memory "
         "that others can map"
     )
 
@@ -95,7 +95,7 @@ def test_a_gpu_worker_that_cannot_share_its_blocks_logs_a_warning(
     with caplog.at_level(logging.WARNING, transports_module.__name__):
         assert names("auto", memory) == ["grpc"]
     [record] = caplog.records
-    assert "takes grpc instead of cuda_ipc" in record.getMessage()
+    assert "uses grpc instead of cuda_ipc" in record.getMessage()
     assert "PYTORCH_ALLOC_CONF" in record.getMessage()
 
 

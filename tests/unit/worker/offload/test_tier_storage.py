@@ -81,7 +81,7 @@ def test_a_byte_that_changes_on_disk_is_found(tmp_path: Path) -> None:
     with pytest.raises(ChecksumMismatch):
         get(storage, 1)
     os.truncate(storage._file.fileno(), SIZE)
-    with pytest.raises(OSError, match="shorter"):
+    with pytest.raises(OSError, match="truncated"):
         get(storage, 2)
     storage.close()
 

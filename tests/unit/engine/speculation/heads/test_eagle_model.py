@@ -211,7 +211,7 @@ def test_other_names_of_the_layer(folder: Path, target: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "no EAGLE-3 head"),
+        ({"architectures": ["LlamaForCausalLM"]}, "not an EAGLE-3 head"),
         ({"vocab_size": 99}, "vocab_size is 99"),
         ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size"),
         ({"num_hidden_layers": 2}, "one layer"),
@@ -220,7 +220,7 @@ def test_other_names_of_the_layer(folder: Path, target: Path, tmp_path: Path) ->
         ({"hidden_act": "gelu"}, "silu"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, "layers 0 to 2"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, "2 entries"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "last layer alone"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "only the last layer"),
         ({"intermediate_size": 96}, "gate_proj"),
     ],
 )
@@ -238,7 +238,7 @@ def test_heads_that_are_refused(
     ("name", "tensor", "message"),
     [
         ("d2t", None, "has no d2t"),
-        ("d2t", torch.zeros(64), "whole numbers"),
+        ("d2t", torch.zeros(64), "integers"),
         ("d2t", torch.full((64,), VOCAB), "does not have"),
         ("fc.weight", None, "no tensor fc.weight"),
         ("midlayer.hidden_norm.weight", None, "hidden_norm"),

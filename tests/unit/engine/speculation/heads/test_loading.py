@@ -212,7 +212,7 @@ def test_heads_must_be_named_and_be_heads(folders: dict[str, Path], drafter: str
     )
     with pytest.raises(ConfigError, match=f"drafter {drafter} needs a draft_model"):
         build_engine(settings)
-    with pytest.raises(ConfigError, match=r"no EAGLE-3 head|no Medusa heads"):
+    with pytest.raises(ConfigError, match=r"not an EAGLE-3 head|not Medusa heads"):
         build_engine(replace(settings, draft_model=folders["plain"]))
 
 

@@ -114,7 +114,7 @@ def test_the_other_way_of_naming(target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"medusa_num_heads": None}, "no Medusa heads"),
+        ({"medusa_num_heads": None}, "not Medusa heads"),
         ({"medusa_num_heads": 0}, "medusa_num_heads"),
         ({"hidden_size": 64}, "hidden_size is 64"),
         ({"vocab_size": 99}, "vocab_size is 99"),

@@ -359,7 +359,7 @@ def test_fields_of_other_types_are_refused(ends: Ends) -> None:
 
 def test_loopback_reaches_no_other_host(ends: Ends) -> None:
     offer = json.loads(ends.writer.offer()) | {"machine": "another"}
-    with pytest.raises(HandoffError, match=r"127\.0\.0\.1 does not leave its host"):
+    with pytest.raises(HandoffError, match=r"127\.0\.0\.1 is reachable only on its own host"):
         ends.receiver.accept(PEER, json.dumps(offer).encode())
 
 
