@@ -71,5 +71,5 @@ def test_what_does_not_fit_is_refused() -> None:
         (torch.zeros(3, 40), rows[:1], masks),
         (torch.zeros(40, 3).T, rows, masks),
     ):
-        with pytest.raises(ValueError, match=r"fp32|int32|masks are|contiguous"):
+        with pytest.raises(ValueError, match=r"fp32|int32|masks must be|contiguous"):
             forbid_launch(logits, numbers, words)
