@@ -192,5 +192,5 @@ def test_parts_that_cannot_be_are_refused() -> None:
     shard = shard_of(here, there, 0, 1)
     memory = source_memory(HostMemory(np.zeros((2, here.block_bytes), np.uint8)), shard)
     for blocks, offset, length in (([2], 0, 8), ([0], shard.block_bytes - 4, 8), ([-1], 0, 8)):
-        with pytest.raises(HandoffError, match="has no .* bytes at"):
+        with pytest.raises(HandoffError, match=r"has no .* bytes at"):
             memory.checksum_many(blocks, offset, length)
