@@ -71,7 +71,7 @@ async def test_reports_teach_and_every_promise_ends(tiny_model: Path, redis_url:
         source, target = (cluster.workers[slot].record for slot in ("prefill-0", "decode-0"))
         assert source is not None
         assert target is not None
-        assert routing.transfers.told
+        assert routing.transfers.has_pairs
         row = routing.table.row(source.incarnation)
         assert row is not None
         learned = routing.table.prefill_a[row], routing.table.prefill_b[row]

@@ -191,7 +191,7 @@ def qwen3_30b_a3b(context: int = 40960) -> ModelConfig:
         vocab=151936,
         context=context,
     )
-    experts = ExpertsConfig(128, 8, 768, normalised=True, layers=frozenset(range(layers)))
+    experts = ExpertsConfig(128, 8, 768, normalized=True, layers=frozenset(range(layers)))
     return replace(plain, experts=experts)
 
 
@@ -209,7 +209,7 @@ def mixtral_8x7b(context: int = 32768) -> ModelConfig:
         vocab=32000,
         context=context,
     )
-    experts = ExpertsConfig(8, 2, 14336, normalised=True, layers=frozenset(range(layers)))
+    experts = ExpertsConfig(8, 2, 14336, normalized=True, layers=frozenset(range(layers)))
     return replace(plain, experts=experts)
 
 
