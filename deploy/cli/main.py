@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -186,4 +187,6 @@ def _options(
 
 def main() -> None:
     """The entry point of the `baton` command."""
+    # Python processes that it starts, by whatever library, import nothing of the current folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     app(prog_name="baton")

