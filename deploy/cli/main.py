@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.version import VERSION
 from deploy.cli import certs_commands, keys_commands, model_commands, serve_command
 from deploy.cli.client import chat_command, client_commands
 from deploy.cli.measure import (
@@ -163,9 +164,7 @@ app.command("up", cls=ServeCommand, hidden=True)(serve_command.serve)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # noqa: PLC0415
-
-        typer.echo(f"baton {version('baton')}")
+        typer.echo(f"baton {VERSION}")
         raise typer.Exit
 
 
