@@ -56,6 +56,7 @@ ENV PATH=/opt/baton/bin:$PATH \
     TRITON_CACHE_DIR=/var/cache/baton/triton \
     MPLCONFIGDIR=/tmp/matplotlib \
     PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONSAFEPATH=1 \
     PYTHONUNBUFFERED=1
 WORKDIR /var/lib/baton
 USER 10001:10001

@@ -7,6 +7,8 @@ PROTO_VENV := .venv-proto
 PROTO_BIN := $(PROTO_VENV)/bin
 AUDIT_VENV := .venv-audit
 PROTOS := $(wildcard proto/baton/v1/*.proto)
+# The messages of the last release, compiled: `make check` finds changes that its clients cannot read.
+RELEASED_PROTO := proto/released.binpb
 # A machine with an NVIDIA GPU gets torch's CUDA build, others its CPU build: GPU=1 or GPU= chooses.
 GPU ?= $(wildcard /dev/nvidiactl)
 LOCK = requirements/$(if $(GPU),cuda,cpu).lock
@@ -29,7 +31,7 @@ QUICK = -m "not long" --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install install-dev up test test-long test-clients check docs reference fuzz audit sbom proto check-proto lock clean
+.PHONY: help install install-dev up test test-long test-clients check docs reference fuzz audit sbom proto proto-released check-proto release lock clean
 
 help:
 	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton serve"
@@ -44,6 +46,8 @@ help:
 	@echo "make audit      look up known faults of what is installed"
 	@echo "make sbom       list what is installed in baton.cdx.json (CycloneDX)"
 	@echo "make proto      generate baton/v1 from proto/"
+	@echo "make proto-released  after a release: what make check compares proto/ with"
+	@echo "make release    build packages, images' build context and chart in dist/, and try them"
 	@echo "make lock       pin all packages in requirements/; UPGRADE=--upgrade takes newer versions"
 	@echo "make clean      remove what make has made"
 
@@ -132,6 +136,7 @@ check: install-dev check-proto docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against $(RELEASED_PROTO)
 
 # Fuzzers of what comes from outside; see docs/explanation/untrusted-input.md.
 MINUTES ?= 5
@@ -172,6 +177,15 @@ endef
 
 proto: $(PROTO_VENV)/.installed
 	@$(call generate,.)
+
+proto-released: install-dev
+	$(BIN)/buf build --exclude-source-info -o $(RELEASED_PROTO)
+
+# In dist/: sdists and wheels, the images' build context, the chart; installed and tried before it ends.
+# PYTHONS=... names the interpreters that the client's wheel is tried with.
+PYTHONS ?= $(PYTHON)
+release: install-dev
+	@$(BIN)/python -m tools.release $(addprefix --python=,$(PYTHONS))
 
 check-proto: $(PROTO_VENV)/.installed
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call generate,"$$fresh") \

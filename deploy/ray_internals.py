@@ -8,7 +8,7 @@ that test names what is gone. Every function imports Ray when it is called.
 # ruff: noqa: PLC0415
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,24 @@ def skip_optional_processes() -> None:
 
     for name in _OPTIONAL_PROCESSES:
         setattr(Node, name, lambda *_, **__: None)
+
+
+def job_without_folders() -> Any:
+    """The ``job_config`` of ``ray.init`` for a job whose workers get no folder to import from.
+
+    Ray puts the current folder of the connecting process first in the import path of its workers:
+    a ``router.py`` or ``worker/`` there would replace Baton's.
+    """
+    from ray.job_config import JobConfig
+
+    job = JobConfig()
+    job._py_driver_sys_path = _NoFolders()
+    return job
+
+
+class _NoFolders(list[str]):
+    def extend(self, folders: Iterable[str], /) -> None:
+        """Ignore ``folders``, which Ray adds when it connects."""
 
 
 def read_gcs_key(key: bytes, timeout_s: float) -> None:

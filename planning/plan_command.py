@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from baton.config.cluster import Config
 from baton.errors import ConfigError
+from planning.common.plots import check_plots
 from planning.common.report import this_machine, write_json
 from planning.common.slo import Slo
 from planning.common.traces import read_trace
@@ -145,6 +146,8 @@ def plan_command(
     settings: PlanSettings, config: Config, outputs: PlanOutputs, say: Say, console: Console
 ) -> bool:
     """Plan, print, write; says whether the target is met. Raises ConfigError."""
+    if outputs.html is not None:
+        check_plots()  # a plan may take minutes
     with PlanProgress(Console(stderr=True), say) as progress:
         report = make_report(settings, config, progress)
     show(console, report)

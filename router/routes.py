@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route
 from baton.client.headers import ROUTER_HEADER
 from baton.config.cluster import Config
 from baton.telemetry.metrics import RouterMetrics
-from baton.version import baton_version
+from baton.version import VERSION
 from router.admin.cluster_metrics import cluster_page
 from router.core.request import Dispatcher
 from router.embeddings.api import EmbeddingsApi
@@ -137,7 +137,7 @@ def make_apps(
     config, access = apis.service.config, apis.service.access
     # FastAPI's own pages at /docs load scripts from the Internet; these include them.
     app = FastAPIOffline(
-        title="Baton", version=baton_version(), description=_DESCRIPTION, redirect_slashes=False
+        title="Baton", version=VERSION, description=_DESCRIPTION, redirect_slashes=False
     )
     add_error_handlers(app)
     _add_openai(app, apis.openai, apis.service.model.id)
@@ -271,7 +271,7 @@ def _add_operations(
 
     async def version() -> dict[str, str]:
         """The version of Baton."""
-        return {"version": baton_version()}
+        return {"version": VERSION}
 
     async def load() -> dict[str, int]:
         """Active requests of all processes of this router."""

@@ -21,10 +21,12 @@ from urllib.parse import unquote
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
+SERVING = ("bench", "gguf", "otel", "tls")
+"""The extras that ``cuda.lock`` and ``cpu.lock`` hold: a checkout and the images install them."""
 EXTRAS = {"dev": ("cuda",), "fuzz": ("cuda", "dev"), "nixl": ("cuda",)}
 """By extra: the files that are installed before its own."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
-_TRITON = "triton>=3.2"
+_TRITON = "triton>=3.2; sys_platform == 'linux'"
 """As in pyproject.toml."""
 _CUDA_ONLY = re.compile(r"(nvidia|cuda)-")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*(?===)")
@@ -155,11 +157,12 @@ def main() -> None:
     parser.add_argument("--cpu-index", default=CPU_INDEX, help="the page of torch's CPU builds")
     given = parser.parse_args()
     options = ["--upgrade"] if given.upgrade else []
-    locks = {"cuda": compile_lock(FOLDER / "cuda.lock", options)}
+    serving = [*options, *(f"--extra={extra}" for extra in SERVING)]
+    locks = {"cuda": compile_lock(FOLDER / "cuda.lock", serving)}
     _write("cuda", locks["cuda"])  # the others are resolved within its versions
     for extra, below in EXTRAS.items():
         pins = [f"--constraint={FOLDER / name}.lock" for name in below]
-        added = compile_lock(FOLDER / f"{extra}.lock", [*options, f"--extra={extra}", *pins])
+        added = compile_lock(FOLDER / f"{extra}.lock", [*serving, f"--extra={extra}", *pins])
         known = {name for file in below for name in locks[file]}
         locks[extra] = {name: lines for name, lines in added.items() if name not in known}
         _write(extra, locks[extra])

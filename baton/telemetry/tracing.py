@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
@@ -26,6 +27,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from baton.errors import BatonError
+from baton.extras import needs_extra
 from baton.request import MAX_STATE, NO_TRACE, TraceContext
 
 if TYPE_CHECKING:
@@ -55,16 +57,21 @@ def start_tracing(
 
     Nothing happens where ``endpoint`` is empty. ``ratio`` of the requests whose client says nothing
     of it are traced; one that comes with a traceparent is traced if that says so. ``processor``
-    takes the spans in place of an exporter. Raises RuntimeError when it is on already.
+    takes the spans in place of an exporter. Raises RuntimeError when it is on already, and
+    ConfigError where the extra ``otel`` is not installed.
     """
     if not endpoint:
         return
     if _tracing.provider is not None:
         raise RuntimeError("tracing is on already")
     # Processes that trace nothing need not load the SDK.
-    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
-    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415
+    with needs_extra("otel", "otlp_endpoint"):
+        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+        from opentelemetry.sdk.trace.sampling import (  # noqa: PLC0415
+            ParentBased,
+            TraceIdRatioBased,
+        )
 
     resource = Resource.create({"service.name": service, "service.instance.id": instance})
     provider = TracerProvider(
@@ -83,7 +90,15 @@ def end_tracing() -> None:
         provider.shutdown()
 
 
+def check_tracing() -> None:
+    """Raises ConfigError where the extra ``otel``, which sends spans, is not installed."""
+    with needs_extra("otel", "otlp_endpoint"):
+        import_module("opentelemetry.sdk.trace.export")
+        import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+
+
 def _sender(endpoint: str) -> SpanProcessor:
+    check_tracing()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
         OTLPSpanExporter,
     )

@@ -53,9 +53,9 @@ def init(
         baton certs init certs --san 10.0.0.1 --san baton.example.com
         baton serve --certs certs
     """
-    from deploy import certificates  # noqa: PLC0415
-
     with clear_errors():
+        from deploy import certificates  # noqa: PLC0415
+
         certificates.init(folder, san or (), cluster=name, days=days, authority_days=ca_days)
         _print(certificates.show(folder))
     typer.echo(
@@ -81,9 +81,9 @@ def renew(
     They are signed by the same CA, for the same hosts. Running processes load them without a
     restart.
     """
-    from deploy import certificates  # noqa: PLC0415
-
     with clear_errors():
+        from deploy import certificates  # noqa: PLC0415
+
         certificates.renew(folder, only or (), san or (), days=days)
         _print(certificates.show(folder))
 
@@ -103,11 +103,11 @@ def issue(
 
         baton certs issue gpu-node-2 --role worker --san 10.0.0.2
     """
-    from deploy import certificates  # noqa: PLC0415
-
     if (folder / f"{name}.pem").exists():
         fail(f"{folder / name}.pem exists: `baton certs renew --only {name}` replaces it")
     with clear_errors():
+        from deploy import certificates  # noqa: PLC0415
+
         typer.echo(certificates.issue(folder, name, role, san or (), days=days))
 
 
@@ -116,9 +116,9 @@ def show(folder: Folder = Path("certs")) -> None:
 
     Exit code 4: one of them is unusable.
     """
-    from deploy import certificates  # noqa: PLC0415
-
     with clear_errors():
+        from deploy import certificates  # noqa: PLC0415
+
         shown = certificates.show(folder)
     _print(shown)
     faulty = any(one.fault for one in shown)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
+from baton.version import VERSION
 from deploy.cli import certs_commands, keys_commands, model_commands, serve_command
 from deploy.cli.client import chat_command, client_commands
 from deploy.cli.measure import (
@@ -162,9 +164,7 @@ app.command("up", cls=ServeCommand, hidden=True)(serve_command.serve)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # noqa: PLC0415
-
-        typer.echo(f"baton {version('baton')}")
+        typer.echo(f"baton {VERSION}")
         raise typer.Exit
 
 
@@ -186,4 +186,6 @@ def _options(
 
 def main() -> None:
     """The entry point of the `baton` command."""
+    # Python processes that it starts, by whatever library, import nothing of the current folder.
+    os.environ["PYTHONSAFEPATH"] = "1"
     app(prog_name="baton")

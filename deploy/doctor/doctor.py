@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.errors import BatonError, ConfigError
+from baton.extras import install_command
 
 if TYPE_CHECKING:
     from deploy.doctor.pair_check import PairStep
@@ -211,7 +212,7 @@ def _cuda_ipc() -> str:
 
 def _nixl() -> str:
     if find_spec("nixl") is None:
-        raise Missing('not installed: pip install "baton[nixl]"')
+        raise Missing(f"not installed: {install_command('nixl')}")
     return "installed"
 
 

@@ -61,9 +61,7 @@ def check_pair(backend: Backend, devices: tuple[str, str]) -> list[PairStep]:
         try:
             for rank, device in enumerate(devices):
                 command = [
-                    sys.executable,
-                    "-m",
-                    "deploy.doctor.pair_check",
+                    *(sys.executable, "-P", "-m", "deploy.doctor.pair_check"),
                     backend,
                     str(rank),
                     device,

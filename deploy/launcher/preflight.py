@@ -13,6 +13,7 @@ from baton.config.cluster import Config
 from baton.config.fields import split_host_port
 from baton.config.keys_file import read_keys
 from baton.errors import ConfigError
+from baton.telemetry.tracing import check_tracing
 from deploy.processes.ports import choose_ports
 from deploy.ray.gcs_store import EMBEDDED, check_gcs_store
 from deploy.store.redis_access import STORE_USERS, StoreUser, check_redis, store_url
@@ -37,6 +38,8 @@ async def preflight(config: Config) -> Checked:
     _check_certificates(config)
     if config.routers:
         config = choose_ports(config)
+    if config.otlp_endpoint:
+        check_tracing()
     if config.keys_file:
         read_keys(Path(config.keys_file))
     redis_urls: dict[StoreUser, str] = {}

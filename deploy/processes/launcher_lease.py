@@ -19,7 +19,6 @@ import json
 import logging
 import secrets
 import time
-from importlib.metadata import version
 from typing import Any, NoReturn, cast
 
 import redis
@@ -29,6 +28,7 @@ from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.liveness.silence import SilenceWatch
 from baton.store.redis_client import redis_client
+from baton.version import VERSION
 
 TTL_S = 15
 RENEW_S = 3.0
@@ -161,7 +161,7 @@ def workers_hash(config: Config) -> str:
         "advanced": set(_ADVANCED),
     }
     said = config.model_dump(mode="json", exclude=left_out)
-    text = json.dumps([version("baton"), said], sort_keys=True)
+    text = json.dumps([VERSION, said], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

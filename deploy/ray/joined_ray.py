@@ -36,7 +36,7 @@ from deploy.ray.ray_cluster import (
     common_environment,
     disconnect,
 )
-from deploy.ray_internals import NodeProcesses, drain_node
+from deploy.ray_internals import NodeProcesses, drain_node, job_without_folders
 from deploy.workers.ray_worker import namespace
 
 _START_S = 60.0
@@ -221,6 +221,7 @@ class JoinedRay:
         ray.init(
             address=AUTO if self._node is None else self._node.address,
             namespace=namespace(self._mark.cluster_id),
+            job_config=job_without_folders(),
             configure_logging=False,
             logging_level=logging.ERROR,
             log_to_driver=False,

@@ -67,6 +67,8 @@ def common_environment() -> dict[str, str]:
     """Environment variables of every Ray node that Baton starts."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Workers import Baton's modules, not those of the folder in which they start.
+        "PYTHONSAFEPATH": "1",
         # Ray would add 15: anything else that runs on the host would push the workers aside.
         "RAY_worker_niceness": "0",
         # Workers that ask for no GPU of Ray still see the machine's.
@@ -170,6 +172,7 @@ class RayCluster:
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             namespace=namespace(self._mark.cluster_id),
+            job_config=ray_internals.job_without_folders(),
             configure_logging=False,
             logging_level=logging.ERROR,
             log_to_driver=False,

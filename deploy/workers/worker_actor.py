@@ -230,8 +230,9 @@ class WorkerThread:
 
     def _live(self) -> None:
         config = Config(**self._settings.config)
-        start_tracing(config.otlp_endpoint, "baton-worker", self._settings.slot, config.trace_ratio)
+        slot = self._settings.slot
         try:
+            start_tracing(config.otlp_endpoint, "baton-worker", slot, config.trace_ratio)
             with asyncio.Runner(loop_factory=WorkerLoop) as runner:
                 runner.run(self._serve())
         except BaseException as error:
@@ -242,7 +243,7 @@ class WorkerThread:
             log.log(
                 logging.INFO if known else logging.ERROR,
                 "worker %s has failed",
-                self._settings.slot,
+                slot,
                 exc_info=not known,
             )
             if not self._started.done():

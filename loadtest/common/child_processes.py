@@ -70,7 +70,7 @@ def ending_with_parent(command: Sequence[str]) -> tuple[str, ...]:
     For programs that do not look for their parent themselves. To be started from a thread that
     lives as long as this process.
     """
-    return (sys.executable, "-m", __name__, str(os.getpid()), *command)
+    return (sys.executable, "-P", "-m", __name__, str(os.getpid()), *command)
 
 
 def last_lines(log: Path, count: int = 15) -> str:

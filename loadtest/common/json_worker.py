@@ -82,13 +82,13 @@ class Helper:
 
 @contextlib.asynccontextmanager
 async def helper(module: str, start: Fields, log: Path, *, ready_s: float) -> AsyncIterator[Helper]:
-    """Run ``python -m module``; it is told ``start`` and says hello. It has ended afterwards.
+    """Run ``python -P -m module``; it is told ``start`` and says hello. It has ended afterwards.
 
     Raises BatonError where it does not come up.
     """
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module),
+            *(sys.executable, "-P", "-m", module),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=output,

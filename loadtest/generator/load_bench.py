@@ -14,6 +14,7 @@ from loadtest.generator.load_report import LoadReport, show, write_records, writ
 from loadtest.generator.load_run import LoadRun, first_model, run_load
 from loadtest.generator.load_settings import LoadSettings, make_traffic, open_trace
 from loadtest.generator.rate_search import ATTAINMENT, PRECISION, RateSearch
+from planning.common.plots import check_plots
 from planning.common.report import this_machine, write_json
 from planning.common.traces import Trace
 
@@ -33,6 +34,8 @@ class Outputs:
 
     def check(self) -> None:
         """Whether they can be written is better known before than after. Raises ConfigError."""
+        if self.html is not None:
+            check_plots()
         for path in (self.json, self.html, self.records):
             if path is not None:
                 write_json(path, "")

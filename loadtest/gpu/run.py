@@ -40,7 +40,7 @@ _GONE_S = 30.0
 """For a killed process, whose GPU may have to be torn away from a kernel that hangs."""
 _BROKEN = 4
 """How a phase's process ends once it has written that an item is broken."""
-_COMMAND: tuple[str, ...] = (sys.executable, "-m", "loadtest.gpu.run")
+_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "loadtest.gpu.run")
 _WHY_CHARACTERS = 500
 _OWN = ("device", "torch", "triton", "code")
 """What must be the same where a report is resumed."""

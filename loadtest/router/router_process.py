@@ -68,7 +68,7 @@ async def router_child(
     }
     with log.open("ab") as output, contextlib.nullcontext() if core is None else pinned(core):
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, *program),
+            *(sys.executable, "-P", *program),
             stdin=asyncio.subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -8,10 +8,11 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
+
+from baton.extras import needs_extra
 
 _MAX_POINTS = 400
 _SIZE = (6.4, 3.2)
@@ -55,6 +56,12 @@ def _shown(line: Line) -> Line:
     return replace(line, x=x, y=y)
 
 
+def check_plots() -> None:
+    """Raises ConfigError where the extra ``bench``, which draws plots, is not installed."""
+    with needs_extra("bench", "a report with plots (--html)"):
+        import_module("matplotlib")
+
+
 def draw_lines(
     lines: Mapping[str, Line],
     *,
@@ -64,7 +71,14 @@ def draw_lines(
     marks: Sequence[Mark] = (),
     logarithmic_x: bool = False,
 ) -> str:
-    """An <svg> element with a line for each series; ``x`` and ``y`` name the axes."""
+    """An <svg> element with a line for each series; ``x`` and ``y`` name the axes.
+
+    Raises ConfigError as ``check_plots``.
+    """
+    check_plots()
+    from matplotlib import rc_context  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     # The salt makes ids the same each time; without fonts text is drawn by the reader's own.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 8}):
         figure = Figure(figsize=_SIZE, layout="constrained", dpi=_PIXELS_PER_INCH)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.errors import ConfigError
-from baton.version import baton_version
+from baton.version import VERSION
 
 _WIDEST = 1000
 _GIT_S = 10.0
@@ -96,7 +96,7 @@ def _cpu(path: Path) -> str:
 def _commit(folder: Path) -> str:
     commit = _git(folder, "rev-parse", "--short=10", "HEAD")
     if not commit:
-        return baton_version()
+        return VERSION
     return f"{commit}+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else commit
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.kvtransfer.conformance import TransportConformance
 
-pytest.importorskip("nixl", reason="nixl is not installed: pip install baton[nixl]")
+pytest.importorskip("nixl", reason="nixl is not installed: make install-dev")
 
 
 class TestNixl(TransportConformance):

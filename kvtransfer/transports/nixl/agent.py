@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
+from baton.extras import needs_extra
 
 log = logging.getLogger(__name__)
 
@@ -126,13 +127,8 @@ class NixlAgent:
 
 
 def _load_nixl() -> Any:
-    try:
+    with needs_extra("nixl", "transport nixl"):
         return importlib.import_module("nixl")
-    except ImportError as error:
-        raise ConfigError(
-            f"transport nixl needs a package that is not installed ({error}):"
-            " pip install baton[nixl]"
-        ) from error
 
 
 def _descriptors(addresses: npt.NDArray[np.uint64], length: int, device: int) -> npt.NDArray[Any]:

@@ -85,7 +85,7 @@ async def live_cluster(
     http, grpc = (f"{LOOPBACK}:{free_port()}" for _ in range(2))
     config, log = folder / "cluster.toml", folder / "cluster.log"
     config.write_text(toml_of(fields))
-    command = [sys.executable, "-m", _PROGRAM, "--config", str(config)]
+    command = [sys.executable, "-P", "-m", _PROGRAM, "--config", str(config)]
     command += ["--prefill", str(prefill), "--decode", str(decode), "--http", http, "--grpc", grpc]
     command += [
         f"--prefill-costs={_numbers(COSTS.prefill)}",

@@ -38,6 +38,9 @@ class Echo:
     def life(self) -> tuple[int, str]:
         return os.getpid(), os.environ.get("BATON_CLUSTER_ID", "")
 
+    def imports_from(self) -> list[str]:
+        return sys.path
+
     def request_standby(self) -> None:
         from deploy.workers.standby import StandbyFiles, request_standby  # noqa: PLC0415
 
@@ -74,6 +77,7 @@ async def main() -> None:
         needs = {"num_cpus": 0, "resources": {WORKER_RESOURCE: 1}, "max_restarts": -1}
         echo: Any = ray.remote(Echo).options(**needs).remote()
         seen["first"] = await call(echo.life)
+        seen["imports from"] = await call(echo.imports_from)
         seen["listening"] = sorted(listening(mark))
         seen["stranger"] = ask_without_token(str(ray.get_runtime_context().gcs_address))
         unused = ("dashboard/dashboard.py", "monitor.py")

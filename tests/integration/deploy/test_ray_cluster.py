@@ -29,6 +29,7 @@ def test_ray_listens_on_loopback_uses_the_standby_heals_an_actor_and_its_death_i
 ) -> None:
     """One Ray for all of it: to start one takes seconds."""
     seen = seen_by_script(mark, run)
+    assert str(run.path) not in seen["imports from"], "the script's current folder"
     assert seen["listening"] == ["127.0.0.1"]
     assert seen["first"][1] == seen["second"][1] == mark.cluster_id
     assert seen["first"][0] != seen["second"][0]

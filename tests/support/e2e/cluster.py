@@ -43,8 +43,12 @@ class UpProcess:
         *arguments: str,
         env: Mapping[str, str] | None = None,
         program: Sequence[str] = (BATON, "serve"),
+        folder: Path | None = None,
     ) -> None:
-        """Start it with ``arguments``, and on free ports unless these name some."""
+        """Start it with ``arguments``, and on free ports unless these name some.
+
+        ``folder`` is its current folder; None: that of the tests.
+        """
         command = [*program, *arguments]
         for flag in ("--http", "--grpc"):
             if flag not in arguments:
@@ -54,6 +58,7 @@ class UpProcess:
         self._state: ClusterState | None = None
         self.process = subprocess.Popen(
             command,
+            cwd=folder,
             env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

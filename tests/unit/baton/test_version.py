@@ -1,21 +1,28 @@
-"""Which Baton this is, installed or not."""
+"""The version stands in one place, and what cannot read it there has the same one."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import re
+import tomllib
+from pathlib import Path
 
-import pytest
+import yaml
 
-from baton.version import baton_version
+from baton.version import VERSION
 
-
-def test_it_is_that_of_the_installed_package() -> None:
-    assert baton_version() == version("baton")
+ROOT = Path(__file__).parents[3]
 
 
-def test_a_source_tree_that_is_not_installed_has_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise PackageNotFoundError(name)
+def test_the_project_takes_its_version_from_the_module() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["dynamic"] == ["version"]
+    attribute = settings["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    assert attribute == "baton.version.VERSION"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
 
-    monkeypatch.setattr("baton.version.version", absent)
-    assert baton_version() == "0+unknown"
+
+def test_the_chart_has_the_version() -> None:
+    chart = yaml.safe_load((ROOT / "deploy/helm/baton/Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
+    values = yaml.safe_load((ROOT / "deploy/helm/baton/ci/production-values.yaml").read_text())
+    assert values["image"]["tag"] == f"{VERSION}-cuda"

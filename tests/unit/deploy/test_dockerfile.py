@@ -84,6 +84,11 @@ def test_baton_reads_its_variables() -> None:
     assert unknown_variables(names) == []
 
 
+def test_pythons_import_nothing_of_the_current_folder() -> None:
+    """Also those of Ray, which `ray start` starts without Baton."""
+    assert "PYTHONSAFEPATH=1" in " ".join(given("ENV"))
+
+
 def test_every_package_is_pinned() -> None:
     installs = [what for what in given("RUN") if "pip install" in what]
     assert len(installs) == 4

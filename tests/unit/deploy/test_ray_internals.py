@@ -31,6 +31,7 @@ NAMES = (
     f"{_NODE}.node_id",
     f"{_NODE}.node_ip_address",
     f"{_NODE}.node_manager_port",
+    "ray.job_config.JobConfig(_py_driver_sys_path)",
     # Compiled: their parameters cannot be seen.
     "ray._raylet.GcsClient",
     "ray._raylet.InnerGcsClient.drain_node",
@@ -63,10 +64,17 @@ def test_ray_still_reads_what_is_set() -> None:
         (f"{_NODE}.start_head_processes", "self.start_api_server("),
         (f"{_NODE}.start_ray_processes", "self.start_log_monitor("),
         ("ray._private.worker.connect", "worker.gcs_client ="),
+        ("ray._private.worker.connect", "job_config._py_driver_sys_path.extend("),
         ("ray._private.worker.connect", "worker.node ="),
     ):
         assert missing(USER, [reader]) == []
         assert what in inspect.getsource(find(reader)), f"{reader} has no {what} now: see {USER}"
+
+
+def test_a_job_gives_its_workers_no_folder_to_import_from() -> None:
+    job = ray_internals.job_without_folders()
+    job._py_driver_sys_path.extend(["/folder/of/the/caller"])
+    assert list(job._get_proto_job_config().py_driver_sys_path) == []
 
 
 def test_the_list_is_complete() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton import errors
 from baton.request import FinishReason
-from baton.version import baton_version
+from baton.version import VERSION
 from router.core.request import GenerationRequest, OutputDelta
 from router.http.errors import add_error_handlers
 from tests.support.router.front_fakes import (
@@ -543,7 +543,7 @@ async def test_health(status: str, code: int) -> None:
 
 async def test_version_and_load() -> None:
     front = make_front()
-    assert (await call(front, "GET", "/version")).json() == {"version": baton_version()}
+    assert (await call(front, "GET", "/version")).json() == {"version": VERSION}
     assert (await call(front, "GET", "/load")).json() == {"server_load": 0}
     front.metrics.active_requests.inc(3)
     assert (await call(front, "GET", "/load")).json() == {"server_load": 3}

@@ -13,7 +13,7 @@ from kvtransfer.transports.nixl.agent import NixlAgent
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(ConfigError, match=r"pip install baton\[nixl\]"):
+    with pytest.raises(ConfigError, match=r'pip install "baton-llm\[nixl\]"'):
         NixlAgent("none")
 
 

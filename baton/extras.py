@@ -1,0 +1,31 @@
+"""The extras of the distribution: packages that few users need, and how to install them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from baton.errors import ConfigError
+
+DISTRIBUTION = "baton-llm"
+Extra = Literal["bench", "gguf", "nixl", "otel", "tls"]
+
+
+def install_command(extra: Extra) -> str:
+    """The shell command that installs ``extra`` next to an installed Baton."""
+    return f'pip install "{DISTRIBUTION}[{extra}]"'
+
+
+@contextmanager
+def needs_extra(extra: Extra, what: str) -> Iterator[None]:
+    """Imports packages of ``extra`` in its body, for ``what``.
+
+    Raises ConfigError, with the command that installs them, where one cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs the extra {extra} ({error}): {install_command(extra)}"
+        ) from error
