@@ -99,7 +99,7 @@ def test_the_rate_is_what_was_asked_for() -> None:
 
 def test_what_came_at_once_has_no_rate() -> None:
     trace = Trace((TracedRequest(0.0, 1, 1), TracedRequest(0.0, 2, 1)))
-    with pytest.raises(ConfigError, match="came at once"):
+    with pytest.raises(ConfigError, match="arrive at the same time"):
         list(trace.at_rate(1.0, 1.0))
 
 
@@ -151,8 +151,8 @@ def test_a_row_of_mooncake_at_fault_is_named(tmp_path: Path, row: object, says: 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is no trace"),
-        (b"a,b\n1,2\n", "is no trace"),
+        (b"", "is not a trace"),
+        (b"a,b\n1,2\n", "is not a trace"),
         (AZURE.replace("396", "many").encode(), "line 3"),
         (AZURE.replace("396", "-1").encode(), "line 3: ContextTokens"),
         (AZURE.replace("2023-11-16 18:15:50.6805900", "noon").encode(), "line 3"),
