@@ -158,9 +158,9 @@ def test_a_row_of_mooncake_at_fault_is_named(tmp_path: Path, row: object, says: 
         (AZURE.replace("2023-11-16 18:15:50.6805900", "noon").encode(), "line 3"),
         (AZURE.replace(",396,1", "").encode(), "line 3"),
         (AZURE.splitlines()[0].encode(), "has no rows"),
-        (b"\x1f\x8b broken", "cannot be read"),
-        (gzip.compress(AZURE.encode())[:-9], "cannot be read"),
-        (b"\xff\xfe", "cannot be read"),
+        (b"\x1f\x8b broken", "cannot read"),
+        (gzip.compress(AZURE.encode())[:-9], "cannot read"),
+        (b"\xff\xfe", "cannot read"),
     ],
 )
 def test_what_is_no_trace(tmp_path: Path, content: bytes, said: str) -> None:
@@ -168,5 +168,5 @@ def test_what_is_no_trace(tmp_path: Path, content: bytes, said: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=said):
         read_trace(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_trace(tmp_path / "absent.csv")

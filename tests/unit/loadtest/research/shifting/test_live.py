@@ -52,5 +52,5 @@ async def test_roles_are_changed_by_hand_to_a_ratio() -> None:
         router.refuses = True
         with pytest.raises(Unavailable, match="roles"):
             await cluster.roles()
-        with pytest.raises(Unavailable, match="cannot be changed"):
+        with pytest.raises(Unavailable, match="cannot change"):
             await cluster._change("decode-0", "prefill")
