@@ -1,4 +1,4 @@
-"""The version of Baton."""
+"""Which Baton this is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def baton_version() -> str:
-    """Return the version of the installed package; ``0+unknown`` for a source tree without one."""
+    """Of the installed package; ``0+unknown`` where the source tree is used without one."""
     try:
         return version("baton")
     except PackageNotFoundError:

@@ -147,7 +147,7 @@ def asked(settings: PlanSettings, config: Config) -> str:
 def plan_command(
     settings: PlanSettings, config: Config, outputs: PlanOutputs, say: Say, console: Console
 ) -> bool:
-    """Plan, print and write. Returns whether the target is met. Raises ConfigError."""
+    """Plan, print, write; says whether the target is met. Raises ConfigError."""
     with PlanProgress(Console(stderr=True), say) as progress:
         report = make_report(settings, config, progress)
     show(console, report)

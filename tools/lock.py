@@ -25,7 +25,7 @@ EXTRAS = {"dev": ("cuda",), "fuzz": ("cuda", "dev"), "nixl": ("cuda",)}
 """Files that are installed before an extra's own, by extra."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 _TRITON = "triton>=3.2"
-"""The same requirement as in pyproject.toml."""
+"""As in pyproject.toml."""
 _CUDA_ONLY = re.compile(r"(nvidia|cuda)-")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*(?===)")
 _CPU_WHEEL = re.compile(r"torch-([0-9.]+)\+cpu-.*_(x86_64|aarch64)\.whl")
@@ -155,7 +155,7 @@ def main() -> None:
     given = parser.parse_args()
     options = ["--upgrade"] if given.upgrade else []
     locks = {"cuda": compile_lock(FOLDER / "cuda.lock", options)}
-    _write("cuda", locks["cuda"])  # the others are resolved with its versions
+    _write("cuda", locks["cuda"])  # the others are resolved within its versions
     for extra, below in EXTRAS.items():
         pins = [f"--constraint={FOLDER / name}.lock" for name in below]
         added = compile_lock(FOLDER / f"{extra}.lock", [*options, f"--extra={extra}", *pins])

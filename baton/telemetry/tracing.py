@@ -54,15 +54,15 @@ def start_tracing(
 ) -> None:
     """Start sending spans to ``endpoint``, as ``service.name`` and ``service.instance.id``.
 
-    Without an ``endpoint`` tracing stays off. ``ratio`` is the fraction of requests to trace among
-    those without a traceparent; a traceparent decides for its own request. ``processor`` takes the
-    spans in place of an exporter. Raises RuntimeError if tracing is already on.
+    Nothing happens where ``endpoint`` is empty. ``ratio`` of the requests whose client says nothing
+    of it are traced; one that comes with a traceparent is traced if that says so. ``processor``
+    takes the spans in place of an exporter. Raises RuntimeError when it is on already.
     """
     if not endpoint:
         return
     if _tracing.provider is not None:
-        raise RuntimeError("tracing is already on")
-    # Processes without tracing need not load the SDK.
+        raise RuntimeError("tracing is on already")
+    # Processes that trace nothing need not load the SDK.
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased  # noqa: PLC0415

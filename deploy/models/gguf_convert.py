@@ -21,7 +21,7 @@ from baton.errors import ConfigError
 from deploy.models.gguf_tokenizer import TokenizerMetadata, build_tokenizer, tokenizer_config
 
 CONVERTER_VERSION = 1
-"""Part of a converted folder's cache key. Raise it when the same file gives another folder."""
+"""Part of a converted folder's cache key: raised whenever the same file gives another folder."""
 
 _WITH_CODES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _SUPPORTED = ("F32", "F16", "BF16", *_WITH_CODES)

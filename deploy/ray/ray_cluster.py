@@ -67,7 +67,7 @@ def common_environment() -> dict[str, str]:
     """Return the environment variables of every Ray node that Baton starts."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray would add 15, and any other load on the host would slow the workers.
+        # Ray would add 15: anything else that runs on the host would push the workers aside.
         "RAY_worker_niceness": "0",
         # Workers that request no GPU from Ray still see the machine's GPUs.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

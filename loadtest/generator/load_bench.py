@@ -32,7 +32,7 @@ class Outputs:
     """File for JSON, a line for each request."""
 
     def check(self) -> None:
-        """Check before the run that the files can be written. Raises ConfigError."""
+        """Whether they can be written is better known before than after. Raises ConfigError."""
         for path in (self.json, self.html, self.records):
             if path is not None:
                 write_json(path, "")

@@ -39,7 +39,7 @@ _POLL_S = 0.1
 _GONE_S = 30.0
 """Time for a killed process to end, in seconds: the GPU may run a kernel that hangs."""
 _BROKEN = 4
-"""Exit code of a phase's process after it has recorded a broken item."""
+"""How a phase's process ends once it has written that an item is broken."""
 _COMMAND: tuple[str, ...] = (sys.executable, "-m", "loadtest.gpu.run")
 _WHY_CHARACTERS = 500
 _OWN = ("device", "torch", "triton", "code")

@@ -65,8 +65,8 @@ def draw_lines(
     marks: Sequence[Mark] = (),
     logarithmic_x: bool = False,
 ) -> str:
-    """Return an <svg> element with a line for each series; ``x`` and ``y`` name the axes."""
-    # The salt makes ids the same each time. Without fonts, the reader's own fonts draw the text.
+    """An <svg> element with a line for each series; ``x`` and ``y`` name the axes."""
+    # The salt makes ids the same each time; without fonts text is drawn by the reader's own.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 8}):
         figure = Figure(figsize=_SIZE, layout="constrained", dpi=_PIXELS_PER_INCH)
         axes = figure.add_subplot()
