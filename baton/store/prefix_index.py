@@ -33,7 +33,7 @@ _GROUP = struct.Struct(">HH")
 
 @dataclass(frozen=True, slots=True)
 class IndexSize:
-    """The size of the index."""
+    """Number of blocks in the index, and the memory that they take."""
 
     blocks: int
     """Number of distinct blocks."""

@@ -55,7 +55,7 @@ def start_tracing(
     """Start sending spans to ``endpoint``, as ``service.name`` and ``service.instance.id``.
 
     Nothing happens where ``endpoint`` is empty. ``ratio`` of the requests whose client says nothing
-    of it are traced; one that comes with a traceparent is traced if that says so. ``processor``
+    of it are traced; a traceparent decides for its own request. ``processor``
     takes the spans in place of an exporter. Raises RuntimeError when it is on already.
     """
     if not endpoint:

@@ -84,7 +84,7 @@ class Helper:
 
 @contextlib.asynccontextmanager
 async def helper(module: str, start: Fields, log: Path, *, ready_s: float) -> AsyncIterator[Helper]:
-    """Run ``python -m module``; it is told ``start`` and says hello. It has ended afterwards.
+    """Run ``python -m module`` with the first line ``start``, until the block ends.
 
     Raises BatonError if it does not send its hello.
     """

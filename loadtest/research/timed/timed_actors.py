@@ -25,7 +25,7 @@ def build_timed_process(settings: ActorSettings, share: NodeShare) -> WorkerProc
 
 
 class TimedWorkerActor(WorkerActor):
-    """The actor of a timed worker."""
+    """Runs a worker whose steps only sleep."""
 
     build = staticmethod(build_timed_process)
 
