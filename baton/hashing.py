@@ -52,8 +52,10 @@ class HashChain:
         self._hashes: list[bytes] = []
 
     def of(self, token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
-        """Return the hashes as ``block_hashes`` does. ``token_ids`` must begin with those of the
-        last call."""
+        """Return the hashes as ``block_hashes`` does.
+
+        ``token_ids`` must begin with those of the last call.
+        """
         known = self._hashes if key == self._key else []
         self._key, self._hashes = key, block_hashes(token_ids, block_size, key, known)
         return self._hashes

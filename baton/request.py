@@ -51,8 +51,10 @@ LOWEST_PRIORITY = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The tenant and key of a request. ``key_id`` is a public name of the API key, never the
-    key."""
+    """The tenant and key of a request.
+
+    ``key_id`` is a public name of the API key, never the key.
+    """
 
     tenant: str = "default"
     key_id: str = ""

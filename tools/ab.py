@@ -81,8 +81,10 @@ def resolve(repository: Path, ref: str) -> str:
 
 
 def parse_command(name: str, text: str) -> tuple[str, ...]:
-    """Split a side's command into words. Raises ConfigError if it cannot be run or writes no
-    file."""
+    """Split a side's command into words.
+
+    Raises ConfigError if it cannot be run or writes no file.
+    """
     if not text:
         raise ConfigError(f"side {name} has no command: give --{name.lower()} or --command")
     try:

@@ -84,8 +84,10 @@ def shards(seconds: Mapping[str, float], bound_s: float) -> list[tuple[str, ...]
 
 
 def shard_of(commit: str, count: int) -> int:
-    """Return the shard of a commit, from 0 to ``count`` - 1. ``commit`` is its hash, in hex
-    digits."""
+    """Return the shard of a commit, from 0 to ``count`` - 1.
+
+    ``commit`` is its hash, in hex digits.
+    """
     return int(commit, 16) % count
 
 

@@ -160,8 +160,10 @@ class TreeCopy:
         return Judged(mutation, outcomes.get(code, Outcome.BROKEN), output)
 
     def run(self, tests: Iterable[str], *options: str) -> tuple[int, str]:
-        """Run tests. Returns pytest's exit code and its last lines; a run that takes too long has
-        failed."""
+        """Run tests.
+
+        Returns pytest's exit code and its last lines; a run that takes too long has failed.
+        """
         outer = {name: each for name, each in os.environ.items() if not name.startswith("PYTEST")}
         own = {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(  # noqa: S603

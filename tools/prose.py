@@ -93,8 +93,10 @@ def check(path: str, source: str) -> list[Finding]:
 
 
 def _blank(code: re.Match[str]) -> str:
-    """Replace code by a word without a meaning. Line ends stay, so that line numbers do not
-    change."""
+    """Replace code by a word without a meaning.
+
+    Line ends stay, so that line numbers do not change.
+    """
     return "x" + "\n" * code.group().count("\n")
 
 

@@ -143,7 +143,7 @@ class WorkerNeeds:
         self._extra: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
         """Workers that corrections add to the floor."""
         self._missed_at: dict[Role, float] = {}
-        """When a role's SLO was last not kept with ease."""
+        """Last time at which a role's SLO was not met with ease."""
         self._blamed: dict[Role, Reason] = dict.fromkeys(ROLES, Reason.FORECAST)
         self._judged: deque[tuple[float, SloFigures, SloFigures]] = deque()
         self._needed: deque[tuple[float, dict[Role, float]]] = deque()

@@ -21,8 +21,10 @@ TTL_S = 600
 
 
 class TrafficStore:
-    """Reads and writes the routers' reports. Raises ``redis.RedisError``. Owned by one event
-    loop."""
+    """Reads and writes the routers' reports.
+
+    Raises ``redis.RedisError``. Owned by one event loop.
+    """
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
         self._client = client

@@ -203,8 +203,10 @@ class AsyncClient(
         model: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        """Takes the same arguments as ``Client``. Raises ConfigError for unusable files in
-        ``tls``."""
+        """Takes the same arguments as ``Client``.
+
+        Raises ConfigError for unusable files in ``tls``.
+        """
         super().__init__(address, api_key, model)
         self._channel = open_channel(address, tls)
         self._stub = InferenceServiceStub(self._channel)

@@ -316,8 +316,10 @@ class Config(BaseSettings):
 
     @property
     def lossiest_kv_dtype(self) -> KvTypeName:
-        """Return the least precise KV type of all pools. It sets the precision of KV in the
-        cluster."""
+        """Return the least precise KV type of all pools.
+
+        It sets the precision of KV in the cluster.
+        """
         return max(map(self.kv_dtype_of, self.pools), key=_KV_TYPES.index)
 
     @classmethod

@@ -122,8 +122,10 @@ class FlagSource:
 
 
 class EnvironmentSource:
-    """Environment variables: ``BATON_`` and the field's name in capitals. ``__`` separates a table
-    and its field."""
+    """Environment variables: ``BATON_`` and the field's name in capitals.
+
+    ``__`` separates a table and its field.
+    """
 
     def __init__(self, settings: type[BaseSettings]) -> None:
         self.faults: list[str] = []

@@ -29,8 +29,10 @@ class _Share:
 
 
 class CompiledGrammars:
-    """Compiles and keeps grammars. Thread-safe: one grammar compiles at a time, and only its
-    callers wait."""
+    """Compiles and keeps grammars.
+
+    Thread-safe: one grammar compiles at a time, and only its callers wait.
+    """
 
     def __init__(
         self,

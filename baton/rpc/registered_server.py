@@ -22,8 +22,10 @@ UNKNOWN = "/baton.v1/Unknown"
 def registered_server(
     gates: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
 ) -> grpc.aio.Server:
-    """Make a server as ``grpc.aio.server`` does. Services must register their methods, as generated
-    code does."""
+    """Make a server as ``grpc.aio.server`` does.
+
+    Services must register their methods, as generated code does.
+    """
     server = grpc.aio.server()
     # grpc.aio.server() takes no other kind of core server.
     parts: Any = server

@@ -39,8 +39,10 @@ class WorkerPlane:
         return cls(tls, worker_token(secret))
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """Return a channel to a worker at ``host:port``; it connects on first use. Raises
-        ConfigError."""
+        """Return a channel to a worker at ``host:port``; it connects on first use.
+
+        Raises ConfigError.
+        """
         channel = open_channel(address, self.tls, "worker")
         return channel if self.tls is not None else _TokenChannel(channel, self.token)
 

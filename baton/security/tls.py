@@ -46,8 +46,10 @@ class TlsFiles:
         return tuple(path for path in (self.certificate, self.key, self.authority) if path)
 
     def check(self) -> None:
-        """Check the files. Raises ConfigError if one cannot be read, or key and certificate do not
-        match."""
+        """Check the files.
+
+        Raises ConfigError if one cannot be read, or key and certificate do not match.
+        """
         client_context(self)
 
 
@@ -63,8 +65,10 @@ def roles_in(names: Iterable[str]) -> frozenset[PeerRole]:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return a context for a client's connections; the server's name is checked. Raises
-    ConfigError."""
+    """Return a context for a client's connections; the server's name is checked.
+
+    Raises ConfigError.
+    """
     with _clear_errors(files):
         context = ssl.create_default_context(cafile=files.authority)
         _show(context, files)

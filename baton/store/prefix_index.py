@@ -51,8 +51,10 @@ class PrefixIndex:
         *,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
-        """``memory_bytes`` is the index's maximum size. The latest worker to send a snapshot sets
-        it."""
+        """``memory_bytes`` is the index's maximum size.
+
+        The latest worker to send a snapshot sets it.
+        """
         self._client = client
         self._state = f"baton:{{{cluster_id}}}:index"
         self._keys = [self._state, f"{self._state}:numbers", f"{self._state}:retired"]
@@ -160,8 +162,10 @@ def _names(table: bytes) -> dict[int, str]:
 
 
 def _decoded(groups: bytes, names: dict[int, str]) -> dict[str, int]:
-    """Parse a lookup's answer: groups of depth, count, numbers. Numbers without a name are left
-    out."""
+    """Parse a lookup's answer: groups of depth, count, numbers.
+
+    Numbers without a name are left out.
+    """
     held: dict[str | None, int] = {}
     at = 0
     while at < len(groups):

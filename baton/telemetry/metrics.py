@@ -30,8 +30,10 @@ in files of that folder, and each of them can show the sums. The counts outlive 
 
 @dataclass(frozen=True, slots=True)
 class ClassSeries:
-    """The series of one context-length class. They are looked up once, since every token needs
-    them."""
+    """The series of one context-length class.
+
+    They are looked up once, since every token needs them.
+    """
 
     time_to_first_token: Histogram
     time_per_output_token: Histogram

@@ -30,8 +30,10 @@ class MetricsServer:
     """Serves the page from its own threads, until ``stop``."""
 
     def __init__(self, host: str, registry: CollectorRegistry, tls: TlsFiles | None = None) -> None:
-        """Listen on a free port of ``host``. Raises OSError, and ConfigError for unusable TLS
-        files."""
+        """Listen on a free port of ``host``.
+
+        Raises OSError, and ConfigError for unusable TLS files.
+        """
         context = None if tls is None else LiveContext(server_context(tls), tls)
         page = make_wsgi_app(registry)
         self._server = _Server(host, context, page if tls is None else _for_readers(page))

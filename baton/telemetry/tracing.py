@@ -76,8 +76,10 @@ def start_tracing(
 
 
 def end_tracing() -> None:
-    """Send the remaining spans within two seconds, and stop; idempotent. Blocks: not on an event
-    loop."""
+    """Send the remaining spans within two seconds, and stop; idempotent.
+
+    Blocks: not on an event loop.
+    """
     provider = _tracing.provider
     _tracing.provider, _tracing.tracer = None, trace.NoOpTracer()
     if provider is not None:

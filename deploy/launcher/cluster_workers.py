@@ -167,8 +167,10 @@ class ClusterWorkers:
                     await self._calls.call(lambda: self._kill(workers))
 
     async def give_up_claim(self) -> None:
-        """Release the claim, so that another launcher can have the cluster. Never raises Redis
-        errors."""
+        """Release the claim, so that another launcher can have the cluster.
+
+        Never raises Redis errors.
+        """
         if self._claim is not None:
             with contextlib.suppress(redis.RedisError):
                 await self._claim.give_up()

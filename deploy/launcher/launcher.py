@@ -70,8 +70,10 @@ def run_cluster(
 async def _run(
     config: Config, progress: Progress, supervisor_class: type[SupervisorActor]
 ) -> tuple[int, bool]:
-    """Run the cluster. Returns the exit code, and whether a thread of this process may never
-    end."""
+    """Run the cluster.
+
+    Returns the exit code, and whether a thread of this process may never end.
+    """
     signals = StopSignals()
     try:
         checked = await preflight(config)
@@ -384,8 +386,10 @@ class Launcher:
                 log.error("last lines of %s:\n%s", slot, tail)
 
     async def _end(self) -> None:
-        """End all parts in order if there is time, then kill the rest. A second signal shortens
-        it."""
+        """End all parts in order if there is time, then kill the rest.
+
+        A second signal shortens it.
+        """
         in_order = asyncio.create_task(self._end_in_order())
         hurry = asyncio.create_task(self._signals.hurry.wait())
         await asyncio.wait({in_order, hurry}, return_when=asyncio.FIRST_COMPLETED)

@@ -32,8 +32,10 @@ class Checked:
 
 
 async def preflight(config: Config) -> Checked:
-    """Check everything that can be checked before the start. Raises ConfigError for the first
-    error."""
+    """Check everything that can be checked before the start.
+
+    Raises ConfigError for the first error.
+    """
     check_exposure(config)
     _check_certificates(config)
     if config.routers:

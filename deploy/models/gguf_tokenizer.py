@@ -71,8 +71,10 @@ class TokenizerMetadata(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """How text is split before merges apply. Each pattern splits the pieces of the one before
-    it."""
+    """How text is split before merges apply.
+
+    Each pattern splits the pieces of the one before it.
+    """
 
     patterns: tuple[str, ...] = ()
     digits: bool = False

@@ -72,8 +72,10 @@ class Meter:
         return sum(self._got.values())
 
     def has(self, name: str, count: int) -> None:
-        """Record that ``count`` bytes of a file exist. Several bars may count one file: the largest
-        wins."""
+        """Record that ``count`` bytes of a file exist.
+
+        Several bars may count one file: the largest wins.
+        """
         with self._lock:
             if (count := min(count, self._sizes[name])) > self._got[name]:
                 self._got[name] = count
@@ -187,8 +189,10 @@ class HubDownload:
         return self._cache.resolve() / folder / "blobs"
 
     def _own_parts(self) -> Iterator[Path]:
-        """Yield the partial files that this process writes. The folder may also have those of
-        others."""
+        """Yield the partial files that this process writes.
+
+        The folder may also have those of others.
+        """
         for descriptor in Path("/proc/self/fd").iterdir():
             with suppress(OSError):  # another thread has closed it
                 file = descriptor.readlink()

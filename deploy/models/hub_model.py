@@ -196,8 +196,10 @@ def _sizes(model_id: str, commit: str, wait_s: float) -> dict[str, int]:
 
 
 def _is_whole(here: HubModel, sizes: Mapping[str, int], *, weights: bool) -> bool:
-    """Whether a snapshot has everything on the hub's list that Baton needs. The result is
-    stored."""
+    """Whether a snapshot has everything on the hub's list that Baton needs.
+
+    The result is stored.
+    """
     with contextlib.suppress(ConfigError):
         listing = _listing(here.model_id, sizes, here.path)
         if listing.is_in(here.path, weights=weights):

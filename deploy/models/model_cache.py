@@ -207,8 +207,10 @@ def _keep_beside(gguf: Path, folder: Path) -> None:
 
 
 def _remembered_sha256(gguf: Path, progress: Callable[[str], None]) -> str:
-    """Return the hash from a cache. Hashing takes seconds per gigabyte, so an unchanged file is
-    hashed once."""
+    """Return the hash from a cache.
+
+    Hashing takes seconds per gigabyte, so an unchanged file is hashed once.
+    """
     memory = cache_dir() / "sha256.json"
     stat = gguf.stat()
     key, state = str(gguf.resolve()), [stat.st_size, stat.st_mtime_ns]

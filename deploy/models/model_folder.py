@@ -65,8 +65,10 @@ def check_config(folder: Path) -> None:
 
 
 def shards(index: Path) -> list[str]:
-    """Return the names of the weight files of an index, sorted. Raises ConfigError for a broken
-    one."""
+    """Return the names of the weight files of an index, sorted.
+
+    Raises ConfigError for a broken one.
+    """
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

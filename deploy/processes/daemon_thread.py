@@ -13,16 +13,20 @@ Result = TypeVar("Result")
 
 
 class DaemonThread:
-    """Makes blocking calls. Unlike an executor's thread, it lets the process end while a call
-    hangs."""
+    """Makes blocking calls.
+
+    Unlike an executor's thread, it lets the process end while a call hangs.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def call(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Return the result or exception of ``function()``. A cancelled call continues in the
-        thread."""
+        """Return the result or exception of ``function()``.
+
+        A cancelled call continues in the thread.
+        """
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Result] = loop.create_future()
 

@@ -72,8 +72,10 @@ class LauncherLease:
         self._holder = holder
 
     async def take(self) -> None:
-        """Take the lease after its last holder is gone. Raises BatonError if that holder keeps
-        running."""
+        """Take the lease after its last holder is gone.
+
+        Raises BatonError if that holder keeps running.
+        """
         # The lease of a killed launcher lasts until its TTL is over.
         ends_at = time.monotonic() + TTL_S + RENEW_S
         while not await self._hold():

@@ -33,8 +33,10 @@ class _Step:
 
 
 class Progress:
-    """Shows the steps of a start, which may overlap. Printing never fails: the reader of a pipe, or
-    a terminal, may be gone."""
+    """Shows the steps of a start, which may overlap.
+
+    Printing never fails: the reader of a pipe, or a terminal, may be gone.
+    """
 
     def __init__(
         self,

@@ -245,7 +245,9 @@ class Reconciler:
 
 def pause_after(deaths: int) -> float:
     """Return the pause before the next incarnation after ``deaths`` deaths, at least one.
-    Seconds."""
+
+    Seconds.
+    """
     # The exponent is bounded: a float cannot hold the result for thousands of deaths.
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(deaths - 1, 30)))
 

@@ -197,8 +197,10 @@ class RaySupervisor:
 
     @classmethod
     def find(cls) -> RaySupervisor | None:
-        """Return the running supervisor, if any. Blocks while Ray's control store is
-        unreachable."""
+        """Return the running supervisor, if any.
+
+        Blocks while Ray's control store is unreachable.
+        """
         import ray  # noqa: PLC0415
 
         try:

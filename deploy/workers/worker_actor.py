@@ -85,8 +85,10 @@ class WorkerLoop(asyncio.SelectorEventLoop):
         self._resolver = ThreadPoolExecutor(_RESOLVER_THREADS, "resolver")
 
     async def getaddrinfo(self, *args: Any, **options: Any) -> list[Any]:
-        """Resolve like ``socket.getaddrinfo``. A call waits for a free thread; it may be
-        cancelled."""
+        """Resolve like ``socket.getaddrinfo``.
+
+        A call waits for a free thread; it may be cancelled.
+        """
         look_up = partial(socket.getaddrinfo, *args, **options)
         return await self.run_in_executor(self._resolver, look_up)
 

@@ -182,8 +182,10 @@ class Replayer:
         self._counter = itertools.count()
 
     async def run(self, rows: Sequence[TracedRequest]) -> Replay:
-        """Replay the rows. Raises ``redis.RedisError``, and ConfigError if the rows have no
-        blocks."""
+        """Replay the rows.
+
+        Raises ``redis.RedisError``, and ConfigError if the rows have no blocks.
+        """
         result = Replay(asked=sum(len(row.block_hashes) for row in rows))
         if not result.asked:
             raise ConfigError("no row of the trace has hash_ids")

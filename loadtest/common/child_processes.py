@@ -102,8 +102,10 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Send SIGTERM, then SIGKILL. A Ctrl-C in between shortens the wait and is raised at the
-    end."""
+    """Send SIGTERM, then SIGKILL.
+
+    A Ctrl-C in between shortens the wait and is raised at the end.
+    """
     interrupted: KeyboardInterrupt | None = None
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
         try:

@@ -43,8 +43,10 @@ class Helper:
         return self._process.returncode is None
 
     async def ended(self, deadline_s: float) -> int:
-        """Wait for its end, and return its exit code, or minus the signal. Raises
-        DeadlineExceeded."""
+        """Wait for its end, and return its exit code, or minus the signal.
+
+        Raises DeadlineExceeded.
+        """
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._process.wait()

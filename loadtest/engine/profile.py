@@ -106,8 +106,10 @@ def profile_engine(settings: ProfileSettings, say: Say) -> Profile:
 
 
 def draw(profile: Profile) -> Table:
-    """Return a table with a row for each phase. Times are of one step, or of a whole prompt for
-    prefill."""
+    """Return a table with a row for each phase.
+
+    Times are of one step, or of a whole prompt for prefill.
+    """
     table = whole_table(
         *("phase", "MB", "GFLOP", "memory floor, ms", "arithmetic floor, ms", "took, ms"),
         *("tokens/s", "MBU", "MFU", "bound by", "over its floor"),

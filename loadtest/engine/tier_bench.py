@@ -114,8 +114,10 @@ class _Bench:
             )
 
     async def first_token_s(self, prompt: tuple[int, ...], cached: int) -> float:
-        """Return the time to the first token. Raises BatonError if other than ``cached`` blocks are
-        found."""
+        """Return the time to the first token.
+
+        Raises BatonError if other than ``cached`` blocks are found.
+        """
         began = time.perf_counter()
         engine = self._engine
         sampling = SamplingParams(temperature=0.0, max_tokens=1)

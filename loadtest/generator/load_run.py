@@ -188,8 +188,10 @@ def _window(
     driver: LoadDriver[Any],
     records: list[RequestRecord],
 ) -> Window:
-    """Return the window. A closed loop that ends by its number of requests lasts until the last has
-    ended."""
+    """Return the window.
+
+    A closed loop that ends by its number of requests lasts until the last has ended.
+    """
     if driver.stopped_s is not None:
         warm_up_s = (
             0.0 if traffic.seconds == math.inf else counted(settings.pace, traffic.seconds).start_s

@@ -204,8 +204,10 @@ def bench_soak(
 async def soak(
     settings: LoadSettings, cluster: WatchedCluster, every_s: float, console: Console, say: Say
 ) -> SoakReport:
-    """Run the load. Raises BatonError; Unavailable if the cluster cannot be observed before or
-    after."""
+    """Run the load.
+
+    Raises BatonError; Unavailable if the cluster cannot be observed before or after.
+    """
     traffic = make_traffic(settings, open_trace(settings.traffic))
     began = time.monotonic()
     first = await _settled(cluster, began, None)

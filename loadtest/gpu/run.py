@@ -203,8 +203,10 @@ def _end(child: subprocess.Popen[bytes]) -> bool:
 def _wait(
     child: subprocess.Popen[bytes], phase: Phase, report: Report, left_s: float, item_s: float
 ) -> str | None:
-    """Wait. None: all items are done; empty: the phase's time is over; else why the process must
-    end."""
+    """Wait.
+
+    None: all items are done; empty: the phase's time is over; else why the process must end.
+    """
     ends_at = time.monotonic() + left_s
     item, begun_at = None, time.monotonic()
     while time.monotonic() < ends_at:

@@ -166,8 +166,10 @@ class _Bench:
         self._first = 0
 
     async def measure(self, sizes: tuple[int, ...], say: Say) -> list[TransferRow]:
-        """Return its rows. Raises ConfigError if the transport does not work here, and
-        BatonError."""
+        """Return its rows.
+
+        Raises ConfigError if the transport does not work here, and BatonError.
+        """
         blocks, block_bytes = self._source.data.shape
         start = {"transport": self._transport, "blocks": blocks, "block_bytes": block_bytes}
         start["certs"] = self._certs

@@ -60,8 +60,10 @@ def bench_pool(blocks: int, block_bytes: int) -> Iterator[BenchPool]:
 
 
 def identity_of(name: str, block_bytes: int) -> Identity:
-    """Return the identity of an end with blocks of that size. Raises ConfigError for a wrong
-    size."""
+    """Return the identity of an end with blocks of that size.
+
+    Raises ConfigError for a wrong size.
+    """
     dim, rest = divmod(block_bytes, _SLOTS * _SIDES * _VALUE_BYTES)
     if rest or not dim:
         raise ConfigError(f"a block of {block_bytes} bytes: a multiple of 64 is needed")

@@ -44,8 +44,10 @@ def _end(tokens: int) -> bytes:
 
 
 class EchoHttp:
-    """Sends all answers. A step takes ``step_s`` seconds; while it is None, answers wait after the
-    first token."""
+    """Sends all answers.
+
+    A step takes ``step_s`` seconds; while it is None, answers wait after the first token.
+    """
 
     def __init__(self) -> None:
         self.step_s: float | None = None

@@ -230,8 +230,10 @@ def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
 
 
 async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigures:
-    """Measure Baton's router. Raises ConfigError on a machine with one core, and BatonError on
-    failure."""
+    """Measure Baton's router.
+
+    Raises ConfigError on a machine with one core, and BatonError on failure.
+    """
     router_core, load_core = _two_cores()
     # The path is short, since a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(load_core):

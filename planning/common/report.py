@@ -21,8 +21,10 @@ _GIT_S = 10.0
 
 
 def whole_table(*columns: str, title: str) -> Table:
-    """Return a table drawn as Markdown. The first column is left-aligned, figures are
-    right-aligned."""
+    """Return a table drawn as Markdown.
+
+    The first column is left-aligned, figures are right-aligned.
+    """
     table = Table(*columns, title=title, title_justify="left", box=box.MARKDOWN)
     for number, column in enumerate(table.columns):
         column.no_wrap = True

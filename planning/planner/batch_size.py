@@ -82,8 +82,10 @@ def _bounded(worker: WorkerKind, max_sequences: int, chunk_tokens: int) -> Worke
 
 
 def _keeps(figures: Figures, prompts: float, answers: float) -> bool:
-    """Whether the p99 is met. ``prompts`` and ``answers``: shares of requests that can be in
-    time."""
+    """Whether the p99 is met.
+
+    ``prompts`` and ``answers``: shares of requests that can be in time.
+    """
     lost = (figures.shed + figures.failed) / figures.requests
     prompts_kept = figures.missed_ttft <= 1 - (1 - MAX_MISSES) * prompts + _ROUNDING
     answers_kept = figures.missed_tpot <= 1 - (1 - MAX_MISSES) * answers + _ROUNDING

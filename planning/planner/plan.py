@@ -19,8 +19,10 @@ _MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the counted requests. Times are in seconds, shares are between 0 and 1; None is
-    unknown."""
+    """Figures of the counted requests.
+
+    Times are in seconds, shares are between 0 and 1; None is unknown.
+    """
 
     requests: int
     good: int

@@ -159,8 +159,10 @@ def transport_of(prefill: WorkerKind, decode: WorkerKind, transport: Transport) 
 
 
 def transports(names: Iterable[str]) -> list[Transport]:
-    """Return transports by name, in order of their requirements, lowest first. Raises
-    ConfigError."""
+    """Return transports by name, in order of their requirements, lowest first.
+
+    Raises ConfigError.
+    """
     wanted = set(names)
     unknown = wanted - set(TRANSPORTS)
     if unknown or not wanted:

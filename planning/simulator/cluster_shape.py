@@ -10,8 +10,10 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """Kinds and numbers of workers. With ``prefill`` 0, every worker also computes prompts
-    (colocated)."""
+    """Kinds and numbers of workers.
+
+    With ``prefill`` 0, every worker also computes prompts (colocated).
+    """
 
     prefill: int
     """Prefill workers."""

@@ -109,8 +109,10 @@ def _host_of(hosts: Sequence[Host], place: int) -> Host | None:
 
 
 def _routes(config: Config, shape: ClusterShape, block: int) -> RouteSettings:
-    """Return route settings. Workers fetch no blocks from others; colocated ones compute what they
-    decode."""
+    """Return route settings.
+
+    Workers fetch no blocks from others; colocated ones compute what they decode.
+    """
     settings = replace(route_settings(config), hash_block=block, pulls=False)
     if not shape.is_colocated:
         return settings

@@ -121,8 +121,10 @@ class BatchCommand:
                 time.sleep(self._poll_s)
 
     def finish(self, batch: BatchObject, files: BatchFiles) -> ExitCode:
-        """Write the results, and return the exit code. Raises InvalidRequest if the file was
-        invalid."""
+        """Write the results, and return the exit code.
+
+        Raises InvalidRequest if the file was invalid.
+        """
         if batch.status == "failed":
             faults = batch.errors.data if batch.errors else []
             raise InvalidRequest("; ".join(map(_shown, faults)) or "the batch failed")

@@ -31,8 +31,10 @@ _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("
 
 
 class MarkdownAnswer:
-    """A context in which ``write`` shows the pieces of one answer. All of it is shown at the
-    end."""
+    """A context in which ``write`` shows the pieces of one answer.
+
+    All of it is shown at the end.
+    """
 
     def __init__(self, console: Console) -> None:
         """``console`` must be a terminal's."""

@@ -144,8 +144,10 @@ class QuestionInput:
         )
 
     def read(self) -> str:
-        """Read the next question. Raises EOFError after Ctrl-D, and KeyboardInterrupt after
-        Ctrl-C."""
+        """Read the next question.
+
+        Raises EOFError after Ctrl-D, and KeyboardInterrupt after Ctrl-C.
+        """
         return self._session.prompt()
 
 

@@ -159,8 +159,10 @@ def select(
     cluster_id: str | None = None,
     only_reads: bool = False,
 ) -> Target:
-    """Choose by the rules above. ``clusters`` are those that this user runs here. Raises
-    NoChoice."""
+    """Choose by the rules above.
+
+    ``clusters`` are those that this user runs here. Raises NoChoice.
+    """
     if http is not None and cluster_id is not None:
         raise NoChoice("give --cluster or --http, not both", code=ExitCode.USAGE)
     if http is not None:

@@ -69,8 +69,10 @@ class BatonGroup(TyperGroup):
 
 
 def _report(error: typer.TyperException) -> int:
-    """Report an error and return the exit code. Without arguments a group shows its help
-    instead."""
+    """Report an error and return the exit code.
+
+    Without arguments a group shows its help instead.
+    """
     unknown: Any = error
     if getattr(error, "possibilities", None):
         from deploy.cli.options.config_options import old_options  # noqa: PLC0415

@@ -190,8 +190,10 @@ class ConfigOption:
         return Flag(self.flags[0], self.path, set_to, self.pools)
 
     def parameter(self) -> inspect.Parameter:
-        """Return the option as typer reads parameters. Its value is None if the user has not given
-        it."""
+        """Return the option as typer reads parameters.
+
+        Its value is None if the user has not given it.
+        """
         kind: Any = list[str] if self.is_entry else option_type(self.field)
         kind = bool if self.constant is not None else kind
         flags = self.flags

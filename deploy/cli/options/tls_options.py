@@ -20,8 +20,10 @@ _MAX_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """Options for TLS. A cluster of this user on this machine needs none: its state file has
-    them."""
+    """Options for TLS.
+
+    A cluster of this user on this machine needs none: its state file has them.
+    """
 
     ca: Annotated[
         Path | None,

@@ -108,8 +108,10 @@ class Summary:
 
 
 def parse_bounds(text: str) -> tuple[int, ...]:
-    """Parse ``512,4096``, the bounds of buckets. Raises ConfigError unless these are rising
-    integers."""
+    """Parse ``512,4096``, the bounds of buckets.
+
+    Raises ConfigError unless these are rising integers.
+    """
     try:
         bounds = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:

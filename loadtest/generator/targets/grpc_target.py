@@ -98,8 +98,10 @@ class GrpcTarget(Target[pb.GenerateRequest]):
 
 
 def _failure(failure: grpc.aio.AioRpcError, address: str) -> tuple[Outcome, str]:
-    """Return outcome and code. A server that cannot be reached, or fails, has not shed the
-    request."""
+    """Return outcome and code.
+
+    A server that cannot be reached, or fails, has not shed the request.
+    """
     error = error_from_rpc(failure, address)
     if isinstance(error, DeadlineExceeded):
         return "aborted", "timeout"

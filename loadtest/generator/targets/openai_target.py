@@ -86,8 +86,10 @@ class OpenAiTarget(Target[bytes]):
     async def ask(
         self, request: PlannedRequest, prepared: bytes, due_s: float, clock: RunClock
     ) -> RequestRecord:
-        """Implement ``Target``. Opening a connection, if none is idle, counts in the request's
-        time."""
+        """Implement ``Target``.
+
+        Opening a connection, if none is idle, counts in the request's time.
+        """
         sent_s = clock.now()
         answer = StreamedAnswer()
         connection: HttpConnection | None = None

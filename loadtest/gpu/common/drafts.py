@@ -145,8 +145,10 @@ class GpuSequences:
         prompt_tokens: int,
         note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
     ) -> list[list[int]]:
-        """Return all tokens of each sequence; steps overlap as in a worker. ``note`` gets each
-        result."""
+        """Return all tokens of each sequence; steps overlap as in a worker.
+
+        ``note`` gets each result.
+        """
         runner = GpuRunner(self._model, self._cache, self._place.device, 0, speculation)
         limits = SchedulerLimits(
             block_size=_BLOCK,

@@ -78,8 +78,10 @@ class Texts:
 
     @classmethod
     def read(cls, folder: Path) -> Texts:
-        """Read texts; passages are those of category ``rag``. Raises ConfigError if one kind is
-        missing."""
+        """Read texts; passages are those of category ``rag``.
+
+        Raises ConfigError if one kind is missing.
+        """
         found = read_questions(folder)
         passages = found.pop(_PASSAGES, [])
         questions = [text for texts in found.values() for text in texts]

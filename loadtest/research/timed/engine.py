@@ -73,8 +73,10 @@ class TimedStepModel:
         """Implement ``StepModel``: there are no threads."""
 
     def take_timings(self) -> list[StepTiming]:
-        """Return the steps since the last call. Thread-safe; preferably called when no step
-        runs."""
+        """Return the steps since the last call.
+
+        Thread-safe; preferably called when no step runs.
+        """
         taken, self._timings = self._timings, []
         return taken
 

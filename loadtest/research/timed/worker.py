@@ -41,8 +41,10 @@ class TimedProcess:
     """A real ``WorkerProcess`` with a timed model."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Make the process for a folder of ``write_model_folder``. Raises ConfigError for another
-        one."""
+        """Make the process for a folder of ``write_model_folder``.
+
+        Raises ConfigError for another one.
+        """
         folder = Path(settings.model_path)
         self._costs = read_step_costs(folder)
         self.model = TimedStepModel(FittedCosts(self._costs), load_model_config(folder).vocab_size)

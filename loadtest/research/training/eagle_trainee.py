@@ -115,8 +115,10 @@ class _Attention(nn.Module):
         rope: torch.Tensor,
         before: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """Run the layer. ``before`` has keys and values of earlier passes; this one's are
-        appended."""
+        """Run the layer.
+
+        ``before`` has keys and values of earlier passes; this one's are appended.
+        """
         rows, length, _ = x.shape
         query = _rotate(self.q_proj(x).view(rows, length, -1, self.dim), rope)
         key = _rotate(self.k_proj(x).view(rows, length, -1, self.dim), rope)

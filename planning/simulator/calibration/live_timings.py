@@ -152,8 +152,10 @@ def _sharing(timed: Sequence[TimedSharing], call_s: float) -> Sharing:
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Return intercept and slope. The intercept is not negative, the slope positive: at most 100
-    GB/s."""
+    """Return intercept and slope.
+
+    The intercept is not negative, the slope positive: at most 100 GB/s.
+    """
     least = 1e-11
     if len(set(x)) > 1:
         slope, intercept = np.polyfit(x, y, 1).tolist()

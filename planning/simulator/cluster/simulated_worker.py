@@ -291,8 +291,10 @@ class SimulatedWorker:
             self._take_in(min(ended, self._max_leaps) - self._leapt)
 
     def _take_in(self, steps: int) -> None:
-        """Process ``steps`` steps of the run. The last of them ended after the last change of
-        speed."""
+        """Process ``steps`` steps of the run.
+
+        The last of them ended after the last change of speed.
+        """
         if steps > 0 and self._is_bent:
             # The step ran at several speeds; those after it ran at one.
             self._take_in_alike(1)
