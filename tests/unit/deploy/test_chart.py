@@ -539,7 +539,7 @@ def test_another_configuration_makes_other_pods() -> None:
         (("--set=redis.mode=external",), "mode external needs url or existingSecret"),
         (("--set=redis.mode=external,redis.existingSecret=a,redis.url=redis://b",), "not both"),
         (("--set=redis.url=redis://a",), "need mode external, but it is embedded"),
-        (("--set=redis.mode=external,redis.url=redis://:a@b",), "or say redis.insecure=true"),
+        (("--set=redis.mode=external,redis.url=redis://:a@b",), "or set redis.insecure=true"),
         (("--set=gcsStore.mode=external,gcsStore.url=redis://b",), "gcsStore.insecure=true"),
         (("--set=gcsStore.mode=valkey",), "gcsStore.password: mode valkey needs one"),
         (
@@ -554,8 +554,8 @@ def test_another_configuration_makes_other_pods() -> None:
             "require 2 GPUs",
         ),
         (("--set=ingress.enabled=true",), "ingress.host"),
-        ((*INGRESS, "--set=ingress.tlsSecret=a"), "say ingress.insecure=true"),
-        ((*INGRESS, "--set=auth.requireKey=true", KEY), "say ingress.insecure=true"),
+        ((*INGRESS, "--set=ingress.tlsSecret=a"), "set ingress.insecure=true"),
+        ((*INGRESS, "--set=auth.requireKey=true", KEY), "set ingress.insecure=true"),
         (
             ("--set=ingress.grpc.enabled=true", "--set=ingress.grpc.host=a"),
             "ingress.grpc: needs",
@@ -594,7 +594,7 @@ def test_what_would_not_work_is_refused(values: tuple[str, ...], message: str) -
         (("--set=config.pools[0].resources.CPU=1",), "requires CPU"),
         (("--set=config.pools[1].resources.GPU=2",), "require more than its 2"),
         (("--set=config.pools[0].count=9",), "have no room for the 9 workers"),
-        (("--set=config.pools[0].cp=4",), "needs 4 in one for its ranks"),
+        (("--set=config.pools[0].cp=4",), "needs 4 in one pod for its ranks"),
         (("--set=kuberay.autoscaling=false",), "1 pods with 1 places have no room"),
     ],
 )

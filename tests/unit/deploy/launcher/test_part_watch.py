@@ -76,7 +76,7 @@ def test_deaths_returns_and_the_supervisors_own_return_are_logged_once() -> None
     assert take(SlotState(Phase.RUNNING, 1, "boom"), 2) == ["decode-0 is back"]
     assert pids == {"decode-0": 2}
     (loops,) = take(SlotState(Phase.CRASH_LOOP, 5, "boom"))
-    assert "keeps dying, 5 times by now: boom" in loops
+    assert "keeps dying, 5 times so far: boom" in loops
     assert take(SlotState(Phase.CRASH_LOOP, 5, "boom"), supervisor=10) == [
         "the supervisor was restarted"
     ]

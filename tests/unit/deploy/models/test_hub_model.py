@@ -238,7 +238,7 @@ def test_an_update_that_fails_leaves_the_cached_commit(
     lines = [line for line in told if "cannot get the newer commit" in line]
     assert len(lines) == 1
     assert f"the newer commit {main_of(hub)}" in lines[0]
-    assert f"the cached {first.commit} is taken" in lines[0]
+    assert f"using the cached {first.commit}" in lines[0]
     assert look(ID).path == first.path, "the branch names the complete snapshot"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve(ID, Told()) == first

@@ -59,7 +59,7 @@ def test_a_joined_ray_needs_a_token_or_a_word_that_there_is_none(
     with pytest.raises(ConfigError, match=f"{token} is not a file"):
         check_token()
     monkeypatch.setenv("RAY_AUTH_MODE", "tokne")
-    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=tokne: say token, or disabled"):
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=tokne: set token, or disabled"):
         check_token()
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     check_token()

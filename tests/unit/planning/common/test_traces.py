@@ -129,7 +129,7 @@ def test_equal_leading_numbers_are_equal_leading_hashes() -> None:
     ("row", "says"),
     [
         ("{", "line 2"),
-        ("[1]", "line 2: a row is a JSON object"),
+        ("[1]", "line 2: a row must be a JSON object"),
         ({"input_length": 1, "output_length": 1}, "line 2: timestamp must be"),
         (GOOD | {"timestamp": -1}, "timestamp must be"),
         (GOOD | {"timestamp": True}, "timestamp must be"),

@@ -109,7 +109,7 @@ def test_what_baton_has_not_is_refused_with_the_reason(alias: Refused) -> None:
 
 
 def test_a_word_of_vllm_s_is_noted() -> None:
-    assert "note: --dtype half: Baton takes float16" in said("--dtype", "half", code=1)
+    assert "note: --dtype half: Baton uses float16" in said("--dtype", "half", code=1)
 
 
 def test_no_flag_stands_for_two_things() -> None:
