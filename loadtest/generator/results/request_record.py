@@ -1,11 +1,10 @@
 """The result of one request, by the client's clock.
 
-The words are the field's (docs/reference/glossary.md's list is the same): TTFT is from the
-send to the first
-token, ITL each gap between tokens, E2EL from the send to the last token, and
-TPOT = (E2EL - TTFT) / (output tokens - 1). The send is the INTENDED one: where the client was late,
-or the server let it wait to be sent, that time counts, so that a server which stalls cannot hide
-those requests that would have come meanwhile (coordinated omission). Pure.
+The terms are the field's, as in docs/reference/glossary.md. TTFT is from the send to the first
+token, ITL is each gap between tokens, E2EL is from the send to the last token, and TPOT = (E2EL -
+TTFT) / (output tokens - 1). The send is the INTENDED one. If the client is late, or the server
+delays the send, that time counts. So a server that stalls cannot hide the requests that would have
+arrived in the meantime (coordinated omission). Pure.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m loadtest.research.papers.paper_comparison [distserve] [chatbot] [interference] …
 
-What is compared, and why figures differ, is in docs/lab-notes/simulator.md. Sources:
+docs/lab-notes/simulator.md describes the comparisons, and why figures differ. Sources:
 
 - DistServe: Zhong et al., DistServe: Disaggregating Prefill and Decoding for Goodput-optimized
   Large Language Model Serving, OSDI 2024; its authors' article "Throughput is Not All You Need"

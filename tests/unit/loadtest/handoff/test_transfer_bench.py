@@ -64,7 +64,7 @@ async def test_a_size_that_the_memory_does_not_hold_is_left_out(
     settings = TransferSettings(("shm",), BLOCK, 1 << 30, repetitions=1)
     rows = await measure_transfers(settings, said.append)
     assert rows[-1].bytes == 1 << 20
-    assert said[0] == "sizes end at 1 MiB: there is no memory for three pools of more"
+    assert said[0] == "sizes end at 1 MiB: there is not enough memory for three larger pools"
 
 
 async def test_a_helper_that_fails_says_why(tmp_path: Path) -> None:
